@@ -36,7 +36,7 @@ def random_codes(width, num, seed=0):
   return codes.astype(_bits.code_dtype(width))
 
 
-def test_four_bits_by_hand():
+def test_four_bits_match_hand_computation():
   codes = jnp.array([1, 2, 3, 4, 5], jnp.uint8)
   packed = _bits.pack(codes, 4)
   # 1 shares a byte with 3 and 2 with 4; 5 is left over.
@@ -67,7 +67,7 @@ def check_there_and_back(width, all_codes):
 @pytest.mark.parametrize(
   "width", [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 17, 20, 31, 32]
 )
-def test_every_width_comes_back_and_fills_no_byte_too_many(width):
+def test_every_width_is_recovered_from_the_fewest_bytes(width):
   check_there_and_back(
     width, [random_codes(width, num) for num in (0, 1, 8, 43)]
   )
@@ -75,7 +75,7 @@ def test_every_width_comes_back_and_fills_no_byte_too_many(width):
 
 @hypothesis.settings(max_examples=8)
 @hypothesis.given(st.integers(1, 32), st.integers(0, 70), st.integers(0, 9))
-def test_any_width_and_length_come_back(width, num, seed):
+def test_codes_of_any_width_and_length_are_recovered(width, num, seed):
   check_there_and_back(width, [random_codes(width, num, seed)])
 
 
@@ -111,7 +111,7 @@ def test_nothing_is_gathered_scattered_or_transposed(width):
     assert word not in text, word
 
 
-def test_trits_by_hand():
+def test_trits_match_hand_computation():
   codes = jnp.array([1, 2, 0, 1, 2, 2, 1], jnp.int32)
   # 1 + 3 * 2 + 9 * 0 + 27 * 1 + 81 * 2, and 2 + 3 * 1 left over.
   packed = _bits.pack_trits(codes)
@@ -119,7 +119,7 @@ def test_trits_by_hand():
   assert _bits.unpack_trits(packed, 7).tolist() == codes.tolist()
 
 
-def test_every_byte_of_trits_comes_back():
+def test_every_byte_of_trits_is_recovered():
   codes = np.stack(np.unravel_index(np.arange(243), [3] * 5)).reshape(-1)
   packed = _bits.pack_trits(jnp.asarray(codes))
   assert sorted(packed.tolist()) == list(range(243))

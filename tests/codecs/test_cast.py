@@ -15,7 +15,7 @@ def test_bfloat16_rounds_ties_to_even():
   assert payload.tolist() == [1, 1, 1 + 2**-6, 1 + 2**-7]
 
 
-def test_the_bits_may_travel_as_integers():
+def test_payload_may_be_bitcast_to_integers():
   codec = codecs.Cast("float16")
   x = jnp.array([0.1, -3.0, 7e4, jnp.inf])
   payload, state = codec.encode(x)
@@ -29,7 +29,7 @@ def test_the_bits_may_travel_as_integers():
 @pytest.mark.parametrize(
   ("dtype", "largest"), [("float16", 65504.0), ("bfloat16", 255 * 2.0**120)]
 )
-def test_what_is_too_large_becomes_the_largest(dtype, largest):
+def test_overflow_becomes_the_largest_number(dtype, largest):
   top = float(np.finfo(np.float32).max)
   x = jnp.array([top, -top, jnp.inf, -jnp.inf, jnp.nan])
   payload, _ = codecs.Cast(dtype).encode(x)
@@ -52,7 +52,7 @@ def test_stochastic_rounding_goes_up_by_the_distance():
   assert np.all(np.isnan(found[:, 4])) and np.all(found[:, 5] < 3.4e38)
 
 
-def test_a_nan_in_the_low_bits_stays_a_nan():
+def test_nan_in_low_bits_stays_nan():
   bits = np.array([0x7F800001, 0xFF800001], np.uint32)
   x = jnp.asarray(bits.view(np.float32))
   for rounding in ("nearest", "stochastic"):

@@ -95,7 +95,7 @@ def test_arrays_decode_to_their_dtype(name):
   "name", ["dense", "bfloat16", "int4", "int4 stochastic", "uint8"]
 )
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_16_bit_arrays_come_back(name, dtype):
+def test_16_bit_arrays_are_recovered(name, dtype):
   x = jnp.asarray(_table.normal(), dtype)
   found = _table.decoded(name, x)
   assert found.dtype == dtype
@@ -132,7 +132,7 @@ def test_zeros_and_equal_entries(name):
 
 
 @every_line
-def test_nothing_finite_overflows(name):
+def test_finite_entries_do_not_overflow(name):
   signs = np.where(np.arange(_table.SIZE) % 2, 1, -1).astype(np.float32)
   mixed = _table.normal()
   mixed = np.where(np.arange(_table.SIZE) % 5, mixed, LARGEST * signs)
@@ -151,7 +151,7 @@ def test_denormal_entries_stay_small(name):
 
 @every_line
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_seen(name, value):
+def test_nan_and_infinity_stay_visible(name, value):
   if not TABLE[name].sees_all:
     return
   for place in (0, 131, _table.SIZE - 1):
@@ -162,7 +162,7 @@ def test_what_is_not_finite_is_seen(name, value):
 
 
 @every_line
-def test_what_was_decoded_encodes_to_itself(name):
+def test_encoding_is_idempotent(name):
   if not TABLE[name].idempotent:
     return
   once = _table.decoded(name, _table.normal())
@@ -177,7 +177,7 @@ _MAPPED = [
 
 
 @pytest.mark.parametrize("name", _thinned.some(list(TABLE), _MAPPED, QUICK))
-def test_vmap_is_a_loop(name):
+def test_vmap_equals_a_loop(name):
   run, compiled = _table.there_and_back(name)[0], _table.program(name)
   xs = np.stack([_table.normal(seed) for seed in range(3)])
   keys = jax.random.split(jax.random.key(5), 3)
@@ -195,7 +195,7 @@ def test_vmap_is_a_loop(name):
   "name",
   ["int4", "qsgd", "sign", "ternary", "top", "sampled top in chunks", "random"],
 )
-def test_shard_map_is_a_loop(name):
+def test_shard_map_equals_a_loop_over_workers(name):
   run, compiled = _table.there_and_back(name)[0], _table.program(name)
   mesh = collectives.make_mesh((2,), ("worker",))
   xs = np.stack([_table.normal(seed) for seed in range(2)])
@@ -213,7 +213,7 @@ def test_shard_map_is_a_loop(name):
 
 
 @every_line
-def test_unbiased_codecs_are_right_in_the_mean(name):
+def test_unbiased_codecs_have_the_right_mean(name):
   if not TABLE[name].unbiased:
     return
   x = _table.normal(7, 21)
@@ -242,14 +242,14 @@ def test_parts_of_whole_granules_fill_whole_bytes(name):
 
 
 @every_line
-def test_no_program_speaks_to_the_host(name):
+def test_programs_have_no_callbacks(name):
   text = _table.program(name).as_text()
   for word in ("infeed", "outfeed", "callback", "send(", "recv("):
     assert word not in text, word
 
 
 @every_line
-def test_settings_are_values(name):
+def test_codecs_compare_and_hash_by_settings(name):
   codec = TABLE[name].codec
   assert codec == type(codec)(**vars(codec))
   assert hash(codec) == hash(type(codec)(**vars(codec)))

@@ -38,7 +38,7 @@ def cosines(x):
   return np.array(result)
 
 
-def test_two_entries_by_hand():
+def test_two_entries_match_hand_computation():
   found = _dct.dct(jnp.array([3.0, 1.0]), 2)
   np.testing.assert_allclose(found, np.array([4, 2]) / np.sqrt(2), 1e-6)
 
@@ -122,7 +122,7 @@ def test_tiles_of_a_matrix_are_transformed_both_ways():
   "shape",
   [(), (0,), (3, 0), (1,), (64,), (70,), (8, 12), (3, 3, 8, 4), (9, 8), (11,)],
 )
-def test_all_coefficients_are_no_compression(shape):
+def test_all_coefficients_are_the_identity(shape):
   x = normal(shape)
   found = there_and_back(DCTTopK(4, ratio=1.0), x)
   np.testing.assert_allclose(found, x, atol=1e-5)
@@ -130,7 +130,7 @@ def test_all_coefficients_are_no_compression(shape):
   np.testing.assert_allclose(jnp.sum(blocks**2), jnp.sum(x**2), 1e-5)
 
 
-def test_a_wave_needs_one_coefficient():
+def test_cosine_needs_one_coefficient():
   places = np.arange(64)
   wave = np.cos(np.pi * (2 * places + 1) * 5 / 128)
   x = jnp.asarray(np.outer(wave, wave), jnp.float32)
@@ -140,7 +140,7 @@ def test_a_wave_needs_one_coefficient():
   assert codec.num_bits(x) == 32 + 16
 
 
-def test_the_largest_of_each_block_go():
+def test_largest_coefficients_of_each_block_are_sent():
   x = normal((8, 8))
   found = there_and_back(DCTTopK(4, k=3), x)
   wanted = np.asarray(_dct.dct(x, 4)).reshape(4, 16).copy()
@@ -151,7 +151,7 @@ def test_the_largest_of_each_block_go():
   )
 
 
-def test_the_paper_s_setting():
+def test_defaults_match_demo():
   codec = DCTTopK()
   assert (codec.chunk, codec.k) == (64, 32)
   like = jax.ShapeDtypeStruct((256, 512), jnp.float32)
@@ -159,7 +159,7 @@ def test_the_paper_s_setting():
   assert codec.num_bits(like) < 32 * 32 * (32 + 9.1)
 
 
-def test_what_is_not_finite_spoils_its_block_and_no_other():
+def test_nan_affects_its_block_alone():
   x = normal((8, 8)).at[1, 1].set(jnp.nan)
   found = there_and_back(DCTTopK(4, k=2), x)
   assert np.isnan(found[:4, :4]).all()
@@ -182,7 +182,7 @@ def test_narrow_arrays_and_values(dtype):
   np.testing.assert_allclose(found, x.astype(jnp.float32), atol=0.05)
 
 
-def test_workers_and_sums():
+def test_payloads_of_workers_add_up():
   codec = DCTTopK(4, k=3)
   xs = normal((3, 8, 8))
   payloads, _ = jax.vmap(codec.encode)(xs)

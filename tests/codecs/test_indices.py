@@ -22,7 +22,7 @@ def num_bytes(parts):
   return sum(part.size for part in jax.tree.leaves(parts))
 
 
-def test_local_indices_by_hand():
+def test_local_indices_match_hand_computation():
   # Two chunks of 16 with two of each, and one of a last chunk of 3.
   indexing = _indices.Indexing(35, 5, 16, 2)
   assert indexing.form == "local"
@@ -32,7 +32,7 @@ def test_local_indices_by_hand():
   assert parts["local"].tolist() == [0x01, 0x2F, 0x02]
 
 
-def test_split_indices_by_hand():
+def test_split_indices_match_hand_computation():
   indexing = _indices.Indexing(64, 4, 64, 4, distinct=False)
   # Of four low bits each, and a row of 4 + 3 bits.
   assert (indexing.form, indexing.low) == ("split", 4)
@@ -44,7 +44,7 @@ def test_split_indices_by_hand():
   assert parts["low"].tolist() == [0xF5, 0xF0]
 
 
-def test_a_bitmap_by_hand():
+def test_bitmap_matches_hand_computation():
   indexing = _indices.Indexing(10, 5, 10, 5)
   assert (indexing.form, indexing.num_bits) == ("bitmap", 10)
   parts = round_trip(indexing, [0, 1, 3, 7, 9])
@@ -58,13 +58,13 @@ def test_all_entries_need_no_indices():
 
 
 @pytest.mark.parametrize("size", [1, 5])
-def test_nothing_and_no_choice_need_no_bytes(size):
+def test_empty_and_forced_indices_need_no_bytes(size):
   assert num_bytes(round_trip(_indices.Indexing(size, 1, 1, 1), [0])) == 0
   assert num_bytes(round_trip(_indices.Indexing(0, 0, 0, 0), [])) == 0
 
 
 @pytest.mark.parametrize("part, most", [(0.01, 8.6), (0.001, 12.1)])
-def test_a_small_part_needs_few_bits_each(part, most):
+def test_few_entries_need_few_bits_an_index(part, most):
   for size in (1 << 16, 1 << 22):
     num = int(np.ceil(part * size))
     indexing = _indices.Indexing(size, num, size, num)
@@ -76,7 +76,7 @@ def test_a_small_part_needs_few_bits_each(part, most):
 
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(st.data())
-def test_any_indices_come_back_in_the_bytes_that_are_told(data):
+def test_indices_are_recovered_from_the_counted_bytes(data):
   size = data.draw(st.sampled_from([1, 2, 9, 64, 1000]))
   chunk = data.draw(st.sampled_from([1, 4, 10, size]))
   per_chunk = data.draw(st.integers(1, min(chunk, 5)))
@@ -93,7 +93,7 @@ def test_any_indices_come_back_in_the_bytes_that_are_told(data):
   assert num_bytes(parts) == -(-indexing.num_bits // 8)
 
 
-def test_workers_may_be_stacked():
+def test_indices_of_workers_may_be_stacked():
   indexing = _indices.Indexing(5000, 50, 5000, 50)
   assert indexing.form == "split"
   rng = np.random.default_rng(0)

@@ -102,7 +102,7 @@ def test_a_sampled_threshold_keeps_its_bounds(name, k):
 
 @hypothesis.settings(max_examples=15)
 @hypothesis.given(st.integers(0, 10**6), st.sampled_from([3, 130]))
-def test_ties_and_magnitudes_of_any_kind(seed, k):
+def test_largest_are_exact_with_ties_and_any_magnitudes(seed, k):
   rng = np.random.default_rng(seed)
   x = rng.standard_normal(LENGTH) * 10.0 ** rng.integers(-30, 30)
   x = np.where(rng.random(LENGTH) < rng.random(), x, rng.choice(x))
@@ -112,7 +112,7 @@ def test_ties_and_magnitudes_of_any_kind(seed, k):
   )
 
 
-def test_set_bits_by_hand():
+def test_first_set_bits_match_hand_computation():
   words = jnp.array([[0b101, 0, 1 << 31], [0, 0, 0]], jnp.uint32)
   found = _largest.first_set(words, 4)
   assert found.indices.tolist() == [[0, 2, 95, 95], [95] * 4]
@@ -120,7 +120,7 @@ def test_set_bits_by_hand():
   assert _largest.first_set(words, 2).indices[0].tolist() == [0, 2]
 
 
-def test_many_workers_are_as_one():
+def test_vmap_over_workers_equals_single_workers():
   x = np.stack([some_rows(name) for name in ("normal", "equal", "few")])
   together = jax.jit(jax.vmap(lambda x: _largest.largest(x, 200)))(x)
   for i in range(3):

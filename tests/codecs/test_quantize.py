@@ -40,7 +40,7 @@ def reference(codec, x):
 
 
 @pytest.mark.smoke
-def test_four_bits_by_hand():
+def test_four_bits_match_hand_computation():
   codec = codecs.Quantize(4, 4)
   x = jnp.array([7.0, -3.0, 1.4, -7.0, 0.5, 0.2])
   payload = encode(codec, x)
@@ -53,7 +53,7 @@ def test_four_bits_by_hand():
   np.testing.assert_allclose(decode(codec, payload, x), wanted, 1e-6)
 
 
-def test_two_bits_from_least_to_greatest_by_hand():
+def test_min_max_of_two_bits_matches_hand_computation():
   codec = codecs.Quantize(2, None, "min_max")
   x = jnp.array([1.0, 4.0, 2.1, 2.6])
   payload = encode(codec, x)
@@ -62,7 +62,7 @@ def test_two_bits_from_least_to_greatest_by_hand():
   np.testing.assert_allclose(decode(codec, payload, x), [1, 4, 2, 3], 1e-6)
 
 
-def test_one_bit_is_the_sign_and_the_largest():
+def test_one_bit_is_sign_times_largest_magnitude():
   codec = codecs.Quantize(1, None)
   x = jnp.array([0.5, -2.0, 0.0])
   payload = encode(codec, x)
@@ -70,7 +70,7 @@ def test_one_bit_is_the_sign_and_the_largest():
   assert decode(codec, payload, x).tolist() == [2.0, -2.0, 2.0]
 
 
-def test_levels_of_a_norm_are_the_papers():
+def test_norm_levels_match_qsgd():
   # s = 3 levels of ‖(3, 4)‖ = 5: 3 lies at level 1.8 and 4 at 2.4.
   codec = codecs.Quantize(3, None, "norm", "stochastic")
   x = jnp.array([3.0, -4.0])
@@ -93,7 +93,7 @@ def test_levels_of_a_norm_are_the_papers():
   ],
   ids=str,
 )
-def test_a_reference_in_float64_says_the_same(codec):
+def test_codes_agree_with_a_float64_reference(codec):
   x = _table.normal(11, 1500) * 5
   found = decode(codec, encode(codec, x), x)
   # A tie in float32 may fall the other way: a few in ten thousand.
@@ -101,7 +101,7 @@ def test_a_reference_in_float64_says_the_same(codec):
   assert wrong.mean() < 2e-3
 
 
-def test_sizes_that_are_promised():
+def test_documented_sizes_hold():
   like = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
   full = codecs.Dense().num_bits(like)
   assert full == 32 << 20
@@ -128,7 +128,7 @@ def test_scales_differ_by_more_than_float32_can_divide():
     (codecs.Quantize(16, rounding="stochastic"), 1.0),
   ],
 )
-def test_the_last_level_is_not_passed(codec, value):
+def test_codes_do_not_exceed_the_last_level(codec, value):
   x = np.where(np.arange(8192) % 2, value, -value).astype(np.float32)
   found = decode(codec, encode(codec, x), x)
   assert np.all(np.sign(found) == np.sign(x))

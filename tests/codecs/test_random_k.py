@@ -33,7 +33,7 @@ def test_the_mean_is_the_array(size, k, shared):
   assert found.std() > 0
 
 
-def test_strata_by_hand():
+def test_strata_match_hand_computation():
   # Eleven entries in four strata of 3, 3, 3 and 2, one of each.
   x = jnp.ones(11)
   found = decode_many(RandomK(k=4), x, 64)
@@ -60,7 +60,7 @@ def test_payloads_of_workers_may_be_summed():
   np.testing.assert_allclose(codec.decode(total, state, xs[0]), wanted, 1e-6)
 
 
-def test_seeds_travel_where_keys_differ():
+def test_payload_has_a_seed_for_own_keys():
   codec = RandomK(0.25, shared=False)
   assert not codec.linear and codec.key == "worker"
   x = jnp.arange(1.0, 41.0)
@@ -74,7 +74,7 @@ def test_seeds_travel_where_keys_differ():
   np.testing.assert_array_equal(total, found + 1)
 
 
-def test_without_scaling_entries_are_as_they_were():
+def test_unscaled_entries_are_unchanged():
   codec = RandomK(0.5, scaled=False)
   x = np.arange(1.0, 21.0, dtype=np.float32)
   payload, state = codec.encode(jnp.asarray(x), (), jax.random.key(0))
@@ -83,7 +83,7 @@ def test_without_scaling_entries_are_as_they_were():
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_all_entries_are_no_compression(shared):
+def test_all_entries_are_the_identity(shared):
   codec = RandomK(1.0, shared=shared)
   x = jnp.arange(30.0).reshape(5, 6).astype(jnp.bfloat16)
   payload, state = codec.encode(x, codec.init(x), jax.random.key(0))
@@ -114,12 +114,12 @@ def test_large_entries_stay_finite():
   assert jnp.isinf(codec.decode(payload, state, largest)).sum() == 10
 
 
-def test_what_is_linear_depends_on_the_values():
+def test_linearity_depends_on_the_values_codec():
   assert RandomK(values=_cast.Cast()).linear
   assert not RandomK(values=_quantize.Quantize(8)).linear
 
 
-def test_what_is_left_out_is_smaller_if_entries_are_not_scaled():
+def test_unscaled_entries_are_contractive():
   x = jax.random.normal(jax.random.key(1), (100,))
   for codec in (RandomK(0.1), RandomK(0.1, scaled=False), RandomK(1.0)):
     left = jnp.linalg.norm(x - decode_many(codec, x, 20), axis=1)

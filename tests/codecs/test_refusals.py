@@ -73,5 +73,5 @@ DRAWN = codecs.Cast(rounding="stochastic")
   ("ratio", lambda: codecs.DCTTopK(k=3, ratio=0.1), "`k` are given both"),
   ("like", lambda: codecs.DCTTopK().check(INTEGERS), "of a float"),
 )
-def test_what_is_refused(argument, call, rule):
+def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)

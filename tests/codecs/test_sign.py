@@ -20,7 +20,7 @@ def there_and_back(codec, x, key=None):
   ("scale", "wanted"),
   [("mean_abs", 20 / 9), ("max_abs", 6), ("l2", np.sqrt(76 / 9)), ("one", 1)],
 )
-def test_signs_by_hand(scale, wanted):
+def test_signs_match_hand_computation(scale, wanted):
   payload, found = there_and_back(codecs.Sign(scale=scale), X)
   # Eight to a byte, neighbours in the short row; the last is in the next.
   assert payload.codes[0].tolist() == [[0b11011101, 0]]
@@ -46,7 +46,7 @@ def test_the_mean_magnitude_is_the_nearest_multiple_of_the_signs():
   np.testing.assert_allclose(errors[0], wanted, 1e-4)
 
 
-def test_three_values_by_hand():
+def test_ternary_values_match_hand_computation():
   x = jnp.array([2.0, -1.5, 0.5, 0.0, -2.0, 1.1])
   payload, found = there_and_back(codecs.Ternary(rounding="nearest"), x)
   # 2 + 3 * 0 + 9 * 1 + 27 * 1 + 81 * 0, no: one entry in each of five

@@ -40,7 +40,7 @@ def keep_largest(x, k):
   return kept.reshape(x.shape)
 
 
-def test_two_of_five_by_hand():
+def test_two_of_five_entries_match_hand_computation():
   codec = TopK(k=2)
   x = jnp.array([1.0, -3.0, 2.0, -2.0, 0.5])
   assert there_and_back(codec, x).tolist() == [0, -3, 2, 0, 0]
@@ -60,7 +60,7 @@ def test_each_chunk_sends_its_own():
     [None, 64, 20000, 10**6], [jnp.float32, jnp.bfloat16, jnp.float16]
   ),
 )
-def test_the_largest_come_back_and_the_others_do_not(chunk, dtype):
+def test_only_largest_entries_are_decoded(chunk, dtype):
   x = normal((100, 410)).astype(dtype)
   found = there_and_back(TopK(0.01, chunk=chunk), x).reshape(-1)
   flat = np.asarray(x).reshape(-1)
@@ -89,7 +89,7 @@ def test_one_per_cent_is_at_least_95_times_smaller(chunk):
     TopK(k=LONG),
   ],
 )
-def test_all_entries_are_no_compression(codec):
+def test_all_entries_are_the_identity(codec):
   x = normal(LONG).at[0].set(-3.0)
   np.testing.assert_array_equal(there_and_back(codec, x), x)
 
@@ -100,7 +100,7 @@ def test_all_entries_need_no_indices():
 
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("codec", [TopK(k=1), SampledTopK(k=1)])
-def test_what_is_not_finite_is_seen(codec, value):
+def test_nan_and_infinity_stay_visible(codec, value):
   for size in (100, LONG):
     x = normal(size).at[77].set(value)
     assert not np.isfinite(there_and_back(codec, x)[77])
@@ -116,7 +116,7 @@ def test_small_arrays(codec, shape):
 
 
 @pytest.mark.parametrize("value", [0.0, -2.5, 1e-40, 3e38])
-def test_equal_entries_go_in_their_order(value):
+def test_equal_entries_are_sent_by_index(value):
   found = there_and_back(TopK(k=3), jnp.full(50, value))
   assert (found[:3] == np.float32(value)).all() and not found[3:].any()
 
@@ -128,7 +128,7 @@ def test_equal_entries_go_in_their_order(value):
     [TopK, SampledTopK],
   ),
 )
-def test_values_go_through_their_own_codec(values, codec):
+def test_values_are_sent_by_their_codec(values, codec):
   x = normal(LONG)
   codec = codec(0.02, values=values)
 
@@ -146,7 +146,7 @@ def test_values_go_through_their_own_codec(values, codec):
 
 @pytest.mark.parametrize("chunk", [None, 20000])
 @pytest.mark.parametrize("name", ["normal", "heavy", "few"])
-def test_a_sampled_threshold_sends_nearly_as_many_and_the_largest(name, chunk):
+def test_sampled_threshold_sends_nearly_k_of_the_largest(name, chunk):
   x = np.asarray(normal(LONG + 100), np.float32)
   x = {"normal": x, "heavy": x**9, "few": np.where(x > 3.5, x, 0)}[name]
   found = there_and_back(SampledTopK(0.01, chunk=chunk), jnp.asarray(x))
@@ -160,7 +160,7 @@ def test_a_sampled_threshold_sends_nearly_as_many_and_the_largest(name, chunk):
     np.testing.assert_array_equal(got, keep_largest(part, sent))
 
 
-def test_slots_that_are_not_in_use_hold_nothing():
+def test_unused_slots_decode_to_zero():
   # Of 400 slots 350 are in use; one bit would make 3 of the others' zeros.
   codec = SampledTopK(k=400, values=_quantize.Quantize(1, None))
   x = jnp.zeros(LONG).at[7 : 7 + 350].set(-3.0)
@@ -178,7 +178,7 @@ def test_slots_that_are_not_in_use_hold_nothing():
 
 
 @pytest.mark.parametrize("codec", [TopK(0.02), SampledTopK(0.02)])
-def test_workers_are_added_without_dense_arrays(codec):
+def test_payloads_are_added_without_dense_arrays(codec):
   xs = normal((3, LONG))
   payloads, _ = jax.jit(jax.vmap(codec.encode))(xs)
 
@@ -199,7 +199,7 @@ def test_workers_are_added_without_dense_arrays(codec):
 @pytest.mark.parametrize(
   "codec", [TopK(0.02), TopK(0.02, chunk=64), SampledTopK(0.02)]
 )
-def test_vmap_is_a_loop_and_no_host_is_asked(codec):
+def test_vmap_equals_a_loop_without_callbacks(codec):
   xs = normal((2, LONG)) ** 3
   payloads, _ = jax.jit(jax.vmap(codec.encode))(xs)
   encode = jax.jit(codec.encode).lower(xs[0]).compile()
@@ -219,7 +219,7 @@ def test_parts_hold_whole_blocks():
   assert TopK().granule() == 1
 
 
-def test_settings_are_values():
+def test_codecs_compare_and_hash_by_settings():
   assert TopK() == TopK(0.01) and hash(TopK()) == hash(TopK(0.01))
   assert TopK().sparse and not TopK().linear
   assert TopK().key == "none"
@@ -230,7 +230,7 @@ def test_settings_are_values():
   assert (there_and_back(TopK(0.1, values=values), x, key) != 0).any()
 
 
-def test_a_part_of_a_hundred_is_not_rounded_up_by_floats():
+def test_ratio_of_entries_has_no_rounding_error():
   assert 0.07 * 100 > 7
   assert _sparse.num_entries(0.07, None, 100) == 7
   assert _sparse.num_entries(0.071, None, 100) == 8

@@ -60,7 +60,7 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_every_result_is_one_of_the_allowed_and_all_come_up(name):
+def test_all_allowed_augmentations_occur(name):
   image = numbered()[0]
   allowed = [x.tobytes() for x in ALLOWED[name](image)]
   seen = []
@@ -96,7 +96,7 @@ def test_bytes_and_numbers_are_changed_alike():
 
 
 @each
-def test_every_image_and_every_key_is_changed_in_its_own_way(name):
+def test_images_and_keys_have_different_augmentations(name):
   images = numbered()
   results = [JITTED[name](images, jax.random.key(seed)) for seed in range(4)]
   patterns = {np.asarray(result).tobytes() for result in results}
@@ -107,7 +107,7 @@ def test_every_image_and_every_key_is_changed_in_its_own_way(name):
 
 @quick
 @hypothesis.given(st.sampled_from(list(AUGMENTS)), seeds)
-def test_a_shorter_batch_is_changed_like_the_front_of_a_longer_one(name, seed):
+def test_augmentation_does_not_depend_on_the_batch_size(name, seed):
   key, images = jax.random.key(seed), numbered()
   whole = np.asarray(JITTED[name](images, key))
   np.testing.assert_array_equal(JITTED[name](images[:3], key), whole[:3])
@@ -115,7 +115,7 @@ def test_a_shorter_batch_is_changed_like_the_front_of_a_longer_one(name, seed):
 
 @pytest.mark.parametrize("substrate", ["vmap", "shard_map"])
 @each
-def test_all_substrates_change_the_images_alike(name, substrate):
+def test_augmentation_is_equal_on_all_substrates(name, substrate):
   num_workers = 2
   key = np.asarray(jax.random.key_data(jax.random.key(5)))
   keys = np.stack([key + np.uint32(i) for i in range(num_workers)])
@@ -133,7 +133,7 @@ def test_all_substrates_change_the_images_alike(name, substrate):
   np.testing.assert_array_equal(np.asarray(result), np.stack(expected))
 
 
-def test_a_composition_gives_each_a_key_of_its_own():
+def test_composed_augmentations_have_different_keys():
   flip = data.random_flip()
   once = jax.jit(flip)
   twice = jax.jit(data.compose(flip, flip))
@@ -145,19 +145,19 @@ def test_a_composition_gives_each_a_key_of_its_own():
   assert (np.asarray(by_hand) != images).any()
 
 
-def test_a_composition_of_nothing_changes_nothing():
+def test_empty_composition_is_the_identity():
   images = numbered()
   assert data.compose()(images, jax.random.key(0)) is images
 
 
-def test_a_flip_of_probability_one_mirrors_all_and_of_zero_none():
+def test_flip_probabilities_one_and_zero():
   images, key = numbered(), jax.random.key(0)
   run = lambda p: np.asarray(jax.jit(data.random_flip(p))(images, key))  # noqa: E731
   np.testing.assert_array_equal(run(1.0), images[:, :, ::-1])
   np.testing.assert_array_equal(run(0.0), images)
 
 
-def test_gradients_flow_through_what_is_left():
+def test_gradients_flow_through_kept_pixels():
   images = numbered().astype(np.float32)
   augment = functools.partial(AUGMENTS["all"], key=jax.random.key(0))
   total = jax.jit(jax.grad(lambda images: augment(images).sum()))

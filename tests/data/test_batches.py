@@ -69,9 +69,7 @@ def test_a_skewed_worker_uses_its_part_once_per_pass(shape, seed):
 
 @quick
 @hypothesis.given(shapes(), seeds, alphas, st.data())
-def test_a_process_gets_the_rows_that_one_process_would_give(
-  shape, seed, alpha, draws
-):
+def test_process_gets_the_rows_of_a_single_process(shape, seed, alpha, draws):
   n, num_workers, batch_size = shape
   ids = draws.draw(
     st.lists(st.integers(0, num_workers - 1), min_size=1, unique=True)
@@ -104,7 +102,7 @@ def test_the_order_of_asking_does_not_matter(shape, seed, alpha, steps):
 
 
 @pytest.mark.parametrize("alpha", [None, 1.0])
-def test_no_permutation_comes_twice_over_seeds_epochs_and_workers(alpha):
+def test_permutations_differ_over_seeds_epochs_and_workers(alpha):
   # Seeding epoch e with seed + e, say, would give seed 1 what seed 0 had.
   seen = set()
   for seed in range(4):
@@ -124,7 +122,7 @@ def test_the_order_is_the_same_under_every_numpy():
   assert rows == [[[1, 3], [7, 0]], [[2, 5], [6, 4]], [[3, 5], [4, 1]]]
 
 
-def test_a_batch_holds_the_samples_that_its_indices_name():
+def test_batch_holds_the_samples_of_its_indices():
   dataset = numbered(50)
   batches = data.Batches(dataset, 4, 3, seed=1)
   batch, rows = batches[5], batches.indices(5)
@@ -134,7 +132,7 @@ def test_a_batch_holds_the_samples_that_its_indices_name():
   np.testing.assert_array_equal(batch["label"], (rows + 1) % 3)
 
 
-def test_an_epoch_has_as_many_steps_as_it_takes():
+def test_steps_per_epoch_count_all_samples():
   assert data.Batches(numbered(50), 4, 3, seed=0).steps_per_epoch == 50 / 12
 
 
@@ -180,7 +178,7 @@ def test_batches_are_made_ahead_and_not_without_bound():
     assert sorted(asked) == list(range(len(asked)))
 
 
-def test_a_closed_or_dropped_iterator_leaves_no_thread():
+def test_closed_or_dropped_iterator_ends_its_thread():
   batches = data.Batches(numbered(50), 4, 3, seed=1)
   iterator = batches.iterate()
   next(iterator)

@@ -86,7 +86,7 @@ def test_no_digit_is_lost_or_in_both_splits():
     ("cifar100", (50000, 32, 32, 3), [66, 23, 40, 39, 7, 15, 11, 44]),
   ],
 )
-def test_the_train_split_is_the_published_one_in_its_order(name, shape, labels):
+def test_train_split_has_the_published_order(name, shape, labels):
   dataset = load_or_skip(name)
   assert dataset.images.shape == shape and dataset.images.dtype == np.uint8
   assert labels is None or dataset.labels[:8].tolist() == labels
@@ -131,7 +131,7 @@ def test_normalize_is_the_same_inside_jit():
   assert abs(whole.mean()) < 1e-5 and abs(whole.std() - 1) < 1e-5
 
 
-def test_normalize_treats_each_channel_by_its_own_numbers():
+def test_normalize_uses_statistics_of_each_channel():
   images = np.full((1, 1, 1, 3), 6, np.uint8)
   dataset = data.Dataset(
     "mine", "train", images, np.zeros(1, np.int32), 1, (0, 4, 6), (1, 2, 4)
@@ -139,7 +139,7 @@ def test_normalize_treats_each_channel_by_its_own_numbers():
   assert dataset.normalize(images).ravel().tolist() == [6, 1, 0]
 
 
-def test_nobody_can_write_into_a_loaded_set():
+def test_loaded_arrays_are_read_only():
   with pytest.raises(ValueError, match="read-only"):
     data.load("digits").images[0] = 0
 
@@ -151,9 +151,7 @@ def test_a_dataset_prints_without_its_pixels():
 
 
 @pytest.mark.parametrize("name", TFDS_NAMES)
-def test_a_set_that_is_not_prepared_says_within_a_second_what_to_run(
-  name, empty_machine
-):
+def test_missing_set_names_the_command_within_a_second(name, empty_machine):
   start_s = time.monotonic()
   with pytest.raises(FileNotFoundError) as error:
     data.load(name)
@@ -162,7 +160,7 @@ def test_a_set_that_is_not_prepared_says_within_a_second_what_to_run(
   assert str(empty_machine / "tfds") in str(error.value)
 
 
-def test_a_set_prepared_in_another_format_is_not_taken_for_prepared(
+def test_set_of_another_format_counts_as_not_prepared(
   empty_machine,
 ):
   fake_prepared(empty_machine / "tfds", "mnist", "3.0.1", "tfrecord")

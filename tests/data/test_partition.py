@@ -49,7 +49,7 @@ def shares(alpha):
   return np.array(counts) / 2000
 
 
-def test_a_small_alpha_leaves_few_classes_and_a_large_one_all():
+def test_small_alpha_skews_and_large_alpha_does_not():
   assert np.median((shares(0.01) > 0.02).sum(axis=1)) <= 2
   np.testing.assert_allclose(shares(1e6), 0.1, atol=0.03)
   np.testing.assert_allclose(shares(None), 0.1, atol=0.03)

@@ -73,7 +73,7 @@ def test_tensorflow_datasets_has_every_set():
       assert config in tfds.builder_cls(name).builder_configs or not config
 
 
-def test_a_server_that_refuses_the_question_is_reachable(machine, monkeypatch):
+def test_server_that_answers_with_an_error_is_reachable(machine, monkeypatch):
   error = urllib.error.HTTPError("url", 403, "forbidden", {}, None)
   answer(monkeypatch, error)
   data.prepare("mnist")
@@ -81,21 +81,21 @@ def test_a_server_that_refuses_the_question_is_reachable(machine, monkeypatch):
   error.close()
 
 
-def test_without_a_network_it_says_so_and_starts_nothing(machine, monkeypatch):
+def test_unreachable_server_raises_before_preparation(machine, monkeypatch):
   answer(monkeypatch, urllib.error.URLError("no route to host"))
   with pytest.raises(ConnectionError, match="no route to host"):
     data.load("mnist", download=True)
   assert machine == []
 
 
-def test_without_tensorflow_it_says_what_to_install(machine, monkeypatch):
+def test_missing_tensorflow_names_the_package(machine, monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
   with pytest.raises(ImportError, match="pip install tensorflow"):
     data.load("mnist", download=True)
   assert machine == []
 
 
-def test_what_is_there_is_left_alone(machine, monkeypatch):
+def test_prepared_sets_are_left_alone(machine, monkeypatch):
   monkeypatch.setattr(_prepare, "find_prepared", lambda name: "somewhere")
   data.prepare("mnist")
   data.prepare("digits")

@@ -20,7 +20,7 @@ def pixels(n, *shape):
   return rng.integers(0, 256, (n, *shape), np.uint8)
 
 
-def test_a_set_of_gray_images_is_read_as_it_was_written(machine):
+def test_grayscale_images_are_read_unchanged(machine):
   train, test = pixels(5, 28, 28, 1), pixels(3, 28, 28, 1)
   _prepared.write(
     machine / "tfds",
@@ -60,7 +60,7 @@ def write_imagenet_resized(machine):
   return train, test
 
 
-def test_the_validation_split_is_for_testing_where_there_is_no_other(machine):
+def test_validation_split_replaces_a_missing_test_split(machine):
   train, test = write_imagenet_resized(machine)
   dataset = data.load("imagenet_resized/8x8", "test")
   np.testing.assert_array_equal(dataset.images, test)
@@ -148,7 +148,7 @@ def test_the_measured_statistics_are_those_of_all_pixels(monkeypatch):
   np.testing.assert_allclose(std, images.std((0, 1, 2)), rtol=1e-12)
 
 
-def test_a_configuration_is_not_taken_for_another(machine):
+def test_configurations_of_a_set_are_prepared_separately(machine):
   write_imagenet_resized(machine)
   assert _prepare.find_prepared("imagenet_resized/8x8")
   with pytest.raises(FileNotFoundError, match="prepare imagenet_resized/16x16"):

@@ -123,7 +123,7 @@ def flip(shape):
     for x, rule in ((-0.1, "in [0, 1]"), (1.1, "in [0, 1]"), (NAN, "finite"))
   ),
 )
-def test_what_is_refused(argument, call, rule):
+def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)
 
 
@@ -135,5 +135,5 @@ def test_what_is_refused(argument, call, rule):
     ("start", lambda: stream().indices(0, -1, 1)),
   ],
 )
-def test_what_is_not_there_is_an_index_error(argument, call):
+def test_positions_out_of_range_raise_index_errors(argument, call):
   _refusals.check(argument, call, "must", IndexError)

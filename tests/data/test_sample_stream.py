@@ -21,7 +21,7 @@ def stream(**options):
 @hypothesis.given(
   st.lists(st.integers(1, 700), min_size=1, max_size=8), st.integers(0, 3)
 )
-def test_a_stream_is_the_same_however_it_is_cut(options, counts, worker):
+def test_stream_does_not_depend_on_batch_sizes(options, counts, worker):
   samples, position, pieces = stream(**options), 0, []
   for count in counts:
     pieces.append(samples.indices(worker, position, count))
@@ -30,7 +30,7 @@ def test_a_stream_is_the_same_however_it_is_cut(options, counts, worker):
   np.testing.assert_array_equal(np.concatenate(pieces), whole)
 
 
-def test_a_pass_has_every_sample_once():
+def test_epoch_has_every_sample_once():
   shared = stream().indices(0, 0, len(DIGITS))
   assert sorted(shared) == list(range(len(DIGITS)))
   own = stream(owned=True)
@@ -39,7 +39,7 @@ def test_a_pass_has_every_sample_once():
 
 
 @pytest.mark.parametrize("alpha", [None, 0.3])
-def test_batches_are_the_case_of_equal_counts(alpha):
+def test_stream_of_equal_counts_equals_batches(alpha):
   batches = data.Batches(DIGITS, 4, 8, seed=0, alpha=alpha)
   samples = stream(alpha=alpha)
   for step in (0, 5, 99):

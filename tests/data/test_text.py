@@ -37,7 +37,7 @@ def test_every_byte_but_the_first_is_predicted_once(file, length):
     assert len(whole) - len(found) <= length
 
 
-def test_a_token_s_target_is_the_next_token(file):
+def test_target_is_the_next_token(file):
   batch = data.load_text(file, window_length=8).batch(np.arange(3))
   assert {name: x.dtype for name, x in batch.items()} == {
     "tokens": np.int32,
@@ -52,7 +52,7 @@ def test_the_test_part_of_a_file_is_its_end(file):
   assert bytes(text.windows[0]) == _TEXT[750:755]
 
 
-def test_workers_share_windows_out_as_images(file):
+def test_windows_are_batched_like_images(file):
   text = data.load_text(file, window_length=10)
   batches = data.Batches(text, 2, 3, seed=0)
   taken = np.concatenate([batches.indices(t).ravel() for t in range(15)])
@@ -76,7 +76,7 @@ def test_windows_are_evaluated_once(file):
   assert not batches[-1]["tokens"][~inside[-1]].any()
 
 
-def test_a_worker_may_own_windows_but_not_by_label(file):
+def test_workers_own_windows_without_labels(file):
   text = data.load_text(file, window_length=10)
   samples = data.SampleStream(text, 4, seed=0, owned=True)
   assert sum(samples.part_sizes) == len(text)
@@ -107,12 +107,12 @@ def test_selected_windows_are_a_text(file):
     ("window_length", {"test_fraction": 1.0}, "the 0 bytes of the train split"),
   ],
 )
-def test_what_cannot_be_read_is_refused(file, argument, options, rule):
+def test_unreadable_texts_raise(file, argument, options, rule):
   options = {"source": file} | options
   _refusals.check(argument, lambda: data.load_text(**options), rule)
 
 
-def test_images_and_texts_have_doors_of_their_own():
+def test_load_refuses_texts_and_load_text_images():
   with pytest.raises(ValueError, match="load_text` reads"):
     data.load("tiny_shakespeare")
   assert "tiny_shakespeare" in data.TEXT_NAMES
@@ -137,7 +137,7 @@ def test_a_prepared_text_is_decoded_once(tmp_path, monkeypatch, capsys):
   assert len(data.load_text("tiny_shakespeare", window_length=9)) == 111
 
 
-def test_a_text_that_is_not_prepared_says_what_to_run(tmp_path, monkeypatch):
+def test_missing_text_names_the_command(tmp_path, monkeypatch):
   monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
   with pytest.raises(FileNotFoundError, match="prepare tiny_shakespeare"):
     data.load_text("tiny_shakespeare")

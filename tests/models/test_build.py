@@ -20,7 +20,7 @@ def cast(tree, dtype):
   return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
-def test_all_names_are_tried_here():
+def test_table_has_every_model():
   tried = {name for name, _ in _variants.VARIANTS} | set(_variants.ALSO)
   assert tried == set(models.NAMES)
 
@@ -43,7 +43,7 @@ def test_logits_have_the_stated_shape(name, shape):
 
 
 @variants
-def test_training_and_evaluation_give_the_same_shapes(name, options):
+def test_training_and_evaluation_return_equal_shapes(name, options):
   model = build(name, options, abstract=True)
   x = _variants.like(name)
   shapes = [
@@ -73,7 +73,7 @@ def test_a_resnet_of_n_blocks_has_6n_plus_2_layers():
     assert sum("kernel" in path for path in leaves) == num_layers
 
 
-def test_a_network_has_the_layers_of_its_name():
+def test_networks_have_the_published_number_of_layers():
   for name in models.NAMES:
     if name[:3] in ("vgg", "res") and name not in ("resnet8", "resnet20"):
       leaves = leaves_of(build(name, abstract=True))
@@ -117,7 +117,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(
 @pytest.mark.parametrize(
   "name, options", [("resnet20", {}), ("transformer", {"width": 16})]
 )
-def test_no_two_layers_start_alike(name, options):
+def test_layers_have_different_initial_values(name, options):
   leaves = leaves_of(build(name, options))
   kernels = {
     path: np.ravel(x)
@@ -281,7 +281,7 @@ def test_half_precision_computes_nearly_the_same(name, options):
     ),
   ],
 )
-def test_a_few_digits_are_learned_by_heart(name, options, optimized):
+def test_models_overfit_a_few_digits(name, options, optimized):
   digits = data.load("digits")
   images = jnp.asarray(digits.normalize(digits.images[:20]))
   labels = jnp.asarray(digits.labels[:20])
@@ -387,7 +387,7 @@ def test_every_batch_normalization_is_given_the_mask(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["lenet", "cnn", "resnet8"])
-def test_a_picture_is_not_taken_for_its_mirror_image(name):
+def test_mirrored_image_has_other_logits(name):
   model = build(name, input_shape=(28, 28, 1))
   rng = np.random.default_rng(0)
   images = rng.standard_normal((2, 28, 28, 1), np.float32)

@@ -160,7 +160,7 @@ def test_parameters_are_as_many_as_counted_by_hand(key):
 
 
 @pytest.mark.parametrize("key", PUBLISHED, ids=str)
-def test_the_published_counts_are_met(key):
+def test_parameter_counts_match_published_ones(key):
   assert COUNTS[key] == PUBLISHED[key]
 
 
@@ -179,7 +179,7 @@ def front(name, num_convs, **options):
   return sum(sizes[: 2 * num_convs])
 
 
-def test_what_mp2_pushes_is_the_front_of_the_same_networks():
+def test_mp2_pushes_the_front_of_these_networks():
   narrow = {"norm": "none", "width": 32, "shortcut_size": 3}
   assert front("alexnet", 2) == 617_344
   assert front("vgg15", 4) == 260_160
@@ -201,7 +201,7 @@ def test_an_abstract_model_has_the_shapes_of_a_real_one(name, options):
   assert logits == same
 
 
-def test_an_abstract_model_draws_and_keeps_nothing(monkeypatch):
+def test_abstract_model_allocates_nothing(monkeypatch):
   def draw(seed):
     raise AssertionError("numbers were drawn")
 
@@ -223,7 +223,7 @@ def test_an_abstract_model_lowers_to_a_program():
   assert "stablehlo.convolution" in lowered.as_text()
 
 
-def test_a_cnn_has_the_hidden_layers_that_were_asked_for():
+def test_cnn_has_the_given_hidden_layers():
   model = models.build(
     "cnn",
     input_shape=CIFAR,

@@ -77,7 +77,7 @@ def test_the_function_equals_the_module():
   np.testing.assert_array_equal(state["norm"]["mean"], net.norm.mean[...])
 
 
-def test_positions_in_lists_become_text_and_find_back():
+def test_list_indices_become_text_keys():
   model = models.functional(Net(nnx.Rngs(0)))
   assert set(model.params["layers"]) == {str(i) for i in range(12)}
   # JAX rebuilds dicts with sorted keys: "10" comes before "2".
@@ -89,7 +89,7 @@ def test_positions_in_lists_become_text_and_find_back():
   np.testing.assert_array_equal(first, again)
 
 
-def test_calls_leave_no_trace():
+def test_calls_do_not_change_the_module():
   net = Net(nnx.Rngs(0))
   model = models.functional(net)
   before = jax.tree.map(np.asarray, (model.params, model.state["norm"]))
@@ -128,7 +128,7 @@ def test_evaluation_uses_the_statistics_of_the_state():
   np.testing.assert_allclose(one, zero - 1, atol=1e-4)
 
 
-def test_one_row_does_not_see_the_others_in_evaluation():
+def test_rows_are_independent_in_evaluation():
   model = conv_net()
   x = inputs(4, 8, 8, 1)
   apply = jax.jit(functools.partial(model.apply, train=False))
@@ -256,7 +256,7 @@ def test_gradients_with_a_mask_equal_those_of_the_unpadded_batch():
   assert_close(grad(model.params, *padded(images)), expected)
 
 
-def test_a_batch_of_padding_alone_leaves_state_and_gradients_sound():
+def test_batch_of_padding_alone_keeps_state_and_finite_gradients():
   model = conv_net()
   mask = jnp.zeros(3)
 
@@ -272,7 +272,7 @@ def test_a_batch_of_padding_alone_leaves_state_and_gradients_sound():
   assert all((x == 0).all() for x in jax.tree.leaves(grads))
 
 
-def test_a_module_that_takes_no_mask_refuses_one_in_training():
+def test_mask_for_a_module_without_one_raises_in_training():
   model = models.functional(Unmasked(nnx.Rngs(0)))
   mask = jnp.ones(6)
   model.apply(model.params, model.state, inputs(6, 4), train=False, mask=mask)

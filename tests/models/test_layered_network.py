@@ -110,7 +110,7 @@ def test_the_keys_of_dropout_are_in_the_layers_that_use_them():
   assert [len(jax.tree.leaves(layer.state)) for layer in model.layers] == [2, 2]
 
 
-def test_a_module_of_ones_own_is_one_layer():
+def test_custom_module_is_one_layer():
   model = models.functional(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
   (layer,) = model.layers
   assert layer.params is model.params and layer.apply is model.apply

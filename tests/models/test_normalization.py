@@ -30,7 +30,7 @@ def run(norm, x, mask=None, *, train=True, params=None, state=None):
   return apply(params, state, x, mask)
 
 
-def test_one_batch_by_hand():
+def test_one_batch_matches_hand_computation():
   norm = models.BatchNorm(1, momentum=0.75, epsilon=0.0)
   # Mean 4, variance (9 + 1 + 1 + 9) / 4 = 5.
   y, state = run(norm, jnp.array([[1.0], [3.0], [5.0], [7.0]]))
@@ -83,7 +83,7 @@ def test_layer_norm_equals_that_of_flax():
   np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_samples_do_not_meet_in_group_norm():
+def test_group_norm_keeps_samples_independent():
   norm = _normalization.GroupNorm(6, num_groups=2)
   x = inputs(4, 3, 3, 6)
   together, alone = run(norm, x)[0], run(norm, x[:1])[0]
@@ -91,7 +91,7 @@ def test_samples_do_not_meet_in_group_norm():
 
 
 @pytest.mark.parametrize("mask_type", [np.float32, np.int32, np.bool_])
-def test_padding_wherever_it_is_does_not_count(mask_type):
+def test_padding_at_any_place_does_not_count(mask_type):
   x = np.asarray(inputs(4, 3, 3, 2))
   rows = [0, 3, 5, 6]
   padded = np.full((8, 3, 3, 2), np.nan, np.float32)
@@ -104,7 +104,7 @@ def test_padding_wherever_it_is_does_not_count(mask_type):
 
 
 @pytest.mark.parametrize("mask", [None, np.ones(256)])
-def test_a_large_mean_does_not_drown_the_variance(mask):
+def test_variance_is_exact_beside_a_large_mean(mask):
   # E[x**2] - E[x]**2 in float32 would leave nothing of a variance of 1 here.
   x = 1e4 + jax.random.normal(jax.random.key(0), (256, 1))
   y, _ = run(models.BatchNorm(1), x, mask)

@@ -28,7 +28,7 @@ def _draw(*shape, dtype=jnp.float32):
     ((7, 9), (3, 2), 2, "VALID"),
   ],
 )
-def test_values_and_gradients_are_those_of_xla(
+def test_values_and_gradients_equal_those_of_xla(
   size, window, stride, padding, vmapped
 ):
   many = (2,) if vmapped else ()
@@ -69,7 +69,7 @@ def test_bfloat16_stays_bfloat16():
 @pytest.mark.parametrize(
   ("platform", "convolutions"), [("cpu", 0), ("cuda", 2)]
 )
-def test_the_platform_that_is_compiled_for_decides(platform, convolutions):
+def test_platform_of_the_compilation_decides(platform, convolutions):
   model = models.build("lenet", input_shape=(32, 32, 3), num_classes=10)
 
   def predict(params, images):
@@ -98,6 +98,6 @@ def test_halving_is_max_pooling(size, padding):
     np.testing.assert_array_equal(one, other)
 
 
-def test_what_does_not_decide_shares_the_gradient():
+def test_equal_maxima_share_the_gradient():
   gradient = jax.grad(lambda x: _patches.halve(x)[0, 0, 0, 0])
   np.testing.assert_array_equal(gradient(jnp.ones((1, 2, 2, 1))), 0.25)

@@ -36,7 +36,7 @@ def applied(model):
 
 
 @positions
-def test_a_position_sees_what_came_before_and_nothing_after(positions):
+def test_attention_is_causal(positions):
   # One layer, as two know an order even without positions: what the second
   # sees has seen more or less.
   run = applied(build(positions=positions, num_layers=1))
@@ -53,7 +53,7 @@ def test_a_position_sees_what_came_before_and_nothing_after(positions):
   assert np.abs(run(swapped) - logits)[0, -1].max() > 1e-5
 
 
-def test_one_layer_by_hand():
+def test_one_layer_matches_hand_computation():
   model = build(num_layers=1, num_heads=1, width=2, hidden_size=3)
   x = tokens(2, 3)
   params = jax.tree.map(np.asarray, model.params)
@@ -102,7 +102,7 @@ def test_rotary_positions_count_distances_only():
   np.testing.assert_array_equal(q[0], x[0, 0, 0])
 
 
-def test_tied_logits_use_the_vectors_of_the_tokens():
+def test_tied_logits_use_token_embeddings():
   model = build(tied=True, num_layers=1)
   assert not any("dense" in name for name in model.params)
   jac = jax.jit(
@@ -122,7 +122,7 @@ def test_shorter_sequences_are_taken():
   np.testing.assert_allclose(short, run(x)[:, :3], rtol=1e-4, atol=1e-5)
 
 
-def test_a_token_outside_the_vocabulary_is_not_taken_for_another():
+def test_token_outside_the_vocabulary_gives_nan():
   x = np.array([[1, VOCABULARY, 2], [1, VOCABULARY - 1, 2]], np.int32)
   logits = applied(build())(x)
   assert np.isnan(logits[0, 1:]).all() and np.isfinite(logits[1]).all()
@@ -138,13 +138,13 @@ def test_a_token_outside_the_vocabulary_is_not_taken_for_another():
     ((2, LENGTH), np.float32, "`tokens` must be integers"),
   ],
 )
-def test_what_are_no_tokens_is_refused(shape, dtype, message):
+def test_invalid_tokens_raise(shape, dtype, message):
   model = build()
   with pytest.raises(ValueError, match=message):
     model.apply(model.params, {}, np.zeros(shape, dtype), train=True)
 
 
-def test_sequences_are_learned_by_heart():
+def test_transformer_overfits_a_few_sequences():
   model = build()
   x = jnp.asarray(tokens(4, LENGTH))
   # The first token says which sequence it is.

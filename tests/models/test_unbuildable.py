@@ -56,13 +56,13 @@ from tests.models._variants import build
     ),
   ],
 )
-def test_what_cannot_be_built_is_refused(name, shape, options, message):
+def test_unbuildable_models_raise(name, shape, options, message):
   with pytest.raises(ValueError, match=message):
     build(name, options, shape)
 
 
 @pytest.mark.parametrize("argument", ["num_classes", "seed"])
-def test_an_impossible_number_is_refused(argument):
+def test_negative_numbers_raise(argument):
   arguments = {"input_shape": (8, 8, 1), "num_classes": 10, "seed": 0}
   with _refusals.refused(argument, "must"):
     models.build("mlp", **(arguments | {argument: -1}))

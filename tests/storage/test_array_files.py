@@ -140,7 +140,7 @@ def test_damage_and_other_arrays_are_told_apart(tmp_path):
     load(tmp_path / "nowhere")
 
 
-def test_names_need_not_be_fit_for_files(tmp_path):
+def test_names_may_have_characters_that_files_cannot(tmp_path):
   arrays = {
     name: np.full(2, value, np.float32)
     for value, name in enumerate(

@@ -27,5 +27,5 @@ CUTS = [_tiny.cut()]
     )
   ),
 )
-def test_what_is_no_directory_is_refused(argument, call, rule):
+def test_invalid_directories_raise(argument, call, rule):
   _refusals.check(argument, call, rule)

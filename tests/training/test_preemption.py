@@ -224,9 +224,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
   with pytest.raises(OSError, match="step 4 could not be written") as error:
     _fit("momentum", tmp_path, 4)
   told = str(error.value)
-  assert (
-    "no space left on the disk. The one of step 2 stays" in told
-  )
+  assert "no space left on the disk. The one of step 2 stays" in told
   assert "\n" not in told
   monkeypatch.undo()
   assert sorted(p.name for p in tmp_path.glob("*.json")) == [
