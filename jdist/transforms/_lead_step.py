@@ -1,4 +1,4 @@
-"""OD-SGD's step: the mean of gradients a step late, a local step in front."""
+"""OD-SGD's step: late mean gradients, with a local step ahead of them."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from jdist.transforms import _control, intervals
 from jdist.transforms.local import _anchor, _round_state, _sender
 
 PyTree = Any
-# For errors: whoever reads them has written the one or the other.
+# Users have written one of these two names.
 _NAME = "`lead_step` (also as `od_sgd`)"
 
 
@@ -22,14 +22,15 @@ class LeadStepState(NamedTuple):
   """State of `lead_step`.
 
   Attributes:
-    clock: of rounds of one step.
-    anchor: the parameters all workers agree on, one gradient behind, float32.
-    inner: the local optimizer's state, each worker its own.
-    outer: the optimizer's state, of the anchor.
-    held: this worker's last gradient, float32.
-    in_flight: whether `held` is still to arrive, bool scalar.
-    kept: whether the worker leads the anchor, 0 or 1, float32 scalar.
-    compression: the compression's state, `()` without one.
+    clock: The clock of rounds of one step.
+    anchor: The parameters on which all workers agree, one gradient behind,
+      float32.
+    inner: The local optimizer's state, each worker's own.
+    outer: The state of the anchor's optimizer.
+    held: This worker's last gradient, float32.
+    in_flight: Whether the mean of `held` is still to be applied, bool scalar.
+    kept: Whether the worker is ahead of the anchor, 0 or 1, float32 scalar.
+    compression: The compression's state, `()` without one.
   """
 
   clock: _round_state.RoundClock
@@ -57,32 +58,30 @@ def lead_step(
   .. math:: a \leftarrow a + \mathrm{optimizer}(\tfrac1N \sum_j
             g_j^{(t-1)}), \qquad w_i \leftarrow a + \mathrm{local}(g_i^{(t)})
 
-  so that every gradient reaches the anchor one step late, and reaches the
-  worker that computed it at once.  The mean comes from the state: its
-  communication depends on nothing in the present step, and hides under all of
-  it.  In the first step nothing has arrived and the optimizer's state stays
-  untouched.
+  so that every gradient moves the anchor one step late, and its own worker at
+  once.  The mean is taken of gradients in the state: its communication is
+  independent of the present step, which hides it.  The first step leaves anchor
+  and optimizer unchanged.
 
-  `drain` moves the anchor by the mean that is under way, and puts the workers
-  on it.
+  `drain` applies the late mean and moves the workers to the anchor.
 
-  Stands last in a chain: the anchor takes the updates as done.  `optimizer`
-  gets no extra arguments: a worker's own loss would drive the anchors apart.
+  It must be last in a chain: the anchor takes the updates as they are.
+  `optimizer` receives no extra arguments: a worker's own loss would drive the
+  anchors apart.
 
   Args:
-    optimizer: any Optax optimizer, for the anchor; gets the mean gradients.
-    local: any Optax optimizer, for the worker's own step.
-    axis: the workers' axis: None, a name, or (inner, outer).
-    warmup_steps: steps at the beginning that are synchronous: the mean is of
-      the present gradients, and nobody leads.  With a warm-up the program
-      chooses between the two when it runs, so that the mean waits for the
-      present gradients throughout: for speed train on without one.
-    compression: how to take the mean by fewer bytes; None takes it exactly,
-      in float32.
+    optimizer: Any Optax optimizer for the anchor, with the mean gradients.
+    local: Any Optax optimizer for the worker's own step.
+    axis: The axis of the workers: None, a name, or (inner, outer).
+    warmup_steps: The number of synchronous steps at the beginning, with means
+      of the present gradients and no local steps.  The program then selects
+      between the two phases when it runs, so that every mean waits for the
+      present gradients: for speed train without a warm-up.
+    compression: A compression of the mean; None takes it exactly, in float32.
 
   Raises:
-    ValueError: when an argument is out of its range; at trace time, when
-      `params` is missing or gradients are already summed.
+    ValueError: If an argument is out of its range; at trace time, if `params`
+      is missing or gradients are already summed.
 
   >>> optimizer = lead_step(optax.sgd(1.0), optax.sgd(0.5), axis=None)
   >>> w = jnp.array(0.0)
@@ -135,6 +134,8 @@ def lead_step(
       lambda g, a: g.astype(a.dtype), updates, state.anchor
     )
     sent, arrived = state.held, state.in_flight
+    # The phase is selected, not branched on: a collective in a conditional
+    # would overlap with nothing.
     late = jnp.ones_like(state.in_flight)
     if warmup_steps:
       late = state.clock.step >= warmup_steps
@@ -170,7 +171,7 @@ def lead_step(
   def arrive(
     state: LeadStepState, mean: PyTree, memory: PyTree, arrived: jax.Array
   ) -> LeadStepState:
-    """Moves the anchor by the mean of what was sent, if it has arrived."""
+    """Moves the anchor by the mean gradient, if it has arrived."""
     moves, outer = optimizer.update(mean, state.outer, state.anchor)
     anchor = jax.tree.map(_anchor.moved, state.anchor, moves)
     anchor, outer, memory = _anchor.either(
@@ -183,7 +184,7 @@ def lead_step(
   def flush(
     state: LeadStepState, params: optax.Params
   ) -> tuple[optax.Updates, LeadStepState]:
-    """Applies the gradients that are under way; nobody leads."""
+    """Applies the late mean, and moves the workers to the anchor."""
     held = _sender.Contribution(state.held, ())
     mean, memory = sender.flush(held, state.compression)
     state = arrive(state, mean, memory, state.in_flight)

@@ -1,7 +1,6 @@
-"""Predicting: a part of the parameters is trained, the others follow from it.
+"""Prediction: a part of the parameters is trained and predicts the others.
 
-What is predicted is not sent, and all workers predict the same from what they
-agree on.
+Predicted parameters are not sent: all workers predict the same from the anchor.
 """
 
 from collections.abc import Callable
@@ -20,10 +19,10 @@ Predict = Callable[[PyTree, PyTree], PyTree]
 
 
 class Splitter(Protocol):
-  """Splits parameters in two, as `jdist.prediction.Cut` or one's own."""
+  """Protocol of objects that split parameters, as `jdist.prediction.Cut`."""
 
   def split(self, tree: PyTree) -> tuple[PyTree, PyTree]:
-    """The front and the rest of a tree."""
+    """Returns the front and the rest of a tree."""
 
   def join(self, front: PyTree, rear: PyTree) -> PyTree:
     """Undoes `split`."""
@@ -36,15 +35,15 @@ class PredictRestState(NamedTuple):
   """State of `predict_rest`.
 
   Attributes:
-    clock: the rounds of the front; of one step where it has none.
-    anchor: the parameters all workers agree on, float32: the front when it
-      was last brought together, and the rest that goes with it.
-    kept: how far the workers stand beside the anchor, float32 scalar.
-    predicted: the last prediction of the rest, float32; at first the rest as
-      it was given; `()` where nothing is added to it.
-    predictor: the predictor's parameters, frozen.
-    front: the state of the front's transformation.
-    rest: that of the rest's own, `()` without one.
+    clock: The rounds of the front; rounds of one step if it has none.
+    anchor: The parameters on which all workers agree, float32: the front at its
+      last synchronization, and the rest that belongs to it.
+    kept: The intended distance of the workers from the anchor, float32 scalar.
+    predicted: The last prediction of the rest, float32; the initial rest before
+      the first one; `()` without a residual.
+    predictor: The predictor's parameters, which do not change.
+    front: The state of the front's transformation.
+    rest: The state of the residual's transformation, `()` without one.
   """
 
   clock: _round_state.RoundClock
@@ -57,20 +56,20 @@ class PredictRestState(NamedTuple):
 
   @property
   def streams(self) -> bool:
-    """Returns whether the front's message is sent in parts."""
+    """Whether the front's message is sent in parts."""
     return _state.streams(self.front)
 
   @property
   def due_after(self) -> jax.Array | int:
-    """After how many steps of a round the front's mean arrives."""
+    """The number of a round's steps after which the front's mean is applied."""
     return _state.arrives_after(self.front)
 
   def ahead(self) -> jax.Array | None:
-    """The next two updates, if a host may end the front's rounds."""
+    """Returns the next two updates, if a host may end the front's rounds."""
     return _state.rounds_ahead(self.front)
 
   def label(self, walk: Any) -> tuple[Any, bool]:
-    """All is equal on all workers, but what the two transformations keep."""
+    """Labels all leaves as shared but those of the two transformations."""
     front, front_is = walk(self.front, False)
     rest, rest_is = walk(self.rest, False) if self.rest else ((), True)
     labels = _shared.label_fields(self._replace(front=(), rest=()))
@@ -88,63 +87,61 @@ def predict_rest(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Trains the front of a network with `front`, and predicts the rest of it.
 
-  The front f is all that `front` sees, its state too: synchronous training or
-  local steps, delayed or not, with any reducer and feedback.  Whenever it
-  brings the workers together, at the anchor a,
+  The transformation `front` sees the front f and its gradients only: it may be
+  synchronous training or local steps, delayed or not, with any reducer and
+  feedback.  Whenever it synchronizes the workers, at the anchor a,
 
   .. math:: \hat r \leftarrow \mathrm{predict}(\theta, a), \qquad
             (f, r) \leftarrow (a, \hat r)
 
-  with the frozen parameters :math:`\theta`.  The anchor is equal on all
-  workers to the bit, and every worker predicts for itself: so the rest is
-  equal, too, and none of its bytes are sent, in either direction.  Until the
-  first round's end, and within a round, it stays as it is.
+  with the frozen parameters :math:`\theta`.  The anchor is equal on all workers
+  to the bit, and every worker predicts for itself.  The rest is therefore equal
+  as well, and none of its bytes are sent.  It does not change within a round,
+  nor before the end of the first one.
 
-  **No residual is kept of what is not sent**: gradients of the rest have no
-  effect, by design, and a compiler leaves them out.  No feedback can make up
-  for that; with `rest` they have one.  Then the rest is a prediction and a
-  residual e, zero until the first round's end and trained from there on with
-  the same gradients, by a transformation with means of its own:
+  Gradients of the rest have no effect, and a compiler drops them, unless `rest`
+  is given.  The rest then is a prediction plus a residual e, zero until the
+  first round's end, that is trained with these gradients by a transformation
+  with means of its own:
 
   .. math:: r = \hat r + e, \qquad e \leftarrow e + \mathrm{rest}(\partial
             L / \partial r)
 
-  Where it brings a part of e together, say a layer in turn
-  (`fragment_steps`, or a reducer of few entries), that part is a refreshed
-  value, and until its next turn it goes where the prediction goes: the last
-  refreshed value + (the prediction now - the prediction then).
+  A part of e that `rest` has synchronized, for instance each layer in turn by
+  `fragment_steps` or a few entries by a reducer, is a refreshed value.  Until
+  its next turn it follows the prediction: it is the last refreshed value +
+  (the prediction now - the prediction then).
 
-  Stands last in a chain: the anchor takes the updates as done.  On devices of
-  several kinds the predictions may differ in the last place; the front's anchor
-  does not, and the next prediction comes from that.
+  It must be last in a chain: the anchor takes its updates as they are.  On
+  devices of several kinds predictions may differ in the last place; the front's
+  anchor does not, and the next prediction starts from it.
 
   Args:
-    front: a chain that brings the workers together: `ssgd`, `local_steps`,
-      `diloco`, `msdpu`, ...; with `axis=None` any.  It gets the front's updates
-      and parameters, and all extra arguments.  A transformation of one's own
-      stands behind `average_gradients`, by which it is known.
-    cut: how to cut the parameters, an object with `split(tree) -> (front,
+    front: A chain that synchronizes the workers: `ssgd`, `local_steps`,
+      `diloco`, `msdpu`, ...; with `axis=None` any chain.  It receives the
+      front's updates and parameters, and all extra arguments.  A transformation
+      of your own must be behind `average_gradients`, by which it is recognized.
+    cut: The cut of the parameters, an object with `split(tree) -> (front,
       rest)` and `join(front, rest) -> tree`: `jdist.prediction.cut`.
-    predict: a pure function of the predictor's parameters and the front,
-      float32, that gives the rest: `jdist.prediction.Predictor.apply`.
-    predictor_params: the trained predictor's.  They are kept in the state,
-      equal on all workers, and never change.
-    axis: the workers' axis: None, a name, or (inner, outer).
-    rest: a chain that brings the workers together for the residual, float32,
-      whose gradients it gets; None (default) has no residual: MP².  It gets
-      the extra arguments; its rounds the device ends.
+    predict: A pure function of the predictor's parameters and the front,
+      float32, that returns the rest: `jdist.prediction.Predictor.apply`.
+    predictor_params: The trained parameters of the predictor.  The state keeps
+      them, equal on all workers.
+    axis: The axis of the workers: None, a name, or (inner, outer).
+    rest: A chain that synchronizes the workers for the residual, float32, and
+      receives its gradients and the extra arguments; the device ends its
+      rounds.  None (default) has no residual: MP².
 
   Returns:
     A transformation; `update` needs `params`.  `jdist.anchor` gives front and
     rest: evaluate on it.  Interval, rounds and streaming are the front's.
 
   Raises:
-    ValueError: when an argument is of another kind; when the state is made,
-      and `predict` does not give the rest of these parameters, or, with an
-      axis, `front` or `rest` never brings the workers together; at trace time,
-      when `params` is missing or does not suit the cut.
+    ValueError: If an argument is of another kind; when the state is made, if
+      `predict` does not give the rest of these parameters, or, with an axis,
+      `front` or `rest` never synchronizes the workers; at trace time, if
+      `params` is missing or does not suit the cut.
 
-  >>> from jdist.transforms import _averaging
   >>> class Halves:  # The front is half of the rest.
   ...   split = staticmethod(lambda tree: (tree[0], tree[1]))
   ...   join = staticmethod(lambda front, rest: (front, rest))
@@ -177,7 +174,7 @@ def predict_rest(
 
   def init_fn(params: optax.Params) -> PredictRestState:
     ahead, behind = cut.split(params)
-    # A buffer of its own, because the state may be donated.
+    # The state may be donated, and needs a buffer of its own.
     predictor = jax.tree.map(
       lambda x: jnp.array(x, copy=True), predictor_params
     )
@@ -231,18 +228,18 @@ def predict_rest(
       lambda: collectives.varying((before[0], old), axis),
     )
     synchronized, kept = over, _kept(found)
-    if rest is None:
-      target = together = predicted
-    else:
-      # A worker keeps the sum only, in its dtype.
+    target = together = predicted
+    if rest is not None:
+      # The parameters hold the sum only, in their dtype.  Subtracting the
+      # float32 prediction recovers the residual as this worker has it.
       residual = jax.tree.map(
         lambda p, r: _anchor.wide(p) - r, behind, state.predicted
       )
       residual, state = move_rest(gradients, state, residual, extra_args)
-      target = jax.tree.map(jnp.add, predicted, residual)
-      together = target
+      target = together = jax.tree.map(jnp.add, predicted, residual)
       following = _anchor.find_rounds(state.rest)
       if following is not None:
+        # The anchor of the rest changes at the end of either kind of round.
         together = _anchor.either(
           over | following.clock.synchronized,
           jax.tree.map(jnp.add, predicted, following.anchor),
@@ -254,7 +251,8 @@ def predict_rest(
       lambda t, p, g: (t - _anchor.wide(p)).astype(g.dtype),
       target, behind, gradients,
     )  # fmt: skip
-    if rest is None:  # Nothing moves by a rounding between two rounds.
+    if rest is None:
+      # Between two rounds the difference is a rounding, which must not move.
       changes = _anchor.either(
         over, changes, jax.tree.map(jnp.zeros_like, changes)
       )
@@ -301,12 +299,12 @@ def predict_rest(
     extra_args: dict[str, Any],
   ) -> tuple[PyTree, PredictRestState]:
     assert rest is not None
-    # A host's control is of the front's rounds; the rest has its own.
+    # The host's control concerns the front's rounds; the rest has its own.
     control = extra_args.get("control", _control.DEVICE)
     extra_args = extra_args | {"control": _control.Control(drain=control.drain)}
     if _control.drains(extra_args) and not _state.drains(state.rest):
       return residual, state
-    # Until the first prediction there is nothing that a residual could add to.
+    # A residual needs a prediction, which the first round's end makes.
     met = state.clock.round > 0
     gradients = jax.tree.map(
       lambda g: jnp.where(met, _anchor.wide(g), 0.0), gradients
@@ -321,7 +319,7 @@ def predict_rest(
 
 
 def _check_together(name: str, state: PyTree) -> None:
-  """Refuses a state of which nothing keeps the workers equal."""
+  """Raises a ValueError for a chain that never synchronizes the workers."""
   if not _state.averages(state):
     raise ValueError(
       f"`{name}` must bring the workers together where there is an `axis`, but "
@@ -334,7 +332,7 @@ def _check_together(name: str, state: PyTree) -> None:
 def _check_prediction(
   predict: Predict, predictor: PyTree, front: PyTree, rest: PyTree
 ) -> None:
-  """Refuses what does not predict this rest, before anything is compiled."""
+  """Raises a ValueError unless a function predicts this rest."""
   rule = (
     "`predict` must give the rest from `predictor_params` and the front, but"
   )
@@ -347,7 +345,7 @@ def _check_prediction(
     return predict(predictor, jax.tree.map(_anchor.wide, front))
 
   try:
-    # Of shapes, as it will be the same on every substrate.
+    # Shapes suffice, and nothing is compiled for a wrong predictor.
     found = jax.eval_shape(predicted, *jax.tree.map(_shape, (predictor, front)))
   except (TypeError, ValueError, LookupError, AttributeError) as error:
     reason = str(error).partition("\n")[0]
@@ -374,7 +372,7 @@ def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _leaves(tree: PyTree) -> dict[str, str]:
-  """Describes leaves by their paths: floats of any width are alike."""
+  """Describes leaves by their paths; all floats count as one type."""
 
   def described(leaf: jax.ShapeDtypeStruct) -> str:
     is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
