@@ -1,4 +1,4 @@
-"""Declarations of states, on their classes.
+"""Declarations of states, on their classes, and the dtype of what they hold.
 
 Training loops, checkpoints and drains read them from a state, a NamedTuple of
 arrays, and need no table of types:
@@ -10,7 +10,10 @@ arrays, and need no table of types:
 """
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
 
 _T = TypeVar("_T", bound=type)
 
@@ -75,3 +78,27 @@ def declare(
     return state
 
   return decorate
+
+
+def wide_dtype(dtype: Any) -> Any:
+  """Returns float32 for narrower floats, and any other dtype as it is.
+
+  Anchors, residuals and sums over workers or micro-batches have this dtype:
+  small steps would vanish in the rounding of a narrower one.
+
+  >>> wide_dtype(jnp.bfloat16), wide_dtype(jnp.int8)
+  (dtype('float32'), dtype('int8'))
+  """
+  dtype = jnp.dtype(dtype)
+  narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+  return jnp.dtype(jnp.float32) if narrow else dtype
+
+
+def wide(x: jax.Array) -> jax.Array:
+  """Casts an array to at least float32, see `wide_dtype`."""
+  return x.astype(wide_dtype(x.dtype))
+
+
+def wide_like(x: Any) -> jax.ShapeDtypeStruct:
+  """Returns the shape of an array with its `wide_dtype`."""
+  return jax.ShapeDtypeStruct(x.shape, wide_dtype(x.dtype))

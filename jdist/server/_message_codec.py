@@ -109,7 +109,7 @@ class MessageCodec:
     For a sender that puts bytes together by itself, outside of compiled
     programs, which take long to turn numbers into bytes.
     """
-    wanted, feedback = jax.tree.map(_wide, tree), state.feedback
+    wanted, feedback = jax.tree.map(states.wide, tree), state.feedback
     if self.feedback is not None:
       wanted, feedback = self.feedback.prepare(wanted, feedback)
     key = jax.random.fold_in(jax.random.key(self.seed), state.step)
@@ -146,7 +146,7 @@ class MessageCodec:
     decoded = [
       jnp.where(
         fine,
-        codec.decode(payload, codec.init(x), _wide_like(x)),
+        codec.decode(payload, codec.init(x), states.wide_like(x)),
         jnp.nan,
       ).astype(x.dtype)
       for codec, payload, fine, x in zip(
@@ -172,7 +172,7 @@ class MessageCodec:
     """Returns trees of the shapes that `encode` packs."""
     payloads = [
       codec.encode(
-        _wide(jnp.zeros(x.shape, x.dtype)),
+        states.wide(jnp.zeros(x.shape, x.dtype)),
         codec.init(x),
         None if codec.key == "none" else jax.random.key(0),
       )[0]
@@ -190,15 +190,6 @@ class MessageCodec:
         f"{len(leaves)} leaves."
       )
     return self.codec
-
-
-def _wide(x: jax.Array) -> jax.Array:
-  return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
-
-
-def _wide_like(x: Any) -> jax.ShapeDtypeStruct:
-  dtype = jnp.float32 if x.dtype.itemsize < 4 else x.dtype
-  return jax.ShapeDtypeStruct(x.shape, dtype)
 
 
 def _as_array(part: jax.Array, like: Any) -> jax.Array:

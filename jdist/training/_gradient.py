@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist import checks
+from jdist import checks, states
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
@@ -186,8 +186,9 @@ def _accumulated(
 
 # Sums over many micro-batches would lose digits in a narrower dtype.
 def _wide_dtype(dtype: Any) -> Any:
-  narrow = not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 4
-  return jnp.float32 if narrow else dtype
+  # Metrics may be counts, whose mean is a float.
+  is_float = jnp.issubdtype(dtype, jnp.floating)
+  return states.wide_dtype(dtype) if is_float else jnp.float32
 
 
 def _wide(tree: PyTree) -> PyTree:

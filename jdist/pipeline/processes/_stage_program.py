@@ -6,7 +6,7 @@ from typing import Any, get_args, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist import checks
+from jdist import checks, states
 from jdist.pipeline.runtime import _stages, _traced_model
 from jdist.pipeline.runtime._split_backward import (
   split_backward,
@@ -167,7 +167,7 @@ class StageProgram:
 def zero_total(params: PyTree) -> PyTree:
   """Makes a sum of gradients, in float32 for parameters of fewer bits."""
   return jax.tree.map(
-    lambda x: jnp.zeros(x.shape, _traced_model.wide(x.dtype)), params
+    lambda x: jnp.zeros(x.shape, states.wide_dtype(x.dtype)), params
   )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jdist import collectives
+from jdist import collectives, states
 from jdist.pipeline.runtime import (
   _grid,
   _message,
@@ -79,7 +79,7 @@ class Ticks:
       gradient=jnp.zeros(size, dtype),
       grads=jax.tree.map(
         lambda x: jnp.zeros(
-          (turns, chunks, *x.shape), _traced_model.wide(x.dtype)
+          (turns, chunks, *x.shape), states.wide_dtype(x.dtype)
         ),
         sums,
       ),

@@ -161,13 +161,6 @@ def sample_weights(batches: PyTree, which: Any = ...) -> Any:
   return counts[which] / counts.mean().clip(1e-9)
 
 
-def wide(dtype: Any) -> Any:
-  """Returns the dtype in which gradients are summed: float32 at least."""
-  dtype = jnp.dtype(dtype)
-  small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-  return jnp.dtype(jnp.float32) if small else dtype
-
-
 def squared_norm(tree: PyTree) -> jax.Array:
   """Returns the sum of the squares of all entries, as a float."""
   total = jnp.zeros((), float)

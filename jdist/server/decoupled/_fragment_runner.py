@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, transforms
+from jdist import checks, states, transforms
 from jdist.server import _message_codec
 from jdist.server.decoupled import _fragment_worker
 from jdist.server.gradients import _gradient_messages, _learner
@@ -65,7 +65,7 @@ class FragmentRunner:
     self._key = jax.random.key(checks.check_seed(seed))
     self._model_state = jax.tree.map(jnp.array, model_state or {})
     self._anchor = [
-      _fragment_worker.wide(jnp.asarray(x)) for x in jax.tree.leaves(params)
+      states.wide(jnp.asarray(x)) for x in jax.tree.leaves(params)
     ]
     parts = self._parts(self._anchor)
     self._push_states = [

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks, transforms
+from jdist import checks, states, transforms
 from jdist.server.decoupled import _fragment_worker
 from jdist.server.gradients import _learner, _merge
 
@@ -52,8 +52,7 @@ class FragmentServer:
     self._dtypes = [leaf.dtype for leaf in leaves]
     self._structure = jax.tree.structure(params)
     self.anchor: Leaves = [
-      jnp.array(_fragment_worker.wide(jnp.asarray(x)), copy=True)
-      for x in leaves
+      jnp.array(states.wide(jnp.asarray(x)), copy=True) for x in leaves
     ]
     self.opt_states = [outer.init(self.part(p)) for p in range(self.fragments)]
     self.model_state = jax.tree.map(jnp.array, model_state or {})

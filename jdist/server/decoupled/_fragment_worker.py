@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import training, transforms
+from jdist import states, training, transforms
 from jdist.server.gradients import _learner
 
 PyTree = Any
@@ -186,11 +186,6 @@ def fragment_indices(
   )
 
 
-def wide(x: jax.Array) -> jax.Array:
-  """Returns an array in float32 at least."""
-  return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
-
-
 @functools.lru_cache(maxsize=16)
 def _programs(
   loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation
@@ -214,7 +209,7 @@ def _programs(
     return params, opt_state, found.model_state, found.loss
 
   def push(base: Leaves, leaves: Leaves) -> tuple[Leaves, Leaves]:
-    now = [wide(x) for x in leaves]
+    now = [states.wide(x) for x in leaves]
     return [b - x for b, x in zip(base, now, strict=True)], now
 
   def take(
@@ -223,10 +218,10 @@ def _programs(
     params, bases = [], []
     for i, (x, b, a) in enumerate(zip(leaves, base, anchor, strict=True)):
       start = a - sum(each[i] for each in unmerged) if unmerged else a
-      now = (start - (b - wide(x))).astype(x.dtype)
+      now = (start - (b - states.wide(x))).astype(x.dtype)
       params.append(now)
       # What is not pushed stays what it is.
-      bases.append(wide(now) + (b - wide(x)))
+      bases.append(states.wide(now) + (b - states.wide(x)))
     return params, bases
 
   return jax.jit(step), jax.jit(take), jax.jit(push)
