@@ -70,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   except BaseException as error:
     if not _among_processes():
       raise
+    # This error may follow from another process: its status then decides.
     _processes().await_verdict()
     traceback.print_exc()
     status, line = 1, ""
@@ -143,6 +144,7 @@ def _status(words: list[str]) -> tuple[int, str]:
 def _load(name: str, served: bool) -> Callable[[Any], int | None]:
   """Returns the function of a command, that of servers for a protocol."""
   path = "servers._server_run.train" if served else _COMMANDS[name].function
+  # The module is imported only now, with everything that it needs.
   module, _, function = path.rpartition(".")
   found: Callable[[Any], int | None] = getattr(
     importlib.import_module(f"jdist.cli.{module}"), function
@@ -157,6 +159,7 @@ def _expand(words: list[str]) -> list[str]:
   given = words[2:]
   if given and not given[0].startswith("-"):
     given = ["--table", *given]
+  # Without stages `train` would put a whole model on each device.
   if not any(x.split("=")[0] in ("--stages", "-h", "--help") for x in given):
     given = ["--stages", "4", *given]
   return ["train", *given]
@@ -181,6 +184,7 @@ def _parse(name: str, words: list[str]) -> Any:
   """Returns the checked options of a command; None after printing its help."""
   if name != "launch":
     return _parse_own(name, words)
+  # The words behind `--` are a command of their own, with its own options.
   cut = words.index("--") if "--" in words else len(words)
   others = [x for x in words[:cut] if x in _COMMANDS]
   if cut == len(words) and others:
@@ -194,6 +198,7 @@ def _parse(name: str, words: list[str]) -> Any:
   inner = _expand(words[cut + 1 :])
   if {"-h", "--help"} & set(inner):
     raise ValueError(f"`--help` must stand alone: jdist {inner[0]} --help.")
+  # Its options are checked here once, and not by every process at its start.
   train = _parse_own("train", inner[1:]) if inner[:1] == ["train"] else None
   return dataclasses.replace(options, command=tuple(inner), train=train)
 
@@ -206,8 +211,10 @@ def _parse_own(name: str, words: list[str]) -> Any:
     print(_help.options(name, defaults), end="")
     return None
   _check_known(name, command, words)
+  # The import takes long, and the help above does not need it.
   import tyro
 
+  # tyro prints an error in a box with much help, and exits.
   box = io.StringIO()
   try:
     with contextlib.redirect_stderr(box):
@@ -229,6 +236,7 @@ def _check_known(name: str, command: type[Any], words: list[str]) -> None:
     if command.__dataclass_fields__[field].type is bool:
       known.append(known[-1].replace("--", "--no-", 1))
   for word in words:
+    # Like tyro, which accepts `--batch_size=8`.
     option = word.split("=")[0].replace("_", "-")
     if not word.startswith("--") or option in known:
       continue

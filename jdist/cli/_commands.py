@@ -14,7 +14,8 @@ from jdist.cli import _groups
 from jdist.cli._groups import option
 from jdist.cli.servers import _server_options
 
-# Actions of `jdist pipeline` that use an option.
+# Actions of `jdist pipeline` that use an option: the first word of a pair is the
+# option that must have one of the other values.
 _CHECK, _SIMULATE, _PLAN = (
   ("action", x) for x in ("check", "simulate", "plan")
 )
@@ -142,6 +143,7 @@ class Bytes(_groups.MeanOptions):
   interval: int = option(8, within=_groups.COUNT)
   """Local steps of a round, H, of methods that have rounds."""
 
+  # The model decides how many layers there are: `prediction.cut` checks it.
   cut: int | None = None
   """Layers that mp2 sends (default: as published for lenet, alexnet, vgg15,
   resnet18, resnet34 and resnet50)."""
@@ -244,6 +246,7 @@ class Pipeline:
   max_versions: int | None = option(None, needs=_CHECK)
   """For check: most versions of the parameters that a stage may keep."""
 
+  # Its divisors decide which micro-batches are tried.
   batch_size: int = option(256, needs=_PLAN)
   """For plan: samples of an update."""
 
@@ -335,5 +338,6 @@ class Launch:
   claim: str = option("jdist-checkpoints", needs=("print",))
   """Claim of the volume with the checkpoints of a printed JobSet."""
 
+  # The command behind `--` and its parsed options, which `cli` fills in.
   command: tyro.conf.Suppress[tuple[str, ...]] = ()
   train: tyro.conf.Suppress[Train | None] = None

@@ -55,6 +55,7 @@ def compare(options: _commands.Compare) -> None:
     console.print(
       f"{len(rows)} rows are in {output}; runs among them are not repeated."
     )
+  # An estimate for the progress bar: rows that exist count as trials done.
   trials = len(options.methods) * len(options.seeds)
   if len(options.learning_rate) > 1:
     rates = len(options.methods) * len(options.learning_rate)
@@ -75,7 +76,7 @@ def compare(options: _commands.Compare) -> None:
       else comparison.quality,
       on_tuned=on_tuned,
     )
-  if not found.rows:
+  if not found.rows:  # There is nothing to draw.
     _raise_diverged(found)
   console.print(_table(found, options))
   training.plot_comparison(
@@ -101,6 +102,7 @@ class _Fit:
     self._options = options
     # One bar shows all trials; it is extended when tuning adds rates.
     self._bar, self._trials, self._begun = bar, trials, 0
+    # Rates are chosen without the test set, on a part of the training set.
     self._workloads = {"comparison": workload, "tuning": workload.hold_out()}
     self._compiled: dict[tuple[str, str], _experiment.Prepared] = {}
 
@@ -151,6 +153,7 @@ def _check(options: _commands.Compare) -> comparison.Study:
 
 def _raise_diverged(found: comparison.Compared) -> None:
   """Raises a DivergedError that names the methods that have diverged."""
+  # Methods without any finite rate have no rows.
   names = [name for name, tuned in found.tuned.items() if tuned.diverged]
   names += [
     name
@@ -176,6 +179,7 @@ def _print_tuned(console: Any, method: str, tuned: comparison.Tuned) -> None:
     f"{method}: learning rate {tuned.best:g}, of {rates}, by held-out training "
     "samples."
   )
+  # Extensions of the grid have run out before its best rate was inside.
   if tuned.end is not None:
     console.print(
       f"Warning: {method}'s best rate is the {tuned.end} that was tried; a "
@@ -219,6 +223,7 @@ def _table(found: comparison.Compared, options: _commands.Compare) -> Any:
     return f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
   def difference(method: str, runs: _Runs) -> str:
+    # Seeds are paired: a difference of the same seed has less variance.
     more = comparison.paired_difference(runs, found.rows[base], value=value)
     if more is None or method == base:
       return "-"
@@ -262,6 +267,7 @@ def _table(found: comparison.Compared, options: _commands.Compare) -> Any:
 
 def _mean_rate(rows: _Runs) -> float:
   """Returns the mean rate of the runs that have one, or NaN."""
+  # A run of one step has no rate: its time is that of compiling.
   known = [x for x in (row["samples_per_s"] for row in rows) if x]
   return statistics.mean(known) if known else math.nan
 

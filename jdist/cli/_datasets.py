@@ -37,6 +37,7 @@ def named(options: _Common) -> _Common:
   path = pathlib.Path(options.text)
   if not path.is_file():
     raise ValueError(f"`--text` must be a file, got {options.text!r}.")
+  # The path may change when a run is resumed, but not the text.
   digest = hashes.hash_file(path)[:8]
   return dataclasses.replace(options, dataset=f"{path.stem}-{digest}")
 
@@ -66,6 +67,8 @@ def check(options: _groups.Common) -> dict[str, str]:
       f"{options.model}. It needs a text: `--dataset {data.TEXT_NAMES[0]}` or "
       "`--text FILE`."
     )
+  # Images have no windows; texts have no labels that could be skewed, and
+  # cannot be flipped.
   unfit = {"augment": False, "alpha": None} if text else {"window_length": None}
   for name, usual in unfit.items():
     if getattr(options, name) != usual:
@@ -134,6 +137,7 @@ def evaluation_batch(num_workers: int, test: AnyDataset) -> int:
   """Returns how many samples a worker evaluates at once."""
   samples = 1024
   if isinstance(test, data.TextDataset):
+    # The logits of a text have 256 numbers for every byte.
     samples = min(samples, _EVALUATED // test.input_shape[0])
   return samples // num_workers or 1
 

@@ -73,6 +73,7 @@ class Prepared:
   def other_workers(self, seed: int) -> Callable[[int], training.OtherWorkers]:
     """Returns how to read a checkpoint of another number of workers."""
 
+    # Under vmap any number of old workers fits on this host.
     def read(number: int) -> training.OtherWorkers:
       old = collectives.workers(number, substrate="vmap")
       model = self.workload.model(seed)
@@ -99,6 +100,7 @@ def stream_steps(
   model: Any,
 ) -> tuple[int, ...]:
   """Returns the splits of a streamed message for which programs are needed."""
+  # Whether a chain streams shows in the shapes of its state.
   state = profiling.abstract_state(
     workers, optimizer, model.params, model.state
   )
@@ -127,6 +129,7 @@ def check(options: _groups.Common) -> None:
       f"{f' times {options.accumulate}' if options.accumulate > 1 else ''}, "
       f"got {options.batch_size}. Take {below} or {below + parts}."
     )
+  # Missing extras are reported together, before hours of downloading data.
   needed = _datasets.check(options)
   for option, module, extra in (
     ("checkpoints", "orbax.checkpoint", "checkpoints"),

@@ -13,6 +13,8 @@ Directory = Annotated[str | None, tyro.conf.arg(metavar="DIR")]
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 Cluster = Annotated[str | None, tyro.conf.arg(metavar="CLUSTER.toml")]
 Norm = Literal["batch", "group", "none"]
+# The names of codecs and feedbacks stand here as literals, so that help and
+# errors need not import the codecs; `_composition` builds them.
 Codec = Literal[
   "float16", "bfloat16", "int8", "int4", "int2", "sign", "ternary", "top_k",
   "random_k", "dct",
@@ -78,6 +80,8 @@ class ModelOptions:
   """Any file, in place of a data set. The model predicts its bytes, and the
   last tenth is the test set."""
 
+  # These four have defaults in `models` and `data`; None keeps them, and is
+  # refused with a model that has no such option.
   window_length: int | None = option(None, within=COUNT)
   """Bytes of a sample of a text (default 128)."""
 
@@ -114,6 +118,7 @@ class WorkerOptions:
   """How workers run: shard_map puts them on several devices (virtual ones on a
   CPU), vmap on one device; auto chooses."""
 
+  # Its rule depends on the number of workers: see `_experiment.check`.
   batch_size: int = 128
   """Samples of all workers together in a step; a multiple of workers times
   accumulate."""
@@ -169,6 +174,7 @@ class RoundOptions:
   """Local steps of a round, H: the longest round of growth, and the first one
   of msdpu and adacomm, whose longest is the larger of 16 and this."""
 
+  # A policy replaces the number as the factory's `interval`.
   interval_policy: Literal[
     "method", "fixed", "growth", "adacomm", "qsr", "msdpu"
   ] = option("method", "interval")
@@ -184,6 +190,8 @@ class RoundOptions:
   """Steps of the next round after which a late mean is applied (default: at the
   end of the round; for MSDPU after 1)."""
 
+  # "late" is no argument of a factory: `_composition.takes` adds it wherever a
+  # method or these options make a mean late.
   carry: float | None = option(None, "late", hint="--overlap")
   """Share of the local progress that is kept when a late mean is applied
   (default: all of it; for MSDPU a worker's share, 1/N)."""
@@ -246,6 +254,7 @@ class MeanOptions:
   """Bits per number that qsgd, sparse_loco and muloco send (default: the
   method's own)."""
 
+  # DGC calls the same share its density.
   ratio: float | None = option(None, "ratio", "density", hint="--codec top_k")
   """Share of the entries that topk_sgd, dgc, sparse_loco and the codecs top_k,
   random_k and dct send (default: the method's own, or 0.01)."""
@@ -316,6 +325,7 @@ class ProcessOptions:
   """Address of process 0 in a run of several processes; under Slurm and MPI,
   `auto` finds it and the two numbers below."""
 
+  # `auto` needs neither of them, so that `_train` checks which are missing.
   num_processes: int | None = option(None, within=COUNT)
   """Number of processes of the run."""
 
@@ -410,6 +420,7 @@ class StageOptions:
   chunks: int | None = option(None, needs=("stages",))
   """Stages of each device, for the table interleaved (default 2)."""
 
+  # The layers are counted only when the model has been built.
   cuts: tuple[int, ...] = option((), needs=("stages",))
   """Layers, counted from 0, at which the second and later stages begin
   (default: where the stages take about as long)."""

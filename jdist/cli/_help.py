@@ -117,6 +117,7 @@ def overview(commands: Mapping[str, str]) -> str:
 
 def options(name: str, defaults: Any) -> str:
   """Returns the help of a command, with the defaults of a preset."""
+  # Longer lines are hard to read, and shorter ones have no place for a column.
   width = max(60, min(100, shutil.get_terminal_size().columns))
   text = " ".join((type(defaults).__doc__ or "").split())
   parts = [
@@ -142,6 +143,7 @@ def options(name: str, defaults: Any) -> str:
 
 def _listed(command: str) -> tuple[str, dict[str, str]]:
   """Returns what a command's options name, with a line about each."""
+  # Each import takes a second, and a command needs only one of them.
   if command == "simulate":
     from jdist import server
 
@@ -166,6 +168,7 @@ def _entry(form: str, text: str, width: int) -> str:
     text, width - _COLUMN, break_long_words=False, break_on_hyphens=False
   )
   first = f"  {form}"
+  # A long option has a line of its own above its text.
   if len(first) + 2 <= _COLUMN:
     first = f"{first:{_COLUMN}}{lines.pop(0)}"
   return "\n".join([first, *(" " * _COLUMN + line for line in lines)])
@@ -201,10 +204,12 @@ def fields(command: type[Any]) -> dict[str, str]:
 def groups(command: type[Any]) -> dict[str, dict[str, str]]:
   """Returns the options of a command by group, its own ones first."""
   found: dict[str, dict[str, str]] = {}
+  # The last base comes first, as for the fields of a dataclass; a command's own
+  # options are on top, because they are the reason for the command.
   for owner in (command, *reversed(command.__mro__)):
     own = _own_fields(owner) if dataclasses.is_dataclass(owner) else {}
     title = "options" if owner is command else str(owner.__doc__).rstrip(".")
-    if own:
+    if own:  # A class that only joins groups has no options of its own.
       found.setdefault(title, own)
   return found
 

@@ -70,10 +70,12 @@ def build_method(
   """
   method = methods.registry[name]
   given = _composition.arguments(method, options)
+  # The policy depends on the run, and not on an option alone.
   if method.in_rounds:
     given["interval"] = _interval(name, method, options, run)
   if name == _trained.METHOD:
     given |= networks or _trained.arguments(options, model)
+  # A method with its own momentum would apply it twice otherwise.
   inner = optimizer_of(options, run, plain=method.own_momentum)
   if predicted_steps is not None:
     adam = options.optimizer == "adamw" and not method.own_momentum

@@ -64,6 +64,7 @@ def with_preset(command: type[Options], name: str) -> Options:
   if "preset" not in fields:
     return command()
   check_name("--preset", name, PRESETS)
+  # Commands lack some of a preset's options: `train` tunes nothing.
   changes = {key: x for key, x in PRESETS[name].items() if key in fields}
   if "learning_rate" in fields and isinstance(
     fields["learning_rate"].default, float
@@ -113,6 +114,7 @@ def check_names(
 def check(options: Any) -> None:
   """Raises a ValueError for a value outside its range, or without its need."""
   for name, field in options.__dataclass_fields__.items():
+    # Defaults satisfy their own rules, and None means "not given".
     entry = field.metadata.get("option")
     value = getattr(options, name)
     if entry is None or value is None or value == field.default:
@@ -125,6 +127,7 @@ def check(options: Any) -> None:
 
 
 def _check_within(name: str, value: float, within: str) -> None:
+  # Comparisons with NaN are false, so that NaN is never within a range.
   low, high = (_number(x) for x in within[1:-1].split(","))
   above = low < value if within[0] == "(" else low <= value
   if above and (value < high if within[-1] == ")" else value <= high):
@@ -147,6 +150,7 @@ def _check_need(options: Any, name: str, need: str, *values: str) -> None:
   if not hasattr(options, need):
     return  # A group of options can also be part of a command without it.
   found = getattr(options, need)
+  # Without values any value will do, as for `--stages`.
   if found in values or (not values and found is not None):
     return
   where = f"without `{' '.join([word(need), *values[:1]])}`"
@@ -191,6 +195,7 @@ def check_used(
     for name in given(options)
     if "option" in fields[name].metadata
   }
+  # Most runs end here: only a refusal asks what every other method takes.
   taken = set().union(*map(takes, chosen))
   unused = [x for x, names in fills.items() if names and not taken & {*names}]
   if not unused:

@@ -24,6 +24,7 @@ def make_directory(option: str, path: str | pathlib.Path) -> None:
   """Makes a directory that an option names, and checks that it is writable."""
   try:
     pathlib.Path(path).mkdir(parents=True, exist_ok=True)
+    # A directory can exist and be read-only: training would fail at its end.
     if os.access(path, os.W_OK):
       return
     reason = "not writable"
@@ -80,6 +81,7 @@ def warnings_in_a_line() -> Iterator[None]:
   """Shows jdist's own warnings like its errors, without a line of source."""
   before = warnings.formatwarning
 
+  # Warnings of other packages keep their form: their users need the line.
   def show(
     message: Warning | str,
     category: type[Warning],

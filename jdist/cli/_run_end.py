@@ -65,6 +65,7 @@ def check(
   last = records[-1]
   if not last.diverged:
     return
+  # Evaluations see a divergence only at their next record.
   first = next(record.step for record in records if record.diverged)
   kept = f" States that are finite stay in {saved}." if saved else ""
   remedies = f"a lower `--learning-rate`, {rate:g} here, "
@@ -89,7 +90,7 @@ def interrupt(
   if checkpoints is None:
     return KeyboardInterrupt()
   step = checkpoints.latest_step()
-  if step is None:
+  if step is None:  # The first checkpoint had not been written yet.
     return KeyboardInterrupt("nothing is saved.")
   return KeyboardInterrupt(
     f"step {step} is saved in {options.checkpoints}: the same "

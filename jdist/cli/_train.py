@@ -28,6 +28,8 @@ def train(options: _commands.Train) -> None:
   options = _datasets.named(options)
   _methods.check("--method", options, (options.method,))
   _experiment.check(options)
+  # Processes are joined after all checks of options, and before JAX looks for
+  # devices, which the data and the model need.
   if options.stages is None:
     _join(options, options.workers)
     programs: Any = _experiment.Prepared(
@@ -99,6 +101,7 @@ def run(options: _commands.Train, programs: Any) -> None:
         stop_on_sigterm=True,
         **ends,
       )
+    # The checkpoint's own errors do not know how options are typed.
     except training.OtherRunError as error:
       raise _run_end.refusal(error) from None
     except KeyboardInterrupt:
@@ -127,6 +130,7 @@ def _save_model(
   model_state: Any,
 ) -> None:
   """Writes the trained model, with everything that is needed to use it."""
+  # All processes have the same parameters: one of them writes.
   if jax.process_index() or options.final_params is None:
     return
   train = workload.train
@@ -150,6 +154,7 @@ def _resumed(
   old_steps = _methods.num_steps(
     before["epochs"], before["steps"], programs.workload.steps_per_epoch
   )
+  # A shorter run would have decayed its learning rate earlier.
   if steps < old_steps:
     raise ValueError(
       f"`--{'epochs' if options.steps is None else 'steps'}` must not be less "
@@ -180,6 +185,7 @@ def _join(options: _commands.Train, num_devices: int) -> None:
         "`--process-id`: the host:port of process 0."
       )
     return
+  # JAX reads all three from the environment of Slurm or MPI.
   if options.coordinator_address == "auto":
     collectives.start_processes()
     return
@@ -201,6 +207,7 @@ def _join(options: _commands.Train, num_devices: int) -> None:
     options.coordinator_address,
     number,
     own,
+    # On CPUs the devices are virtual, and each process makes its part.
     cpu_devices_per_process=num_devices // number,
   )
 

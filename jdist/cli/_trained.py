@@ -22,6 +22,7 @@ def arguments(
   options: _groups.NetworkOptions, model: models.Model | None
 ) -> dict[str, Any]:
   """Returns the arguments of MP² that come from a trained predictor."""
+  # Its predictor knows the parameters of one architecture only.
   assert model is not None
   if jax.tree.leaves(model.state):
     raise ValueError(
@@ -66,6 +67,7 @@ def counted_arguments(
     raise ValueError(f"`--cut` cannot be used: {error}") from error
   _, rear = cut.split(cut.abstract())
 
+  # Only the bytes count, so that any numbers will do.
   def predict(first: Any, front: Any) -> Any:
     del first, front
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rear)

@@ -38,9 +38,11 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
   kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
   for node in ast.walk(tree):
     if isinstance(node, kinds) and node.body:
-      first = node.body[0]
-      if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-        found.update(range(first.lineno, (first.end_lineno or 0) + 1))
+      # In a class each string below an attribute is its docstring, as well.
+      strings = node.body if isinstance(node, ast.ClassDef) else node.body[:1]
+      for one in strings:
+        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant):
+          found.update(range(one.lineno, (one.end_lineno or 0) + 1))
   return found
 
 

@@ -52,6 +52,7 @@ def _check(options: _commands.Launch) -> None:
         f"`{_options.word(name)}` must be left out behind `--`, got "
         f"{getattr(train, name)}: `launch` gives it to each process."
       )
+  # The engine of a server starts the processes of its workers itself.
   if number > 1 and train.protocol is not None:
     raise ValueError(
       "`--num-processes` must be 1 with `--protocol`, whose server and workers "
@@ -79,6 +80,7 @@ def _check_printed(options: _commands.Launch, train: _commands.Train) -> None:
       "`--checkpoints` must be given with `--print`: a directory that all "
       "machines share, from which a run resumes."
     )
+  # Launchers put equally many processes on each machine.
   gpus = options.gpus_per_node
   if gpus is not None and options.num_processes % gpus:
     raise ValueError(

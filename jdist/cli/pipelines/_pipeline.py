@@ -72,11 +72,7 @@ def _simulate(
   tables: Sequence[pipeline.Table], options: _commands.Pipeline
 ) -> None:
   training.check_plots()
-  machines = (
-    cluster.workers([1.0] * max(len(x.devices) for x in tables))
-    if options.cluster is None
-    else cluster.load_cluster(options.cluster)[0]
-  )
+  machines = _tables.machines(options, max(len(x.devices) for x in tables))
   for table in tables:
     if len(table.devices) > len(machines.names):
       raise ValueError(
@@ -114,6 +110,7 @@ def _times(
 ) -> pipeline.PipelineTimes:
   if options.costs is None:
     equal = {name: getattr(options, name) for name in _COSTS}
+    # Without a file the options describe a stage, and all are alike.
     costs = [
       pipeline.LayerCost(f"stage {i}", **equal) for i in range(table.num_stages)
     ]
@@ -126,7 +123,7 @@ def _times(
           x,
           forward_s=x.forward_s * part,
           backward_s=x.backward_s * part,
-          weight_s=None,
+          weight_s=None,  # It follows from the others again.
           parameter_bytes=x.parameter_bytes * part,
           saved_bytes=x.saved_bytes * part,
         )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jdist import cluster, models, pipeline, training
 from jdist.cli import _commands, _output
+from jdist.cli.pipelines import _tables
 
 
 def run(options: _commands.Pipeline) -> None:
@@ -21,11 +22,7 @@ def run(options: _commands.Pipeline) -> None:
     )
   training.check_plots()
   costs, input_bytes = _costs(options)
-  machines = (
-    cluster.workers([1.0] * (options.stages or 4))
-    if options.cluster is None
-    else cluster.load_cluster(options.cluster)[0]
-  )
+  machines = _tables.machines(options, options.stages or 4)
   best, found = pipeline.plan(
     costs,
     machines,
@@ -40,9 +37,11 @@ def run(options: _commands.Pipeline) -> None:
   )
   output = _output.output_directory(options.output, "plan")
   config = dataclasses.asdict(options)
+  # All candidates become rows, so that one can see why another was not chosen.
   rows = [training.make_row(config, 0, **x.row()) for x in found]
   training.append_rows(output / "rows.jsonl", rows)
   assert best.times is not None and best.made is not None
+  # `jdist train --table FILE` reads it.
   (output / "table.txt").write_text(pipeline.format_table(best.made))
   plot(output / "plan.png", best.made, best.times, best.nodes)
   console = _output.console()
@@ -62,6 +61,7 @@ def _costs(
   assert options.model is not None
   text = options.model == "transformer"
   shape: tuple[int, ...] = (256,) if text else (32, 32, 3)
+  # Costs follow from shapes: no parameters are made, and nothing is compiled.
   model = models.build(
     options.model,
     input_shape=shape,
@@ -100,6 +100,8 @@ def plot(
 
 def _stages(best: pipeline.Candidate, machines: cluster.Cluster) -> Any:
   assert best.plan is not None and best.times is not None
+  # Figures are by device, and a stage names its machine; an interleaved plan
+  # has several stages on one.
   busy = dict(zip(best.nodes, best.times.utilisation, strict=False))
   memory = dict(zip(best.nodes, best.times.memory_bytes, strict=False))
   columns: dict[str, Callable[[int, Any], str]] = {

@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from jdist import models, pipeline, training
+from jdist import cluster, models, pipeline, training
 
 # Options, and the arguments of tables that they fill.
 _ARGUMENTS = {
@@ -18,6 +18,13 @@ def given(options: Any) -> dict[str, Any]:
   """Returns the arguments of a table that options fill."""
   found = {x: getattr(options, name, None) for name, x in _ARGUMENTS.items()}
   return {name: value for name, value in found.items() if value is not None}
+
+
+def machines(options: Any, number: int) -> cluster.Cluster:
+  """Returns the machines of a file, or a number of equal ones."""
+  if options.cluster is None:
+    return cluster.workers([1.0] * number)
+  return cluster.load_cluster(options.cluster)[0]
 
 
 def make(

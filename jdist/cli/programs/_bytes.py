@@ -17,7 +17,7 @@ from jdist import (
   transforms,
 )
 from jdist.cli import _commands, _methods, _options, _output, _trained
-from jdist.cli.programs import _abstract_model
+from jdist.cli.programs import _overlap_inputs
 
 # The program is read and never run, so that it need not be optimized.
 _QUICKLY = {"xla_backend_optimization_level": 0}
@@ -51,7 +51,7 @@ def count(options: _commands.Bytes) -> None:
   _options.check_name("--model", options.model, names)
   _methods.check("--methods", _methods.common(options), options.methods)
   collectives.make_cpu_devices(options.workers)
-  model, _ = _abstract_model.image_model(options.model)
+  model, _ = _overlap_inputs.image_model(options.model)
   found = [
     one for method in options.methods for one in _count(method, options, model)
   ]
@@ -61,6 +61,7 @@ def count(options: _commands.Bytes) -> None:
 def _count(
   method: str, options: _commands.Bytes, model: models.Model
 ) -> list[Counted]:
+  # Only shard_map compiles to collectives; vmap would have none.
   workers = collectives.workers(options.workers, substrate="shard_map")
   optimizer = optax.with_extra_args_support(
     _chain(method, options, workers.axis, model)
@@ -74,6 +75,7 @@ def _count(
     return transforms.apply_updates(params, updates, state), state
 
   shapes = profiling.abstract_state(workers, optimizer, model.params)
+  # Traced is one worker's part, and compiled are all workers' rows.
   rows = (shapes.params, shapes.opt_state)
   one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
   with reducers.reductions() as reduced:

@@ -17,6 +17,7 @@ def overlap(options: _commands.Overlap) -> None:
   topology, device, link = _overlap_inputs.check(options)
   if options.stages is not None:
     table = _stages_overlap.check(options, topology)
+  # XLA reads these rates from its flags when JAX starts.
   if options.tell_compiler:
     profiling.set_link_rates(link.bandwidth_bits_per_s, link.latency_s)
   # Without it JAX would reserve the memory of this host's GPUs, which are not
@@ -77,6 +78,8 @@ def _read(
   streamed = _overlap_inputs.split(method)[1] == "streamed"
   programs = _programs(method, streamed, options, task, workers)
   compile_s = time.monotonic() - start_s
+  # The first program ends a round. A single one contains both kinds of step,
+  # of which a conditional's branch "idles" in all others.
   texts = [program.as_text() for program in programs]
   meeting = profiling.forecast(texts[0], device, link)
   between = profiling.forecast(texts[-1], device, link, branch="idles")

@@ -18,16 +18,21 @@ from jdist import (
   transforms,
 )
 from jdist.cli import _commands, _methods, _options, _trained
-from jdist.cli.programs import _abstract_model
 
 # Methods with several forms; the first one is meant without a colon.
 FORMS: dict[str, tuple[str, ...]] = {
   "ssgd": ("after", "first", "scattered", "hybrid"),
   "msdpu": ("streamed", "simple"),
 }
+# Models for gray images of 28x28 and for images of 32x32; others are made for
+# 224x224.
+_GRAY = ("mlp", "lenet")
+_SMALL = ("cnn", "resnet8", "resnet20")
+# GPT-2's smallest model.
 _VOCABULARY = 50_257
 _GPT2 = {"num_layers": 12, "width": 768, "num_heads": 12, "tied": True}
 
+# Collectives in flight at once, for the compiler's latency-hiding scheduler.
 IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
@@ -99,6 +104,7 @@ def split(method: str) -> tuple[str, str | None]:
       "bytes` counts what it sends."
     )
   forms = FORMS.get(name, ())
+  # A misspelled form would otherwise silently be the first one.
   if form and form not in forms:
     raise ValueError(
       f"`--methods` {name} has "
@@ -123,12 +129,11 @@ def make_task(options: _commands.Overlap) -> Task:
       **norm,
     )
     tokens = jax.ShapeDtypeStruct((size, options.length), jnp.int32)
+    # Inputs and labels are two arrays, since shapes cannot be shifted by one.
     loss = _next_token_loss(model, dtype)
     batch = {"tokens": tokens, "next": tokens}
     return Task(model, loss, batch, "sequences", _next_tokens, "tokens")
-  model, shape = _abstract_model.image_model(
-    options.model, options.image_size, **norm
-  )
+  model, shape = image_model(options.model, options.image_size, **norm)
   batch = {
     "image": jax.ShapeDtypeStruct((size, *shape), jnp.float32),
     "label": jax.ShapeDtypeStruct((size,), jnp.int32),
@@ -139,6 +144,23 @@ def make_task(options: _commands.Overlap) -> Task:
     return batch["image"].astype(dtype)
 
   return Task(model, loss, batch, "images", training.label_loss, images)
+
+
+def image_model(
+  name: str, size: int | None = None, **options: Any
+) -> tuple[models.Model, tuple[int, int, int]]:
+  """Returns a model as shapes, and the shape of the images that suit it."""
+  if size is None:
+    size = 28 if name in _GRAY else 32 if name in _SMALL else 224
+  shape = (size, size, 1 if name in _GRAY else 3)
+  model = models.build(
+    name,
+    input_shape=shape,
+    num_classes=10 if size <= 32 else 1000,
+    abstract=True,
+    **options,
+  )
+  return model, shape
 
 
 def _next_tokens(

@@ -22,6 +22,7 @@ class Found:
   """
 
   method: str
+  # Rows have these two names for the steps.
   meeting: profiling.Forecast
   between: profiling.Forecast
   interval: int
@@ -135,6 +136,7 @@ def row(options: _commands.Overlap, found: Found) -> dict[str, Any]:
 
 
 def _step_row(step: profiling.Forecast) -> dict[str, Any]:
+  # Rows keep these keys, so that earlier ones can still be compared.
   names = ("compute_s", "send_s", "exposed_s", "hidden_share", "wire_bytes")
   figures = {name: getattr(step, name) for name in (*names, "flops")}
   return {"step_s": step.end_s, **figures}
