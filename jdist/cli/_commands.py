@@ -14,8 +14,8 @@ from jdist.cli import _groups
 from jdist.cli._groups import option
 from jdist.cli.servers import _server_options
 
-# Actions of `jdist pipeline` that use an option: the first word of a pair is the
-# option that must have one of the other values.
+# Actions of `jdist pipeline` that use an option: the first word is the option
+# that must have one of the other values.
 _CHECK, _SIMULATE, _PLAN = (
   ("action", x) for x in ("check", "simulate", "plan")
 )

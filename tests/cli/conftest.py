@@ -1,7 +1,9 @@
-"""Commands take the devices that are there: make the tests' eight first."""
+"""Fixtures of the command line: eight devices, and refused commands."""
 
 import jax
 import pytest
+
+from jdist import cli
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -14,3 +16,21 @@ def _standard_promotion():
   """As a user has it: Optax's schedules and optimizers mix dtypes."""
   with jax.numpy_dtype_promotion("standard"):
     yield
+
+
+@pytest.fixture
+def refusal(tmp_path, monkeypatch, capsys):
+  """Runs a command that must be refused in one line, and returns the line."""
+
+  def run(words):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert cli.main(words.split()) == 2
+    out, error = capsys.readouterr()
+    assert error.startswith("jdist: error: ") and error.endswith("\n")
+    assert error.count("\n") == 1 and out == ""
+    assert not list(folder.iterdir())
+    return error
+
+  return run

@@ -18,7 +18,7 @@ _ROUNDS = [*_TINY, "--interval", "2"]
 
 
 @pytest.mark.smoke
-def test_compare_leaves_rows_a_table_and_a_picture(tmp_path, capsys):
+def test_compare_writes_rows_a_table_and_a_picture(tmp_path, capsys):
   words = ["compare", *_ROUNDS, "--methods", "ssgd", "msdpu"]
   words += ["--seeds", "0", "1", "--learning-rate", "0.05"]
   words += ["--output", str(tmp_path / "out")]
@@ -56,7 +56,7 @@ def test_compare_leaves_rows_a_table_and_a_picture(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_compare_tunes_on_what_is_held_out(tmp_path, capsys):
+def test_compare_tunes_on_held_out_samples(tmp_path, capsys):
   words = ["compare", *_ROUNDS, "--methods", "local_sgd", "--seeds", "0"]
   words += ["--learning-rate", "1e-6", "0.1", "--output", str(tmp_path)]
   words += ["--tuning-seeds", "1"]
@@ -79,7 +79,7 @@ def test_compare_tunes_on_what_is_held_out(tmp_path, capsys):
   assert [r["seed"] for r in rows] == [0, 1] and rows[0] == row
 
 
-def test_train_resumes_by_itself(tmp_path, capsys):
+def test_same_command_resumes_a_run(tmp_path, capsys):
   out, ckpt = str(tmp_path / "out"), str(tmp_path / "ckpt")
   words = ["train", *_ROUNDS, "--method", "diloco", "--output", out]
   words += ["--checkpoints", ckpt, "--checkpoint-every-epochs", "0.05"]
@@ -135,7 +135,7 @@ sys.exit(cli.main())
 
 
 @pytest.mark.slow
-def test_a_process_that_stops_does_not_keep_the_others(tmp_path):
+def test_stopped_process_ends_the_others(tmp_path):
   port = _processes.free_port()
   words = (
     "train", "--method", "ssgd", "--workers", "2", "--steps", "10000000",

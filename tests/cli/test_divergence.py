@@ -16,7 +16,7 @@ def _row(folder):
   return json.loads((folder / "rows.jsonl").read_text().splitlines()[-1])
 
 
-def test_a_run_that_diverges_exits_3_and_saves_nothing_bad(tmp_path, capsys):
+def test_diverged_run_exits_3_and_saves_only_finite_states(tmp_path, capsys):
   words = (
     f"{_RUN} --steps 8 --learning-rate 1e30 --schedule constant --output "
     f"{tmp_path / 'out'} --checkpoints {tmp_path / 'c'} "
@@ -32,7 +32,7 @@ def test_a_run_that_diverges_exits_3_and_saves_nothing_bad(tmp_path, capsys):
   assert _row(tmp_path / "out")["test_loss"] is None
 
 
-def test_a_run_that_never_was_finite_has_no_states_that_stay(tmp_path, capsys):
+def test_run_that_was_never_finite_keeps_no_states(tmp_path, capsys):
   words = (
     f"{_RUN} --steps 4 --learning-rate 1e30 --schedule constant --output "
     f"{tmp_path / 'out'} --checkpoints {tmp_path / 'c'}"
@@ -54,7 +54,7 @@ def test_a_run_that_never_was_finite_has_no_states_that_stay(tmp_path, capsys):
   assert not list((tmp_path / "c").iterdir())
 
 
-def test_compare_never_chooses_a_rate_that_diverges(tmp_path, capsys):
+def test_tuning_never_chooses_a_diverged_rate(tmp_path, capsys):
   words = (
     "compare --methods ssgd --workers 2 --batch-size 64 --steps 6 --seeds 0 "
     f"--warmup-epochs 0 --grid-extensions 0 --output {tmp_path}"
@@ -70,7 +70,7 @@ def test_compare_never_chooses_a_rate_that_diverges(tmp_path, capsys):
   assert "ssgd ended with a loss that is not finite" in told.err
 
 
-def test_a_loss_that_is_not_known_yet_is_no_divergence(tmp_path, capsys):
+def test_unknown_loss_is_no_divergence(tmp_path, capsys):
   words = (
     "train --method msdpu --workers 2 --batch-size 64 --warmup-epochs 0 "
     f"--steps 2 --output {tmp_path / 'out'} --checkpoints {tmp_path / 'c'} "

@@ -140,7 +140,7 @@ _SETTINGS = {
 
 @hypothesis.settings(max_examples=8, **_SETTINGS)
 @hypothesis.given(st.lists(_option(_commands.Train), min_size=1, max_size=4))
-def test_wrong_options_are_one_line(options):
+def test_random_bad_options_are_refused_in_one_line(options):
   # One of them is wrong for certain, so that nothing is trained.
   words = ["train", *_SMALL, *itertools.chain(*options), "--momentum", "2"]
   assert _check(words) == 2
@@ -149,7 +149,7 @@ def test_wrong_options_are_one_line(options):
 @pytest.mark.slow
 @hypothesis.settings(max_examples=300, **_SETTINGS)
 @hypothesis.given(_COMMANDS)
-def test_any_words_end_as_they_should(words):
+def test_random_words_end_with_a_known_status(words):
   status = _check(words)
   log = os.environ.get("JDIST_FUZZ_LOG")
   if log:

@@ -33,7 +33,7 @@ _LOSES_ONE = textwrap.dedent("""
 """)
 
 
-def test_an_interrupt_in_a_collector_of_garbage_is_not_lost():
+def test_interrupt_during_garbage_collection_is_not_lost():
   done = subprocess.run(
     (sys.executable, "-c", _LOSES_ONE),
     capture_output=True,
@@ -44,7 +44,7 @@ def test_an_interrupt_in_a_collector_of_garbage_is_not_lost():
   assert done.stderr == "jdist: interrupted.\n"
 
 
-def test_an_interrupted_run_says_what_is_saved(tmp_path, monkeypatch, capsys):
+def test_interrupted_run_says_what_is_saved(tmp_path, monkeypatch, capsys):
   words = (
     "train --dataset synthetic --method ssgd --workers 1 --batch-size 64 "
     f"--steps 4 --output {tmp_path} --evaluate-every-epochs 0.01"
@@ -72,7 +72,7 @@ def test_an_interrupted_run_says_what_is_saved(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == f"jdist: {told}\n"
 
 
-def test_what_else_is_lost_is_told_as_always():
+def test_other_unraisable_errors_are_reported_as_usual():
   script = textwrap.dedent("""
     from jdist.cli import _interrupts
 

@@ -47,7 +47,7 @@ _NAMES = [name for name in methods.registry if name != _trained.METHOD]
     for interval in (1, 3)
   ],
 )
-def test_a_method_trains_towards_its_target(name, interval):
+def test_method_trains_towards_its_target(name, interval):
   options = _commands.Train(interval=interval, steps=120, momentum=0.5)
   budget = _methods.make_budget(options, 0.1, steps_per_epoch=4.0)
   optimizer = _methods.build_method(name, options, budget, "worker")
@@ -103,7 +103,7 @@ def test_a_method_trains_towards_its_target(name, interval):
     ("mp2", {}, {"predictor", *_MEAN}),
   ],
 )  # fmt: skip
-def test_options_used_follow_from_a_methods_arguments(method, given, used):
+def test_used_options_follow_from_a_methods_arguments(method, given, used):
   taken = _composition.takes(_commands.Train(**given), method)
   found = {
     field.name
@@ -123,7 +123,7 @@ def test_options_used_follow_from_a_methods_arguments(method, given, used):
     ("diloco", {"outer": "adam", "delay_steps": 1, "stream": True}),
   ],
 )
-def test_options_put_to_a_method_reach_it(name, options):
+def test_options_reach_the_method(name, options):
   options = _commands.Train(interval=2, steps=8, **options)
   run = _methods.make_budget(options, 0.1, steps_per_epoch=4.0)
   optimizer = _methods.build_method(name, options, run, "worker")
@@ -149,9 +149,7 @@ def _all(tree):
 
 @pytest.mark.parametrize("codec", ["top_k", "random_k", "dct"])
 @pytest.mark.parametrize("feedback", ["none", "error", "ef21", "momentum"])
-def test_a_few_entries_and_a_feedback_find_the_least_of_a_square(
-  codec, feedback
-):
+def test_sparse_codec_with_feedback_minimizes_a_square(codec, feedback):
   options = _groups.MeanOptions(codec=codec, feedback=feedback, ratio=0.25)
   made = _composition.compression(options)
 
@@ -166,7 +164,7 @@ def test_a_few_entries_and_a_feedback_find_the_least_of_a_square(
   assert jnp.abs(w).max() < 0.4
 
 
-def test_what_the_preset_has_is_not_given():
+def test_values_of_the_preset_do_not_count_as_given():
   gpu = _options.with_preset(_commands.Train, "cifar10-gpu")
   assert gpu.stream
   _methods.check("--method", gpu, ("local_sgd",))
@@ -177,14 +175,14 @@ def test_what_the_preset_has_is_not_given():
 
 
 @pytest.mark.parametrize("rule", ["msdpu", "adacomm"])
-def test_a_long_first_interval_is_not_cut(rule):
+def test_long_first_interval_is_kept(rule):
   options = _commands.Train(interval=32, interval_policy=rule, steps=100)
   budget = _methods.make_budget(options, 0.1, steps_per_epoch=4.0)
   optimizer = _methods.build_method("local_sgd", options, budget, None)
   assert transforms.interval(optimizer.init(jnp.zeros(2))) == 32
 
 
-def test_the_host_ends_rounds_where_a_method_takes_it(monkeypatch):
+def test_host_ends_rounds_by_default(monkeypatch):
   told = []
 
   class Recorded(training.Trainer):

@@ -25,7 +25,7 @@ def test_a_table_is_drawn(capsys):
   ]
 
 
-def test_a_file_of_ones_own_is_checked(capsys, tmp_path):
+def test_table_file_is_checked(capsys, tmp_path):
   path = tmp_path / "mine.txt"
   table = pipeline.make_table("2bw", 2, 4)
   path.write_text(pipeline.format_table(table))
@@ -152,7 +152,7 @@ _WRONG = {
 
 
 @pytest.mark.parametrize("name", _WRONG)
-def test_what_cannot_be_done_is_one_line_and_2(name, capsys, tmp_path):
+def test_bad_pipeline_is_refused_in_one_line(name, capsys, tmp_path):
   words, reason = _WRONG[name]
   for key, text in {
     "CYCLIC": "device F0 B0 F1 B1 U\ndevice F0 F1 B0 B1 U",

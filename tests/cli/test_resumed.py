@@ -20,7 +20,7 @@ def _run(tmp_path, *words):
   )  # fmt: skip
 
 
-def test_a_run_goes_on_longer_and_with_other_workers(tmp_path, capsys):
+def test_resumed_run_may_be_longer_and_have_other_workers(tmp_path, capsys):
   assert _run(tmp_path, "--workers", "4", "--steps", "4") == 0
   assert "Resumes" not in capsys.readouterr().out
   assert _run(tmp_path, "--workers", "4", "--steps", "6") == 0
@@ -61,7 +61,7 @@ sys.exit(cli.main())
 """
 
 
-def test_the_core_alone_trains_and_names_all_that_is_missing(tmp_path):
+def test_core_alone_trains_and_names_missing_extras(tmp_path):
   def run(*words):
     return subprocess.run(
       [sys.executable, "-c", _CORE, *words, "--output", str(tmp_path)],

@@ -32,7 +32,7 @@ _WORDS = (
 )  # fmt: skip
 
 
-def test_a_rule_and_an_entry_train_from_the_command_line(
+def test_new_sync_rule_trains_from_the_command_line(
   tmp_path, monkeypatch, capsys
 ):
   monkeypatch.setitem(methods.registry, "toy", TOY)

@@ -29,7 +29,7 @@ def _print(capsys, kind, *command, options=("--gpus-per-node", "8")):
 
 
 @pytest.mark.parametrize("kind", _FILES)
-def test_the_examples_are_what_the_command_prints(kind, capsys):
+def test_examples_match_the_printed_files(kind, capsys):
   name, checkpoints = _FILES[kind]
   told = _print(capsys, kind, *_COMMAND, checkpoints)
   assert (_ROOT / "scripts" / "cluster" / name).read_text() == told
@@ -37,14 +37,14 @@ def test_the_examples_are_what_the_command_prints(kind, capsys):
 
 @pytest.mark.parametrize("kind", ["slurm", "mpi"])
 @pytest.mark.parametrize("options", [(), ("--gpus-per-node", "4")])
-def test_a_shell_reads_the_scripts(kind, options, capsys):
+def test_shell_parses_the_scripts(kind, options, capsys):
   told = _print(capsys, kind, *_COMMAND, "it's a $HOME", options=options)
   done = subprocess.run(["bash", "-n"], input=told, text=True, timeout=60)
   assert done.returncode == 0
   assert "gpus-per-node" not in told or options
 
 
-def test_a_script_starts_its_ranks_until_the_run_is_over(tmp_path, capsys):
+def test_script_restarts_its_ranks_until_the_run_ends(tmp_path, capsys):
   # A process that says how it was started fails twice, and then for good.
   (tmp_path / "mpirun").write_text(
     '#!/bin/bash\nshift 2\nexport OMPI_COMM_WORLD_RANK=3\n"$@"\n'
@@ -92,7 +92,7 @@ def _closed(told):
 
 
 @pytest.mark.parametrize("options", [(), ("--gpus-per-node", "8")])
-def test_kubernetes_would_take_the_jobset(options, capsys):
+def test_jobset_is_valid_for_kubernetes(options, capsys):
   told = yaml.safe_load(
     _print(
       capsys, "kubernetes", *_COMMAND, '/it\'s "$HOME"',

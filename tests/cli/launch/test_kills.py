@@ -116,7 +116,7 @@ def _arrays(folder):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("processes", [1, 4])
 @pytest.mark.parametrize("method", _METHODS)
-def test_no_hand_touches_a_run_that_is_killed(method, processes, tmp_path):
+def test_killed_run_restarts_without_help(method, processes, tmp_path):
   seeded = random.Random(f"{method} {processes}")
   folders = [tmp_path / name for name in ("never", "killed")]
   for folder in folders:
