@@ -96,7 +96,7 @@ def simulate(
   (15.0, 0.2)
   """
   names = check_nodes(table, costs, machines, nodes)
-  # Also proves that the simulation comes to its end.
+  # This also proves that the simulation ends.
   report = check_table(table)
   run = _Run(table, costs, machines, names)
   run.go()
@@ -201,7 +201,7 @@ class _Run:
       return
     action = order[self._places[device]]
     for need in self._table.needs(action):
-      # The check has shown that results of the device itself come before.
+      # The check has shown that results of the device itself precede it.
       away = self._table.device_of[need.stage] != device
       if away and need not in self._there:
         self._waiting[need].append(device)
@@ -274,7 +274,7 @@ def _memory(
   """Returns the most bytes that each device holds at once."""
   found = []
   for device, order in enumerate(table.devices):
-    # Parameters and temporaries are constant; saved micro-batches come and go.
+    # Parameters and temporaries are constant; saved micro-batches are not.
     still = sum(
       cost.parameter_bytes * (report.versions[stage] + optimizer_copies + 1)
       for stage, cost in enumerate(costs)

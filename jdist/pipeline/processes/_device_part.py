@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdist.pipeline.processes import _peers, _stage_program
-from jdist.pipeline.runtime import _stages, _traced_model
-from jdist.pipeline.schedule._table import Op, Table
+from jdist.pipeline.processes import _peers
+from jdist.pipeline.runtime import _traced_model
+from jdist.pipeline.schedule._table import Table
 from jdist.pipeline.schedule._versions import read_versions, Versions
 
 PyTree = Any
-Recompute = _stage_program.Recompute
 
 
 class ProcessState(NamedTuple):
@@ -43,7 +42,7 @@ class DevicePart:
     table: The table of all devices.
     device: The number of this device.
     own: The numbers of its stages.
-    programs: The compiled programs of its stages, by number.
+    programs: The `StageProgram` of each of its stages, by number.
     tied: The parameters that several stages share, by path.
     clip_norm: The greatest norm of all stages' gradients, or None.
     peers: The other processes, or None.
@@ -53,7 +52,7 @@ class DevicePart:
   table: Table
   device: int
   own: tuple[int, ...]
-  programs: Mapping[int, _stage_program.StageProgram]
+  programs: Mapping[int, Any]
   tied: Mapping[str, tuple[int, ...]]
   clip_norm: float | None
   peers: _peers.Peers | None
@@ -120,43 +119,8 @@ class DevicePart:
     return found
 
 
-def make_part(
-  model: _traced_model.TracedModel,
-  table: Table,
-  peers: _peers.Peers | None,
-  recompute: Recompute,
-  clip_norm: float | None,
-) -> DevicePart:
-  """Makes the programs of a process's stages.
-
-  Raises:
-    ValueError: If a stage's backward pass cannot be split as the table has it,
-      or stages that wait for each other would wait forever.
-  """
-  device = 0 if peers is None else peers.device
-  own = tuple(
-    s for s in range(table.num_stages) if table.device_of[s] == device
-  )
-  tied = _stages.shared_paths(model.stages)
-  if clip_norm is not None:
-    check_barriers(table, len(own), "`clip_norm`")
-  if tied:
-    check_barriers(table, len(own), "tied parameters")
-  # If the passes of a micro-batch read different versions, the backward pass
-  # cannot use what the forward pass saved.
-  if table.weights == "newest":
-    recompute = "stage"
-  halves = {x.stage for x in table.devices[device] if x.op == Op.BACKWARD_INPUT}
-  programs = {}
-  for s in own:
-    programs[s] = _stage_program.StageProgram(model, s, recompute)
-    if s in halves:
-      programs[s].split()
-  return DevicePart(model, table, device, own, programs, tied, clip_norm, peers)
-
-
 def check_barriers(table: Table, num_own: int, what: str) -> None:
-  """Refuses a barrier over all stages at which a device would wait for itself.
+  """Refuses a barrier over all stages at which a device would deadlock.
 
   A device reaches the barrier when all of its stages have their gradients.  If
   iterations overlap, the table may put another stage's next action, which

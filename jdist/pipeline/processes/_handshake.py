@@ -4,7 +4,7 @@ The process with the larger number of two calls the other:
 
     caller                                called
     device, nonce                 ----->
-                                  <-----  proof of it, and a nonce of its own
+                                  <-----  proof of it, and another nonce
     proof of the called's nonce   ----->
 
 A proof is an HMAC of the nonce under the token.  So the token is never sent,
@@ -190,6 +190,6 @@ def _answer(
 
 
 def _proof(secret: bytes, side: bytes, device: int, nonce: bytes) -> bytes:
-  # With the side in it, a proof cannot be reflected to the one who made it.
+  # With the side in it, a proof cannot be reflected to its author.
   words = side + struct.pack("<I", device) + nonce
   return hmac.digest(secret, words, "sha256")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, cluster
-from jdist.pipeline.processes import _device_part, _peers, _update_program
+from jdist.pipeline.processes import _device_part, _peers, _stage_updates
 from jdist.pipeline.runtime._stages import LayerLike
 from jdist.pipeline.schedule._table import Table
 from jdist.storage import hashes
@@ -71,7 +71,7 @@ def move_layers(
   checks.check_optimizer("optimizer", optimizer)
   # With a single stage every optimizer sees all leaves, so the two may differ.
   whole = any(
-    _update_program.sees_all(optimizer, x.stages) for x in (before, after)
+    _stage_updates.sees_all(optimizer, x.stages) for x in (before, after)
   )
   # A whole state is not divided by parameters; it moves separately below.
   init = (lambda params: ()) if whole else optimizer.init

@@ -257,7 +257,7 @@ class Peers:
           break
         magic, kind, *numbers, size = _HEADER.unpack(header)
         if magic != _MAGIC:
-          reason = "it sends what is no message"
+          reason = "it sends something that is not a message"
           break
         body = _handshake.read_whole(connection, size)
         if body is None:

@@ -1,7 +1,7 @@
 """One run of a table on one device, from a complete state to the next."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from jdist.pipeline.processes import (
   _device_part,
   _peers,
   _stage_program,
-  _update_program,
+  _stage_updates,
 )
 from jdist.pipeline.runtime import _traced_model
 from jdist.pipeline.schedule._table import Action, Op
@@ -49,7 +49,7 @@ class Segment:
   def __init__(
     self,
     part: _device_part.DevicePart,
-    updates: _update_program.UpdateProgram,
+    updates: _stage_updates.UpdateProgram,
     state: _device_part.ProcessState,
     batches: Sequence[PyTree],
     timeline: list[tuple[int, float, float]] | None,
@@ -58,25 +58,20 @@ class Segment:
 
     The place and the seconds of each action are added to `timeline`.
     """
-    self._part, self._updates, self._state = part, updates, state
+    self._part, self._state = part, state
+    self._updates = _stage_updates.StageUpdates(part, updates, state)
     self._table = part.table
     self._batches, self._timeline = batches, timeline
     self._order = self._table.devices[part.device]
-    self._newest_params = dict(state.params)
     # The parameters as passes read them, by stage and version.
-    self._params = {
-      s: {0: updates.read(state.opt_state[s], state.params[s])}
-      for s in part.own
-    }
+    self._params = {s: {0: self._updates.read(s)} for s in part.own}
     self._newest = dict.fromkeys(part.own, 0)
-    self._opt_state = dict(state.opt_state)
     self._model_state = dict(state.model_state)
     self._totals: dict[tuple[int, int], PyTree] = {}
     self._saved: dict[tuple[int, int, int], _Saved] = {}
     self._stashed: dict[tuple[int, int, int], Any] = {}
     self._local: dict[_peers.Tag, Any] = {}
     self._metrics: dict[tuple[int, int], dict[str, jax.Array]] = {}
-    self._waiting: dict[int, list[int]] = {}
     self._last_read = self._last_reads()
     self._place = 0
     count = self._table.num_microbatches
@@ -110,8 +105,8 @@ class Segment:
     metrics = self._all_metrics()
     state = self._state._replace(
       step=self._state.step + len(self._batches),
-      params=self._newest_params,
-      opt_state=self._opt_state,
+      params=self._updates.params,
+      opt_state=self._updates.opt_state,
       model_state=self._model_state,
     )
     return state, metrics
@@ -172,87 +167,21 @@ class Segment:
     return total
 
   def _update(self, action: Action, _: None) -> Any:
-    iteration = action.iteration
-    stages = [action.stage]
-    whole = self._updates.whole
-    if self._part.clip_norm is not None or self._part.tied or whole:
-      # These need gradients of other devices.  A device must not wait for them
-      # before all of its own stages are done, or two devices could wait for
-      # each other; so the last of its updates makes all of them.
-      waiting = self._waiting.setdefault(iteration, [])
-      waiting.append(action.stage)
-      if len(waiting) < len(self._part.own):
-        return None
-      stages = sorted(self._waiting.pop(iteration))
-    totals = {s: self._totals.pop((s, iteration)) for s in stages}
-    if self._part.tied:
-      totals = self._tied(totals, iteration)
-    scale = self._scale(totals, iteration)
-    update = self._update_whole if whole else self._update_each
-    for s, params in update(totals, scale, iteration):
+    stages = self._updates.ready(action.stage, action.iteration)
+    if not stages:
+      return None
+    self._updates.update(
+      {s: self._totals.pop((s, action.iteration)) for s in stages},
+      action.iteration,
+    )
+    for s in stages:
       version = self._newest[s]
-      self._newest[s], self._newest_params[s] = version + 1, params
-      params = self._updates.read(self._opt_state[s], params)
-      self._params[s][version + 1] = params
+      self._newest[s] = version + 1
+      self._params[s][version + 1] = self._updates.read(s)
       # A version that no later pass reads is freed at once.
       if self._last_read.get((s, version), -1) < self._place:
         del self._params[s][version]
     return [self._params[s][self._newest[s]] for s in stages]
-
-  def _update_each(
-    self, totals: dict[int, PyTree], scale: jax.Array, iteration: int
-  ) -> Iterator[tuple[int, PyTree]]:
-    """Updates each of the device's stages separately."""
-    del iteration
-    for s, total in totals.items():
-      params, self._opt_state[s] = self._updates.update(
-        total, self._opt_state[s], self._newest_params[s], scale
-      )
-      yield s, params
-
-  def _update_whole(
-    self, totals: dict[int, PyTree], scale: jax.Array, iteration: int
-  ) -> Iterator[tuple[int, PyTree]]:
-    """Updates all stages together on the first stage's device."""
-    part, number = self._part, self._table.num_stages
-    root = self._table.device_of[0]
-    grads = {
-      s: self._updates.clipped_mean(total, self._newest_params[s], scale)
-      for s, total in totals.items()
-    }
-    step = self._state.step + iteration
-    up, down = (
-      [_peers.Tag(_peers.Kind.UPDATE, s, way, step) for s in range(number)]
-      for way in (0, 1)
-    )
-    own = {s: (grads[s], self._newest_params[s]) for s in totals}
-    if part.device != root:
-      for s, pair in own.items():
-        part.send(root, up[s], jax.tree.leaves(pair))
-      for s, (_, params) in own.items():
-        came = part.receive(root, down[s], jax.tree.leaves(params))
-        yield s, jax.tree.unflatten(jax.tree.structure(params), came)
-      return
-    for s in range(number):
-      if s not in own:
-        params = jax.eval_shape(
-          lambda tree: jax.tree.map(jnp.asarray, tree),
-          part.model.stages[s].params,
-        )
-        like = params, params
-        came = part.receive(
-          self._table.device_of[s], up[s], jax.tree.leaves(like)
-        )
-        own[s] = jax.tree.unflatten(jax.tree.structure(like), came)
-    every = [own[s] for s in range(number)]
-    found, self._opt_state[0] = self._updates.update_all(
-      [grad for grad, _ in every], self._opt_state[0], [w for _, w in every]
-    )
-    for s, params in enumerate(found):
-      if s in totals:
-        yield s, params
-      else:
-        part.send(self._table.device_of[s], down[s], jax.tree.leaves(params))
 
   # Messages and other inputs of actions.
 
@@ -347,61 +276,6 @@ class Segment:
     if old and self._last_read.get(key) == place:
       self._params[key[0]].pop(key[1], None)
 
-  # Between stages, once an iteration.
-
-  def _scale(self, totals: dict[int, PyTree], iteration: int) -> jax.Array:
-    """Returns the factor that clips the norm of all stages' gradients."""
-    most = self._part.clip_norm
-    if most is None:
-      return jnp.ones((), jnp.float32)
-    norms = {}
-    for s, total in totals.items():
-      counted = total
-      # A tied leaf counts once, in its first stage.
-      if self._part.tied:
-        counted = {
-          path: leaf
-          for path, leaf in _by_path(total).items()
-          if self._part.tied.get(path, (s,))[0] == s
-        }
-      norms[s] = self._updates.squared_norm(counted)
-    every = self._part.collect(
-      _peers.Kind.NORM, norms, self._state.step + iteration
-    )
-    # Every device adds in the stages' order, so that all scale by equal bits.
-    squared = sum(jnp.asarray(every[s]) for s in sorted(every))
-    return _traced_model.clip_scale(jnp.asarray(squared), most)
-
-  def _tied(
-    self, totals: dict[int, PyTree], iteration: int
-  ) -> dict[int, PyTree]:
-    """Adds up the gradients of tied parameters, in the stages' order."""
-    found = {s: _by_path(total) for s, total in totals.items()}
-    sums = {}
-    for number, (path, stages) in enumerate(self._part.tied.items()):
-      if not any(s in totals for s in stages):
-        continue
-      own = {s: found[s][path] for s in stages if s in totals}
-      # Added in the stages' order on each device: equal bits everywhere.
-      parts = self._part.collect(
-        _peers.Kind.TIED, own, self._state.step + iteration, stages, number
-      )
-      total = parts[stages[0]]
-      for s in stages[1:]:
-        total = total + parts[s]
-      sums[path] = total
-    # Each stage needs its own copy, as an update donates its gradients.
-    return {
-      s: jax.tree.unflatten(
-        jax.tree.structure(totals[s]),
-        [
-          jnp.array(sums[path]) if path in sums else leaf
-          for path, leaf in found[s].items()
-        ],
-      )
-      for s in totals
-    }
-
   def _all_metrics(self) -> list[dict[str, float]]:
     """Returns each iteration's means, which the last stage has computed."""
     names = self._part.model.metric_names
@@ -443,10 +317,3 @@ def make_trace(
           action.op.kind,
         )
   return trace
-
-
-def _by_path(tree: PyTree) -> dict[str, Any]:
-  return {
-    jax.tree_util.keystr(path): leaf
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  }

@@ -16,10 +16,10 @@ from jdist.pipeline.processes import (
   _peers,
   _segment,
   _stage_files,
-  _update_program,
+  _stage_program,
+  _stage_updates,
 )
 from jdist.pipeline.runtime import _stages, _traced_model
-from jdist.pipeline.schedule._checker import check_table
 from jdist.pipeline.schedule._table import Table
 from jdist.storage import array_files, hashes
 
@@ -68,7 +68,7 @@ class StageProcess:
     *,
     peers: _peers.Peers | None = None,
     inputs: str | Callable[..., Any] = "image",
-    recompute: _device_part.Recompute = "none",
+    recompute: _stage_program.Recompute = "none",
     clip_norm: float | None = None,
     timeline: bool = False,
   ):
@@ -105,16 +105,15 @@ class StageProcess:
       )
     if clip_norm is not None:
       clip_norm = checks.check_number("clip_norm", clip_norm, open_low=True)
-    # Checks of this process come first; `_agree` then compares all of them.
+    # Each process checks its own arguments; `_agree` then compares all of them.
     number = 1 if peers is None else peers.num_devices
     if len(table.devices) != number:
       raise ValueError(
         f"`peers` must be processes for the table's {len(table.devices)} "
         f"devices, this one among them, got {number}."
       )
-    check_table(table)
     self.table, self.stages, self.peers = table, tuple(stages), peers
-    self._part = _device_part.make_part(
+    self._part = _stage_program.make_part(
       _traced_model.trace_model(stages, loss, inputs, microbatch),
       table,
       peers,
@@ -124,7 +123,7 @@ class StageProcess:
     self._timeline: list[tuple[int, float, float]] | None = (
       [] if timeline else None
     )
-    self._updates: _update_program.UpdateProgram | None = None
+    self._updates: _stage_updates.UpdateProgram | None = None
     # All processes make the same calls in the same order, so a count tells
     # the messages of one call from those of another.
     self._exchanges = 0
@@ -166,7 +165,7 @@ class StageProcess:
     """
     checks.check_optimizer("optimizer", optimizer)
     own = {s: _part_of(self.stages[s].params, params) for s in self._part.own}
-    self._updates = updates = _update_program.UpdateProgram(
+    self._updates = updates = _stage_updates.UpdateProgram(
       optimizer, self.stages, self.table.num_microbatches
     )
     if updates.whole:

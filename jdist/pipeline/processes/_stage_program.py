@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from jdist import checks, states
+from jdist.pipeline.processes import _device_part, _peers
 from jdist.pipeline.runtime import _stages, _traced_model
 from jdist.pipeline.runtime._split_backward import (
   split_backward,
   SplitBackward,
 )
+from jdist.pipeline.schedule._checker import check_table
+from jdist.pipeline.schedule._table import Op, Table
 
 PyTree = Any
 Recompute = Literal["none", "layers", "stage"]
@@ -173,3 +176,36 @@ def zero_total(params: PyTree) -> PyTree:
 
 def _add(total: PyTree, grads: PyTree) -> PyTree:
   return jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, grads)
+
+
+def make_part(
+  model: _traced_model.TracedModel,
+  table: Table,
+  peers: _peers.Peers | None,
+  recompute: Recompute,
+  clip_norm: float | None,
+) -> _device_part.DevicePart:
+  """Checks a table and makes the programs of a process's stages."""
+  check_table(table)
+  device = 0 if peers is None else peers.device
+  own = tuple(
+    s for s in range(table.num_stages) if table.device_of[s] == device
+  )
+  tied = _stages.shared_paths(model.stages)
+  if clip_norm is not None:
+    _device_part.check_barriers(table, len(own), "`clip_norm`")
+  if tied:
+    _device_part.check_barriers(table, len(own), "tied parameters")
+  # If the passes of a micro-batch read different versions, the backward pass
+  # cannot use what the forward pass saved.
+  if table.weights == "newest":
+    recompute = "stage"
+  halves = {x.stage for x in table.devices[device] if x.op == Op.BACKWARD_INPUT}
+  programs = {}
+  for s in own:
+    programs[s] = StageProgram(model, s, recompute)
+    if s in halves:
+      programs[s].split()
+  return _device_part.DevicePart(
+    model, table, device, own, programs, tied, clip_norm, peers
+  )

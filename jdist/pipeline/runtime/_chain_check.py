@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import optax
 
+from jdist import transforms
+
 # Transformations that need whole leaves, or their names, by the factories and
 # classes that make up a chain.  Optax's chains are closures without types, so
 # the names of their functions are all that can be recognized.
@@ -93,6 +95,24 @@ def check_chain(optimizer: optax.GradientTransformation) -> None:
       f"{names[0]}. Take stages of equal shapes, run each in a process of its "
       "own, or give it all leaves: `pipeline.whole_model(optimizer)`."
     )
+
+
+def check_state(state: Any) -> None:
+  """Raises a ValueError for a state with rounds or predicted weights."""
+
+  def refused(x: Any) -> bool:
+    predicts = isinstance(x, transforms.PredictWeightsState)
+    return predicts or getattr(type(x), "rounds", False) is True
+
+  for x in jax.tree.leaves(state, is_leaf=refused):
+    if refused(x):
+      raise ValueError(
+        "`optimizer` must have neither rounds nor predicted weights where it "
+        f"is given all stages' leaves, got one with {type(x).__name__}. Put "
+        "`pipeline.whole_model` around the Optax chain inside of it: "
+        "`local_sgd(whole_model(chain), 8, axis=axis)`, "
+        "`predict_weights(whole_model(chain), delay)`."
+      )
 
 
 def _kinds(found: frozenset[str]) -> list[str]:

@@ -60,7 +60,7 @@ def on_device(state: training.TrainState) -> training.TrainState:
   # An argument that passes through untouched keeps its type, which varies over
   # the workers' axis; values computed here do not vary, as the program is not
   # checked.  A conditional refuses branches of unlike types, so scalars are
-  # computed anew.
+  # computed again.
   return jax.tree.map(lambda x: x if x.ndim else x.reshape(1)[0], state)
 
 

@@ -218,7 +218,7 @@ def make_inputs(
 def recompute_layers(stage: LayerLike) -> Stage:
   """Makes each layer's backward pass run the layer's forward pass again.
 
-  Of a micro-batch only the layers' inputs are kept.
+  Only the layers' inputs are kept for each micro-batch.
   """
   layers = stage.layers if isinstance(stage, Stage) else (stage,)
   return _stage(tuple(map(_recomputed, layers)))

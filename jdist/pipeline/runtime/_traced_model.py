@@ -52,7 +52,7 @@ class TracedModel:
     key: jax.Array,
   ) -> tuple[Any, tuple[PyTree, dict[str, jax.Array]]]:
     """Runs a stage on a micro-batch, and the loss after the last stage."""
-    # Every pass of the first stage derives its inputs from the batch anew, so
+    # Every pass of the first stage derives its inputs from the batch again, so
     # they need no room between passes.
     if not number:
       x = self.inputs(batch, key)

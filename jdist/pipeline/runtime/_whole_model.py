@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks, collectives, transforms
-from jdist.pipeline.runtime import _stage_arrays, _stages
+from jdist import checks, collectives
+from jdist.pipeline.runtime import _chain_check, _stage_arrays, _stages
 
 PyTree = Any
 
@@ -142,7 +142,7 @@ def whole_model(
     # A nested `whole_model` sees the whole model already.
     with layout_of(None):
       state = optimizer.init(layout.whole(params))
-    check_state(state)
+    _chain_check.check_state(state)
     return layout.cut(state)
 
   def update_fn(
@@ -165,21 +165,3 @@ def whole_model(
     return layout.own(new), layout.cut(state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def check_state(state: PyTree) -> None:
-  """Raises a ValueError for a state with rounds or predicted weights."""
-
-  def refused(x: Any) -> bool:
-    predicts = isinstance(x, transforms.PredictWeightsState)
-    return predicts or getattr(type(x), "rounds", False) is True
-
-  for x in jax.tree.leaves(state, is_leaf=refused):
-    if refused(x):
-      raise ValueError(
-        "`optimizer` must have neither rounds nor predicted weights where it "
-        f"is given all stages' leaves, got one with {type(x).__name__}. Put "
-        "`pipeline.whole_model` around the Optax chain inside of it: "
-        "`local_sgd(whole_model(chain), 8, axis=axis)`, "
-        "`predict_weights(whole_model(chain), delay)`."
-      )

@@ -118,9 +118,9 @@ def interleaved(
     return op, chunk * num_devices + device, microbatch
 
   def order(device: int, num_devices: int, num_microbatches: int) -> Order:
-    # Megatron-LM's warm-up: twice 1F1B's, as a micro-batch must come around
-    # from the last device to the first, and the first passes of all chunks but
-    # one come before the first backward pass.
+    # Megatron-LM's warm-up: twice 1F1B's, as a micro-batch has to return from
+    # the last device to the first, and the first passes of all chunks but one
+    # precede the first backward pass.
     ahead = 2 * (num_devices - device - 1) + (num_chunks - 1) * num_devices
     if num_chunks == 1:
       ahead = num_devices - device - 1

@@ -25,7 +25,7 @@ _FIXES = {
   # Reads the parameters to which a late gradient is applied.
   "decay": lambda delay: optax.chain(optax.add_decayed_weights(0.1), _SGD),
 }
-# Of three stages: micro-batches and each stage's delay.
+# For three stages: micro-batches, each stage's delay, options.
 _TABLES = {
   "pipedream": (1, (2, 1, 0), {}),
   "2bw": (4, (1, 1, 1), {}),

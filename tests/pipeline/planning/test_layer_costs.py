@@ -29,7 +29,7 @@ def test_costs_of_an_mlp_match_hand_counts(source):
     4 * (64 + 1) * 32, 4 * (32 + 1) * 16, 4 * (16 + 1) * 10,
   ]  # fmt: skip
   assert [x.output_bytes for x in found] == [4 * 4 * n for n in (32, 16, 10)]
-  # What products take; biases and rectifiers come to a little more.
+  # The cost of products; biases and rectifiers add a little.
   for cost, one in zip(found, (64 * 32, 32 * 16, 16 * 10), strict=True):
     product = 2 * 4 * one
     first = cost.name == "dense1"

@@ -48,7 +48,7 @@ def test_messages_with_one_tag_keep_the_order_of_sending():
         peers.send(1, _TAG, [np.float32(i)])
       peers.send(1, _TAG._replace(iteration=4), [np.float32(3)])
       return None
-    # All have come when the last has.
+    # When the last message has arrived, all have.
     last = peers.receive(0, _TAG._replace(iteration=4), [np.float32(0)])
     found = [peers.receive(0, _TAG, [np.float32(0)]) for _ in range(3)]
     return [float(x) for (x,) in [*found, last]]
@@ -96,7 +96,7 @@ def test_wrong_token_raises():
     called = pool.submit(_connect, 0, addresses, "right", listener, 2.0)
     with pytest.raises(PermissionError, match=r"Device 0 at .* another token"):
       _connect(1, addresses, "wrong", pipeline.listen())
-    # It goes on to wait for one that knows it.
+    # The called process keeps waiting for one that knows the token.
     with pytest.raises(TimeoutError, match=r"Devices \[1\] have not connected"):
       called.result()
 

@@ -159,8 +159,8 @@ def test_late_sends_overlap_the_conditionals_of_their_tick(
 )
 def test_sends_between_ticks_do_not_overlap_the_conditionals(table, topology):
   _, text = _compile(table, topology, late=False)
-  # What one pass made leaves under the other, which comes second (which one is
-  # first is the compiler's choice); what that made leaves under nothing.
+  # The result of one pass is sent under the other pass (the compiler chooses
+  # which one is first), and nothing hides the send of the second result.
   assert _words(_tick(_hlo.parse(text))) == [
     "conditional", "start", "conditional", "start", "done", "done",
   ]  # fmt: skip

@@ -216,7 +216,7 @@ def _count(jaxpr):
     ("residual, tied", (6, 6)),
     ("embedding", (0, 6)),
     ("convolution, batch norm", (2, 2)),
-    # Of each block six projections, and the two products of attention.
+    # Each block has six projections and the two products of attention.
     ("layer norm, attention", (2 * 10, 2 * 6)),
   ],
 )

@@ -75,7 +75,7 @@ def test_window_continues_from_1f1b(sizes):
   params, _ = transforms.drain(late_chain, kept.opt_state, kept.params)
   assert small.error(found, params) < 1e-5
 
-  # From there another window reads at first what was predicted.
+  # Another window that continues from there first reads the prediction.
   read = transforms.predicted_weights(state.opt_state.inner, state.params)
   assert small.error(read, state.params) > 1e-3
   again = late.continue_from(state, team, chain)

@@ -27,7 +27,7 @@ def test_tick_times_of_a_full_pipeline_match_closed_forms(stages, send_s):
   assert late.free_s == late.compute_s == count * (_F + _B)
   assert late.send_s == 2 * count * send_s
   between = _times(_grid.make_grid(table), send_s, late=False)
-  # Of two neighbours one runs a backward pass, and then both wait.
+  # One of two neighbours runs a backward pass, and then both wait.
   assert between.free_s == 2 * count * _B
   assert between.step_s == 2 * count * (_B + send_s)
   assert between.hidden_share == (0.0 if send_s else 1.0)

@@ -75,7 +75,7 @@ def test_copies_receive_the_sum_of_their_gradients(table, fix):
 
 
 def test_differently_rounded_copies_receive_the_first_ones_update():
-  # The layer between comes first in its stage: blocks are cut elsewhere.
+  # The layer in between precedes it in its stage: blocks are cut elsewhere.
   pipe = _pipe(pipeline.make_table("1f1b", 2, 2))
   batches = small.batches(3, 2, _MICRO * 2)
   compression = reducers.Compression(

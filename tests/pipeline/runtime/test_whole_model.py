@@ -189,8 +189,8 @@ def test_apply_if_finite_agrees_over_stages():
       for key in "ab":  # The first stage's gradient is finite in both.
         same = bool((found[key]["a"] == before[key]["a"]).all())
         assert same != moves
-      told = optax.tree_utils.tree_get(state.opt_state, "total_notfinite")
-      assert told.tolist() == [0 if moves else 2]
+      count = optax.tree_utils.tree_get(state.opt_state, "total_notfinite")
+      assert count.tolist() == [0 if moves else 2]
 
 
 def _guarded(axis):
@@ -342,7 +342,7 @@ def test_elementwise_chains_communicate_nothing_over_stages():
   nothing = _sent(optax.identity())
   assert not nothing["all_gather["] and nothing["ppermute["]
   assert _sent(_SGD) == _sent(optax.adam(0.1)) == nothing
-  # Of a leaf the gradient, the parameters in update and init, and momentum.
+  # The gradient, the parameters in update and init, and momentum are gathered.
   assert _sent(_CHAINS["clip"])["all_gather["] == 4
 
 
