@@ -69,25 +69,16 @@ class Candidate:
 
   def row(self) -> dict[str, Any]:
     """Returns the candidate as a row of results."""
-    plan, times = self.plan, self.times
-    return {
-      "table": self.table,
-      "num_microbatches": self.num_microbatches,
-      "num_stages": self.num_stages,
-      "window": self.window,
-      "recompute": self.recompute,
-      "extra_live": self.extra_live,
-      "send_factor": self.send_factor,
-      "samples_per_s": self.samples_per_s,
-      "delay": self.delay,
-      "reason": self.reason,
-      "cuts": plan and plan.cuts,
-      "nodes": plan and plan.nodes,
-      "bottleneck_s": plan and plan.bottleneck_s,
-      "iteration_s": times and times.iteration_s,
-      "memory_bytes": times and times.memory_bytes,
-      "utilisation": times and times.utilisation,
-    }
+    # Whole plans, tables and traces would be too large for a line of JSON.
+    large = ("plan", "made", "times")
+    names = [x.name for x in dataclasses.fields(self) if x.name not in large]
+    row = {name: getattr(self, name) for name in names}
+    for part, fields in (
+      (self.plan, ("cuts", "nodes", "bottleneck_s")),
+      (self.times, ("iteration_s", "memory_bytes", "utilisation")),
+    ):
+      row |= {name: part and getattr(part, name) for name in fields}
+    return row
 
 
 def stage_times(
@@ -104,6 +95,7 @@ def stage_times(
   routes = _routes.Routes(machines)
   times = []
   for i, (cost, name) in enumerate(zip(found.stages, found.nodes, strict=True)):
+    # The last stage sends nothing.
     send = 0.0
     if i + 1 < found.num_stages:
       way = name, found.nodes[i + 1]

@@ -86,6 +86,7 @@ class LayerCost:
   def recomputed(self, input_bytes: float) -> "LayerCost":
     """Returns the cost of a stage that keeps its input only and runs twice."""
     # What the first run would have saved exists during the second run alone.
+    # The backward pass includes the second run, as it does in a table.
     return dataclasses.replace(
       self,
       backward_s=self.backward_s + self.forward_s,

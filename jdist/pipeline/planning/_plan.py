@@ -46,6 +46,7 @@ class Footprint:
     """Returns the number of micro-batches that a stage keeps."""
     return _of_stage(self.in_flight, stage)
 
+  # The number of stages is known only when layers are cut.
   def check(self, num_stages: int) -> None:
     """Raises a ValueError unless there is a number for each stage."""
     for name in ("versions", "in_flight"):

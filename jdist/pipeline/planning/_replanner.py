@@ -115,6 +115,7 @@ class Replanner:
     }  # fmt: skip
     self._threshold, self._decay = threshold, decay
     self._backoff, self._gain, self._reorder = backoff, gain, reorder
+    # Machines without a stage cannot be measured and take no part.
     nodes = tuple(machines.node(x) for x in plan.nodes)
     self.machines = dataclasses.replace(machines, nodes=nodes)
     # The plan before the one on trial, and its samples per second.
@@ -125,11 +126,6 @@ class Replanner:
     self._stage_s: list[float] = []
     self._rate = 0.0
     self._count = 0
-
-  @property
-  def on_trial(self) -> bool:
-    """Whether the plan is on trial."""
-    return self._before is not None
 
   def drift(self) -> float:
     """Returns the largest relative drift of a stage's seconds."""

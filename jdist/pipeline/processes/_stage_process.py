@@ -168,6 +168,7 @@ class StageProcess:
     self._updates = updates = _stage_updates.UpdateProgram(
       optimizer, self.stages, self.table.num_microbatches
     )
+    # The other stages keep no optimizer state then, and send their gradients.
     if updates.whole:
       _device_part.check_barriers(
         self.table, len(own), "an optimizer that decides by all leaves"
@@ -323,6 +324,7 @@ class StageProcess:
         self.table.device_of[s], tag, own, jax.tree.leaves(like)
       )
       trees.append(jax.tree.unflatten(jax.tree.structure(like), leaves))
+    # A single stage may have any trees, which cannot be merged.
     if len(trees) == 1:
       return trees[0]
     params, states = zip(*trees, strict=True)

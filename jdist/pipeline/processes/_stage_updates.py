@@ -170,6 +170,7 @@ class StageUpdates:
         self.params[s] = self._received(device_of[0], down[s], self.params[s])
       return
     for s in stages:
+      # Another device's stage: its shapes are those of the model.
       if s not in pairs:
         params = jax.eval_shape(
           lambda tree: jax.tree.map(jnp.asarray, tree),
@@ -180,6 +181,7 @@ class StageUpdates:
     found, self.opt_state[0] = self._programs.update_all(
       list(grads), self.opt_state[0], list(params)
     )
+    # Its own stages stay; the others' parameters return to their devices.
     for s, params in enumerate(found):
       if s in totals:
         self.params[s] = params

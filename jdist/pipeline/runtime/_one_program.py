@@ -40,8 +40,8 @@ class OneProgram:
   parameter has a copy in each of its stages, all with the same update.
 
   An asynchronous table contributes its window W and its micro-batches; the
-  ticks are those of 1F1B without a flush.  The gradient of iteration k is taken at
-  the parameters after :math:`\max(0, k - W + 1)` updates, as in `transforms.
+  ticks are those of 1F1B without a flush.  The gradient of iteration k is taken
+  at the parameters after :math:`\max(0, k - W + 1)` updates, as in `transforms.
   delay_gradients(optimizer, W - 1)` on one device, or at their prediction if
   the optimizer holds a `transforms.predict_weights`.
 

@@ -52,6 +52,7 @@ def tick_times(
   need them or not, both ways at once, and all three must have reached the tick.
   See `OneProgram.times` for the arguments.
   """
+  # Written so that NaN is refused, too.
   if not send_s >= 0:
     raise ValueError(f"`send_s` must be at least 0, got {send_s}.")
   passes = np.zeros((2, *grid.rows.shape[:2]))
@@ -63,6 +64,7 @@ def tick_times(
           passes[lane, tick, device] = seconds(Op(op), stage)
   ring = grid.num_stages > grid.num_devices
   sends = [0.0 if grid.num_devices == 1 else x for x in (0.0, send_s)]
+  # Once without sends, to see what they add.
   free_s, step_s = (_run(passes, x, between_s, late, ring) for x in sends)
   return TickTimes(
     ticks=len(grid.rows),

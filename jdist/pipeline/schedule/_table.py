@@ -180,6 +180,7 @@ class Table:
       found = action._replace(stage=stage + 1)
     elif op in GIVES_GRADIENT and stage:
       found = self.gradient_of(stage - 1, microbatch, iteration)
+    # Between two stages of one device no message is necessary.
     if found is None or self.device_of[found.stage] == self.device_of[stage]:
       return None
     return found
@@ -209,6 +210,8 @@ def with_updates(
   """Inserts each stage's update right after its last gradients."""
   found: list[Action] = []
   done: collections.Counter[tuple[int, int]] = collections.Counter()
+  # Right after the last gradients: nothing is gained by a later update, and
+  # passes of the next iteration may need it.
   for action in order:
     found.append(action)
     if action.op in GIVES_WEIGHTS:

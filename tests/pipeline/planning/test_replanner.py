@@ -44,9 +44,9 @@ def test_slow_machine_gives_a_layer_away():
   assert before == [None, None] and not proposal.returns
   assert proposal.plan.cuts == (4,) and proposal.plan.bottleneck_s == 12.0
   assert proposal.moves == (_replanner.LayerMove(3, "worker1", "worker0"),)
-  assert run.replanner.on_trial
+  assert run.replanner._before is not None
   # 1 / 12 samples a second where there was 1 / 18.
-  assert run.steps(20) == [None] * 20 and not run.replanner.on_trial
+  assert run.steps(20) == [None] * 20 and run.replanner._before is None
   # The machine recovers, and gets its layer back.
   run.speeds["worker1"] = 1.0
   (proposal,) = [x for x in run.steps(3) if x]
@@ -61,7 +61,7 @@ def test_replanning_comes_close_to_a_fresh_plan():
   run.steps(30)
   fresh = pipeline.place(_COSTS, cluster.workers([1.0, 1 / 3, 1.0]))
   assert 0.9 * max(run.seconds()) <= fresh.bottleneck_s
-  assert not run.replanner.on_trial
+  assert run.replanner._before is None
 
 
 def test_noise_and_short_spikes_move_nothing():
@@ -98,7 +98,7 @@ def test_plan_that_is_no_faster_is_undone():
   assert early == [None] * 3 and again.plan.cuts == (5,)
   # It was faster: as patient as at first.
   run.steps(4)
-  assert run.replanner.patience == 2 and not run.replanner.on_trial
+  assert run.replanner.patience == 2 and run.replanner._before is None
 
 
 def test_small_gain_moves_nothing():
@@ -158,4 +158,4 @@ def test_plan_that_recovers_part_of_the_loss_stays():
   assert proposal is not None and not proposal.returns
   for _ in range(3):
     assert replanner.observe([24.0, 12.0], 32.0) is None
-  assert not replanner.on_trial and replanner.patience == 3
+  assert replanner._before is None and replanner.patience == 3

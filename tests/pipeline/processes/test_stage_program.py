@@ -1,7 +1,6 @@
 """A stage's programs: no work done twice, nothing kept without need."""
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import pytest
 
@@ -9,6 +8,7 @@ from jdist import models, pipeline
 from jdist.pipeline.processes import _stage_program
 from jdist.pipeline.runtime import _traced_model
 from tests.pipeline.runtime import _small_models as small
+from tests.pipeline.runtime import _training
 
 _ROWS = 3
 
@@ -26,16 +26,7 @@ def _program(recompute, layers=None):
 
 
 def _products(function, *args):
-  return _count(jax.make_jaxpr(function)(*args).jaxpr)
-
-
-def _count(jaxpr):
-  own = sum(x.primitive.name == "dot_general" for x in jaxpr.eqns)
-  return own + sum(
-    _count(getattr(inner, "jaxpr", inner))
-    for x in jaxpr.eqns
-    for inner in jex.jaxprs_in_params(x.params)
-  )
+  return _training.count_primitives(["dot_general"], function, *args)
 
 
 @pytest.mark.parametrize(

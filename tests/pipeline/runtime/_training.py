@@ -1,6 +1,7 @@
 """Training of small models: in one program, in processes, and unsplit."""
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -112,3 +113,17 @@ def processes(
       return work(process, peers)
 
   return in_threads(len(table.devices), run)
+
+
+def count_primitives(names, function, *args):
+  """Counts primitives in a function's jaxpr, those inside of calls included."""
+
+  def count(jaxpr):
+    own = sum(x.primitive.name in names for x in jaxpr.eqns)
+    return own + sum(
+      count(getattr(inner, "jaxpr", inner))
+      for x in jaxpr.eqns
+      for inner in jex.jaxprs_in_params(x.params)
+    )
+
+  return count(jax.make_jaxpr(function)(*args).jaxpr)

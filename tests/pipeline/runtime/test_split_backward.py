@@ -3,13 +3,13 @@
 import functools
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
 
 from jdist.pipeline.runtime import _split_backward
+from tests.pipeline.runtime import _training
 
 _WIDTH, _ROWS = 32, 8
 _HEAVY = ("dot_general", "conv_general_dilated")
@@ -195,16 +195,7 @@ def test_both_parts_cost_as_much_as_the_whole(name):
 
 
 def _heavy(function, *args):
-  return _count(jax.make_jaxpr(function)(*args).jaxpr)
-
-
-def _count(jaxpr):
-  own = sum(x.primitive.name in _HEAVY for x in jaxpr.eqns)
-  return own + sum(
-    _count(getattr(inner, "jaxpr", inner))
-    for x in jaxpr.eqns
-    for inner in jex.jaxprs_in_params(x.params)
-  )
+  return _training.count_primitives(_HEAVY, function, *args)
 
 
 @pytest.mark.parametrize(
