@@ -1,6 +1,6 @@
 """Training: state, step, loop, evaluation, checkpoints, rows and plots.
 
-The model, the data and the optimizer's chain arrive as arguments.
+The model, the data and the optimizer's chain are arguments.
 """
 
 from jdist.training._checkpoints import Checkpoints as Checkpoints

@@ -278,6 +278,8 @@ class Checkpoints:
     manifest = self._directory.read(step)
     if check is not None:
       check(manifest["metadata"])
+    # Metadata come first: a run with other options would otherwise be refused
+    # for its shapes, which says less.
     number = manifest["workers"]
     if self._other_workers and number != self._workers.num_workers:
       return self._restore_other(self._other_workers(number))

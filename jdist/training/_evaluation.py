@@ -69,8 +69,8 @@ class Evaluator:
       elif transforms.update_pending(opt_state):
         raise ValueError(
           "`optimizer` must be given for a state of `update_first`, whose last "
-          "update comes with the next step: without it the parameters are "
-          "those of a step before. Build `Evaluator(..., optimizer=optimizer)`."
+          "update is applied in the next step: without it the parameters are "
+          "one step old. Build `Evaluator(..., optimizer=optimizer)`."
         )
       params = transforms.anchor(opt_state, params)
       return params, _step.mean_statistics(state.model_state, axis)

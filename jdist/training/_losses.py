@@ -84,6 +84,7 @@ def _model_loss(
   def loss_fn(
     params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
   ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
+    # Only a batch with a mask passes it on, since not every model takes one.
     mask = batch.get("mask")
     given = {} if mask is None else {"mask": mask}
     logits, model_state = apply(

@@ -51,6 +51,7 @@ class MetricsWriter:
     try:
       for name, value in values.items():
         self._writer.add_scalar(name, value, record.step)
+      # TensorBoard shows a running experiment, so records are not buffered.
       self._writer.flush()
     except OSError as error:
       raise OSError(

@@ -117,7 +117,7 @@ def _draw(
   y = np.array([[_quality(point) for point in run] for run in runs])
   mean, spread = y.mean(axis=0), y.std(axis=0, ddof=min(1, len(runs) - 1))
   color = _COLORS[style % len(_COLORS)]
-  # A single marker at the end tells lines apart in print, and in the legend.
+  # A single marker at the end distinguishes lines in print, and in the legend.
   axes.plot(
     x, mean, color=color, linewidth=1.6, label=method,
     marker=_MARKERS[style % len(_MARKERS)], markevery=[-1], markersize=7,

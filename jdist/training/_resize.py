@@ -62,6 +62,7 @@ def resize(
   if old.mesh is None:
     # A state in memory may lie on several devices, which `vmap` does not use.
     state = jax.device_put(state, old.sharding())
+  # On the host, where every process of the new run gets all rows.
   drained = old.gather(old.jit(brought_in)(state))
   first = jax.tree.map(lambda x: x[0], drained)
   template = _train_state.init_state(
@@ -93,7 +94,7 @@ def resize(
           f"`state` must hold nothing in `{jax.tree_util.keystr(path)}`, which "
           "depends on the number of workers, got up to "
           f"{np.abs(rows).max():.3g}. Use a feedback that takes it over, for "
-          "instance `ErrorFeedback()`, or `owner_feedback=False`, or go on "
+          "instance `ErrorFeedback()`, or `owner_feedback=False`, or resume "
           f"with {old.num_workers} workers."
         )
       return like

@@ -92,7 +92,7 @@ def _device() -> str:
   first = jax.devices()[0]
   kind = first.device_kind
   if first.platform == "cpu":
-    # JAX calls every processor "cpu", which would not tell machines apart.
+    # JAX calls every processor "cpu", which does not distinguish machines.
     kind = f"{platform.machine()} CPU with {os.cpu_count()} cores"
   return f"{jax.device_count()} x {kind} in {jax.process_count()} processes"
 

@@ -23,6 +23,7 @@ class OtherRunError(ValueError):
       f"`{name}` is {there!r} there and {here!r} here"
       for name, (there, here) in differences.items()
     )
+    # The message names every difference, so that one attempt shows them all.
     super().__init__(
       f"`{argument}` must be that of the checkpoint, but {listed}. Resume with "
       "the same options, or start anew in another directory."

@@ -22,7 +22,7 @@ def test_abstract_arrays_have_an_axis_of_workers_and_no_values():
 
 
 @pytest.mark.parametrize("substrate", ["vmap", "shard_map"])
-def test_the_abstract_state_is_that_of_init_state(substrate):
+def test_abstract_state_matches_init_state(substrate):
   workers = collectives.workers(4, substrate=substrate)
   chosen = {"input_shape": (8, 8, 3), "num_classes": 3, "norm": "batch"}
   optimizer = methods.msdpu(

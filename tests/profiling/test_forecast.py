@@ -28,7 +28,7 @@ def _undelayed():
   return _TEXT.replace(done, "").replace(start, start + done)
 
 
-def test_what_comes_from_the_state_hides_under_all_products():
+def test_message_from_the_state_hides_under_all_products():
   found = profiling.forecast(_TEXT, _DEVICE, _link(3.0))
   (sent,) = found.collectives
   assert (sent.kernels, sent.products) == (4, 4)
@@ -48,7 +48,7 @@ def test_without_the_delay_nothing_is_hidden():
   assert found.end_s == pytest.approx(7.0)
 
 
-def test_what_is_longer_than_the_computation_is_waited_for():
+def test_message_longer_than_the_computation_is_exposed():
   found = profiling.forecast(_TEXT, _DEVICE, _link(10.0))
   (sent,) = found.collectives
   assert sent.exposed_s == pytest.approx(6.0)
@@ -61,7 +61,7 @@ def test_what_is_longer_than_the_computation_is_waited_for():
   assert waits == pytest.approx([6.0])
 
 
-def test_a_message_that_stood_in_line_is_not_hidden_less_than_not_at_all():
+def test_hidden_share_of_a_queued_message_is_not_negative():
   text = """
 ENTRY %main (x: f32[8]) -> f32[8] {
   %x = f32[8]{0} parameter(0)
@@ -76,7 +76,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
   assert second.hidden_share == found.hidden_share == 0.0
 
 
-def test_a_program_runs_on_a_stated_machine():
+def test_forecast_matches_hand_computation():
   """One second a byte of memory, one second a byte on the link."""
   text = """
 ENTRY %main (x: f32[10], y: f32[4], z: f32[6]) -> f32[4] {
@@ -99,7 +99,7 @@ ENTRY %main (x: f32[10], y: f32[4], z: f32[6]) -> f32[4] {
   assert found.hidden_share == 1 - 8 / 56
 
 
-def test_what_is_never_waited_for_ends_with_the_program():
+def test_collective_without_done_ends_with_the_program():
   text = """
 ENTRY %main (x: f32[8]) -> f32[8] {
   %x = f32[8]{0} parameter(0)
@@ -115,7 +115,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
   ("operation", "messages"),
   [("all-reduce", 14), ("all-gather", 7), ("collective-permute", 1)],
 )
-def test_the_messages_of_a_ring_follow_each_other(operation, messages):
+def test_latencies_of_a_ring_add_up(operation, messages):
   groups = (
     "source_target_pairs={{0,1},{1,0}}"
     if operation == "collective-permute"

@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(
     ("1xa100", profiling.GpuTarget("a100", 1)),
   ],
 )
-def test_a_topology_is_read_and_written_alike(text, expected):
+def test_topology_is_read_and_written_alike(text, expected):
   found = profiling.gpu_target(text)
   assert found == expected
   assert str(found) == text.lower()
@@ -44,13 +44,13 @@ def test_every_kind_has_its_rates():
     )
 
 
-def test_a_missing_plugin_is_refused_with_its_extra(monkeypatch):
+def test_missing_plugin_raises_with_its_extra(monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
   with pytest.raises(ImportError, match=r'pip install "\.\[schedules\]"'):
     profiling.gpu_target("8xh200").mesh()
 
 
-def test_a_plugin_of_another_version_is_refused(monkeypatch):
+def test_plugin_of_another_version_raises(monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
   monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.0")
   with pytest.raises(
@@ -61,7 +61,7 @@ def test_a_plugin_of_another_version_is_refused(monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize("text", ["8xh200", "2x4xa100"])
-def test_devices_are_there_to_compile_for(text):
+def test_devices_exist_for_compiling(text):
   described = profiling.gpu_target(text)
   devices = described.devices()
   assert len(devices) == described.num_gpus
@@ -72,7 +72,7 @@ def test_devices_are_there_to_compile_for(text):
 
 
 @needs_compiler
-def test_a_program_for_gpus_is_scheduled_around_its_collectives():
+def test_gpu_program_is_scheduled_around_its_collectives():
   described = profiling.gpu_target("8xh200")
   workers = collectives.workers(8, mesh=described.mesh())
 

@@ -3,7 +3,7 @@
 from jdist import cluster, profiling
 
 
-def test_a_ring_over_nodes_is_bound_by_the_network():
+def test_ring_over_nodes_is_bound_by_the_network():
   gpu = profiling.GPUS["h200"]
   assert gpu.link().bandwidth_bits_per_s == 3600e9
   assert gpu.link(2, 1e-6) == cluster.Link(400e9, 1e-6)

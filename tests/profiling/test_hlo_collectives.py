@@ -95,13 +95,13 @@ def test_started_collectives_loops_and_conditionals_are_read():
   )
 
 
-def test_a_program_without_collectives_has_none():
+def test_program_without_collectives_has_none():
   step = jax.jit(lambda x: x + 1).lower(np.zeros(3, np.float32)).compile()
   assert _hlo_collectives.read_collectives(step) == ()
   assert _hlo_collectives.read_collectives(step.as_text()) == ()
 
 
-def test_groups_of_this_compiler_are_read_on_a_2x2_mesh():
+def test_groups_are_read_on_a_2x2_mesh():
   """By lists or by names, whichever this version of JAX writes."""
   mesh = collectives.make_mesh((2, 2), ("worker", "fsdp"), jax.devices()[:4])
   team = collectives.workers(2, mesh=mesh)

@@ -53,7 +53,7 @@ ENTRY %main (x: bf16[16,32], w: bf16[32,8], i: f32[2,8,8,3]) -> f32[10] {
 """
 
 
-def test_the_order_is_that_of_the_program():
+def test_events_are_in_program_order():
   events = _timeline.read_timeline(_TEXT)
   assert [(event.kind, event.name) for event in events] == [
     ("start", "all-reduce-start"),
@@ -73,7 +73,7 @@ def test_the_order_is_that_of_the_program():
   ]
 
 
-def test_a_start_that_runs_in_line_hides_under_nothing():
+def test_start_in_line_is_not_hidden():
   start = "replica_groups=[1,8]<=[8]\n"
   assert start in _TEXT
   marked = (
@@ -85,7 +85,7 @@ def test_a_start_that_runs_in_line_hides_under_nothing():
   assert len(events) == len(_timeline.read_timeline(_TEXT))
 
 
-def test_a_step_that_does_not_end_a_round_takes_the_other_branch():
+def test_idle_step_takes_the_other_branch():
   events = _timeline.read_timeline(_TEXT, branch="idles")
   names = [event.name for event in events]
   assert "copy.9" in names and "all-reduce.9" not in names
@@ -130,7 +130,7 @@ ENTRY %main (buffer: f32[1,1000], n: s32[]) -> f32[1,1000] {
 """
 
 
-def test_slices_cost_what_is_sliced_and_not_the_whole_array():
+def test_slices_count_with_their_own_bytes():
   moved = {e.name: e.num_bytes for e in _timeline.read_timeline(_SLICES)}
   index = 4
   assert moved["taken"] == 40 + 40 + index  # Read, written, and where.
@@ -141,7 +141,7 @@ def test_slices_cost_what_is_sliced_and_not_the_whole_array():
   assert moved["all"] == 4000 + 4000 + index
 
 
-def test_flops_by_hand():
+def test_flops_match_hand_computation():
   flops = {e.name: e.flops for e in _timeline.read_timeline(_TEXT)}
   assert flops["gemm"] == flops["lib"] == 2 * 16 * 32 * 8
   # Every output sample has 3x3 weights of each of 3 features.
@@ -154,7 +154,7 @@ def test_flops_by_hand():
   assert flops["negate.9"] == 0
 
 
-def test_what_is_sent_by_hand():
+def test_sent_bytes_match_hand_computation():
   sent = {
     e.name: e.collective for e in _timeline.read_timeline(_TEXT) if e.collective
   }
@@ -192,7 +192,7 @@ ENTRY %main (p: (f32[8], s32[])) -> (f32[8], s32[]) {
 """
 
 
-def test_a_loop_is_read_with_what_runs_around_its_sends():
+def test_loop_is_read_with_conditionals_around_its_sends():
   loop = profiling.read_loop(_LOOP)
   assert loop.turns == 7
   assert loop.around == (1, 0)
@@ -202,7 +202,7 @@ def test_a_loop_is_read_with_what_runs_around_its_sends():
   assert kinds == ["start", "start", "done", "done", "compute"]
 
 
-def test_a_program_without_such_a_loop_is_refused():
+def test_program_without_a_conditional_loop_raises():
   text = _LOOP.replace("body=%body", "body=%works")
   with pytest.raises(ValueError, match=r"one loop with conditionals.*got 0"):
     profiling.read_loop(text)

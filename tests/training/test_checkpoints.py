@@ -62,7 +62,7 @@ _OFTEN = [
   ("name", "kind"),
   _thinned.some([*itertools.product(_NAMES, _tiny.TEAMS)], _OFTEN),
 )
-def test_every_state_comes_back_to_the_bit(name, kind, tmp_path):
+def test_every_state_is_restored_to_the_bit(name, kind, tmp_path):
   team = _tiny.team(kind)
   state = _tiny.trained(team, name, 7)
   if name == "msdpu":  # In the middle of a round, with a mean in flight.
@@ -87,7 +87,7 @@ def test_every_state_comes_back_to_the_bit(name, kind, tmp_path):
 @pytest.mark.parametrize(
   "name", ["diloco", "msdpu", "update_first", "typed_key"]
 )
-def test_a_resumed_run_ends_as_one_that_went_through(name, tmp_path):
+def test_resumed_run_matches_uninterrupted_run(name, tmp_path):
   team = _tiny.team("shard_map")
   with training.Checkpoints(tmp_path, team) as checkpoints:
     for stop in (5, 11):  # 5: in the middle of a round of three.
@@ -102,7 +102,7 @@ def test_a_resumed_run_ends_as_one_that_went_through(name, tmp_path):
   _tiny.assert_same_bits(state, _tiny.trained(team, name, 11))
 
 
-def test_a_checkpoint_of_one_substrate_is_one_of_the_others(tmp_path):
+def test_checkpoint_is_restored_on_other_substrates(tmp_path):
   saved = _tiny.trained(_tiny.team("vmap"), "msdpu", 7)
   _save(tmp_path, _tiny.team("vmap"), saved)
   for kind in _tiny.TEAMS:
@@ -111,7 +111,7 @@ def test_a_checkpoint_of_one_substrate_is_one_of_the_others(tmp_path):
     _tiny.assert_same_bits(found.state, saved)
 
 
-def test_one_worker_without_an_axis_comes_back(tmp_path):
+def test_single_worker_without_axis_is_restored(tmp_path):
   team = _tiny.team("none")
   state = _tiny.trained(team, "diloco", 4)
   _save(tmp_path, team, state)
@@ -120,7 +120,7 @@ def test_one_worker_without_an_axis_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize("name", _thinned.some(["adam", "msdpu"], ["msdpu"]))
-def test_leaves_split_over_the_inner_axis_come_back_split(name, tmp_path):
+def test_leaves_split_over_the_inner_axis_are_restored_split(name, tmp_path):
   mesh = collectives.make_mesh((2, 2), ("worker", "fsdp"))
   team = collectives.workers(2, mesh=mesh)
   optimizer = _tiny.optimizers(team.axis)[name]
@@ -149,7 +149,7 @@ def test_leaves_split_over_the_inner_axis_come_back_split(name, tmp_path):
     assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
 
 
-def test_a_run_may_go_on_while_its_state_is_written(tmp_path):
+def test_run_continues_while_its_state_is_written(tmp_path):
   """What is saved is the state at the call, though its memory is reused."""
   for kind in _tiny.TEAMS:
     team = _tiny.team(kind)
@@ -179,7 +179,7 @@ def test_a_run_may_go_on_while_its_state_is_written(tmp_path):
     assert _tiny.digest(found.state) == wanted, kind
 
 
-def test_shared_leaves_stand_on_disk_once(tmp_path):
+def test_shared_leaves_are_stored_once(tmp_path):
   team = collectives.workers(8, substrate="shard_map")
   rng = np.random.default_rng(0)
   # Random bits, which cannot be compressed.
@@ -219,7 +219,7 @@ def test_shared_leaves_stand_on_disk_once(tmp_path):
   assert copies < 17.3
 
 
-def test_workers_that_have_diverged_are_refused(tmp_path):
+def test_saving_diverged_workers_raises(tmp_path):
   team = _tiny.team("shard_map")
   state = _tiny.trained(team, "diloco", 6)
   _save(tmp_path, team, state)
@@ -242,7 +242,7 @@ def test_workers_that_have_diverged_are_refused(tmp_path):
   _tiny.assert_same_bits(found.state, state)
 
 
-def test_an_empty_or_new_directory_has_no_checkpoint(tmp_path):
+def test_empty_or_new_directory_has_no_checkpoint(tmp_path):
   team = _tiny.team("vmap")
   template = _tiny.init(team, "adam")
   assert _restore(tmp_path / "new" / "deep", team, template) is None
@@ -254,7 +254,7 @@ def test_an_empty_or_new_directory_has_no_checkpoint(tmp_path):
   assert _restore(tmp_path, team, template).step == 0
 
 
-def test_other_metadata_are_refused_by_name(tmp_path):
+def test_other_metadata_raise_by_name(tmp_path):
   team = _tiny.team("vmap")
 
   def fit(steps, **metadata):
@@ -275,7 +275,7 @@ def test_other_metadata_are_refused_by_name(tmp_path):
   fit(4, rate=0.1, sizes=(1, 2))  # A tuple, which JSON does not have.
 
 
-def test_a_value_that_is_not_a_number_is_the_same_again(tmp_path):
+def test_nan_in_metadata_equals_itself(tmp_path):
   team = _tiny.team("vmap")
   for steps, resumed in ((1, None), (2, 1)):
     seen = []
@@ -292,7 +292,7 @@ def test_a_value_that_is_not_a_number_is_the_same_again(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_the_last_few_are_kept(keep, tmp_path):
+def test_only_the_last_checkpoints_are_kept(keep, tmp_path):
   team = _tiny.team("vmap")
   state = _tiny.init(team, "adam")
   with training.Checkpoints(tmp_path, team, keep=keep) as checkpoints:
@@ -303,7 +303,7 @@ def test_the_last_few_are_kept(keep, tmp_path):
   assert {p.name for p in tmp_path.iterdir()} == wanted
 
 
-def test_a_write_that_fails_in_the_background_raises(tmp_path):
+def test_failed_background_write_raises(tmp_path):
   team = _tiny.team("vmap")
   state = _tiny.init(team, "adam")
   folder = tmp_path / "checkpoints"

@@ -120,7 +120,7 @@ def altered_manifest(text):
   ],
   ids=lambda damage: damage.__name__,
 )
-def test_a_damaged_checkpoint_warns_and_the_one_before_is_used(
+def test_damaged_checkpoint_warns_and_the_previous_one_is_used(
   damage, folder, three
 ):
   team = _tiny.team("vmap")
@@ -138,7 +138,7 @@ def test_a_damaged_checkpoint_warns_and_the_one_before_is_used(
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint .* is damaged")
-def test_when_all_are_damaged_it_is_an_error(folder):
+def test_only_damaged_checkpoints_raise(folder):
   team = _tiny.team("vmap")
   for step in (1, 2, 3):
     _truncate(folder, step)
@@ -146,13 +146,13 @@ def test_when_all_are_damaged_it_is_an_error(folder):
     _restore(folder, team, _tiny.init(team, "diloco"))
 
 
-def test_another_optimizer_is_refused_by_name(folder):
+def test_checkpoint_of_another_optimizer_raises_by_name(folder):
   team = _tiny.team("vmap")
   with pytest.raises(ValueError, match=r"`\.opt_state.*same model and optim"):
     _restore(folder, team, _tiny.init(team, "adam"))
 
 
-def test_another_model_is_refused_by_name(folder):
+def test_checkpoint_of_another_model_raises_by_name(folder):
   team = _tiny.team("vmap")
   params = _tiny.params() | {"kernel": np.zeros((6, 4), np.float32)}
   template = training.init_state(
@@ -162,14 +162,14 @@ def test_another_model_is_refused_by_name(folder):
     _restore(folder, team, template)
 
 
-def test_another_number_of_workers_is_refused(folder):
+def test_checkpoint_of_other_workers_raises(folder):
   team = collectives.workers(3, substrate="vmap")
   with _refusals.refused("workers", "got 3"):
     _restore(folder, team, _tiny.init(team, "diloco"))
 
 
 @pytest.mark.parametrize("form", [1, 3])
-def test_another_format_is_refused_and_not_called_damaged(folder, form):
+def test_other_format_raises_and_is_not_called_damaged(folder, form):
   team = _tiny.team("vmap")
   path = folder / "step_00000003.json"
   path.write_text(path.read_text().replace('"format": 2', f'"format": {form}'))
@@ -177,7 +177,7 @@ def test_another_format_is_refused_and_not_called_damaged(folder, form):
     _restore(folder, team, _tiny.init(team, "diloco"))
 
 
-def test_what_a_killed_write_leaves_is_harmless_and_cleared_away(folder, three):
+def test_files_of_a_killed_write_are_harmless_and_removed(folder, three):
   team = _tiny.team("vmap")
   half = folder / "step_00000004.orbax-checkpoint-tmp"
   shutil.copytree(folder / "step_00000003", half)

@@ -8,7 +8,7 @@ from jdist import data, training
 from tests.training import _tiny
 
 
-def test_padding_that_gives_nan_does_not_count():
+def test_nan_in_padding_is_ignored():
   def apply(params, state, images, train):
     # Of padding, zeros, this is 0 / 0.
     flat = images.reshape(len(images), -1)

@@ -47,7 +47,7 @@ def train(team, stream, **options):
 
 
 @pytest.mark.slow
-def test_fragments_of_four_bits_are_streamed_in_programs_of_the_host():
+def test_host_programs_stream_fragments_in_four_bits():
   team = _tiny.team("shard_map")
   _, wanted, *_ = train(team, None, host_rounds=False)
   first, state, step, controls = train(

@@ -16,7 +16,7 @@ from tests.training import _tiny
 _QUICK = ("mlp", "lenet", "resnet8")
 
 
-def test_a_step_is_a_gradient_and_an_update():
+def test_step_equals_gradient_and_update():
   team = collectives.workers(2, substrate="vmap")
   optimizer = jdist.local_sgd(optax.sgd(0.1, momentum=0.9), 2, axis=team.axis)
   step = training.make_step(_tiny.loss_fn, optimizer, axis=team.axis)
@@ -85,7 +85,7 @@ def test_padding_changes_no_gradient(name):
   )
 
 
-def test_micro_batches_count_by_their_samples():
+def test_micro_batches_are_weighted_by_their_samples():
   def loss_fn(params, model_state, batch, key):
     del key
     losses = (params - batch["x"]) ** 2
@@ -104,7 +104,7 @@ def test_micro_batches_count_by_their_samples():
     chex.assert_trees_all_close(found, whole, rtol=1e-6)
 
 
-def test_padding_is_left_out_whatever_it_gave():
+def test_nonfinite_padding_is_ignored():
   values = jnp.array([1.0, jnp.inf, jnp.nan])
   assert training.masked_mean(values, jnp.array([1, 0, 0])) == 1
   assert training.masked_mean(values, jnp.zeros(3)) == 0
@@ -113,7 +113,7 @@ def test_padding_is_left_out_whatever_it_gave():
 
 
 @pytest.mark.parametrize("substrate", ("vmap", "shard_map"))
-def test_a_weighted_mean_is_that_over_all_samples(substrate):
+def test_weighted_mean_equals_the_mean_over_all_samples(substrate):
   digits = data.load("digits")
   model = models.build(
     "mlp", input_shape=(8, 8, 1), num_classes=10, hidden_sizes=(4,)

@@ -144,7 +144,7 @@ def check_alike(state, wanted):
     for name in chains(None)
   ],
 )
-def test_rounds_end_where_the_device_would_end_them(name):
+def test_host_ends_rounds_where_the_device_would(name):
   wanted, told, _ = whole(name, host=False)
   state, record, traces = whole(name, host=True)
   check_alike(state, wanted)
@@ -164,7 +164,7 @@ def test_rounds_end_where_the_device_would_end_them(name):
   "name",
   ["growing", pytest.param("growing, streamed", marks=pytest.mark.slow)],
 )
-def test_a_delay_begins_where_the_device_would_begin_it(name):
+def test_host_begins_a_delay_where_the_device_would(name):
   wanted, told, _ = whole(name, host=False)
   state, record, traces = whole(name, host=True)
   check_alike(state, wanted)
@@ -177,7 +177,7 @@ def test_a_delay_begins_where_the_device_would_begin_it(name):
   assert {ends for _, ends in traces} == {None, False, True}
 
 
-def test_no_program_is_compiled_in_mid_run():
+def test_no_program_is_compiled_during_a_run():
   """The first mean of a delay arrives many steps after the run's start."""
   trainer, chain, traces = trained.__wrapped__("growing", True)
   team = _tiny.team("vmap")
@@ -194,7 +194,7 @@ def test_no_program_is_compiled_in_mid_run():
   assert set(known[3:]) == {len(traces)}
 
 
-def test_only_the_end_of_a_round_sends_and_without_a_conditional():
+def test_only_the_program_of_a_rounds_end_sends_without_conditional():
   team = _tiny.team("shard_map")
   chain = chains(team.axis)["local SGD"]
   step = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
@@ -237,7 +237,7 @@ def copied_bytes(chain, team, **told):
   )
 
 
-def test_a_step_within_a_round_copies_what_a_plain_step_copies():
+def test_step_within_a_round_copies_as_much_as_a_plain_step():
   team = collectives.workers(1, substrate="none")
   sgd = optax.sgd(0.05, momentum=0.9)
   plain = copied_bytes(sgd, team)
@@ -255,7 +255,7 @@ def test_a_step_within_a_round_copies_what_a_plain_step_copies():
   assert copied_bytes(chain, team, round_ends=True) > plain
 
 
-def test_a_late_mean_moves_the_anchor_after_the_gradients():
+def test_late_mean_moves_the_anchor_after_the_gradients():
   team = collectives.workers(1, substrate="none")
   late = transforms.Delayed()
   chain = transforms.local_steps(optax.sgd(0.05), 4, axis=None, overlap=late)
@@ -284,7 +284,7 @@ def test_a_late_mean_moves_the_anchor_after_the_gradients():
 
 
 @pytest.mark.parametrize("name", ["DiLoCo, grown, int4", "streamed, int4"])
-def test_a_run_goes_on_from_the_middle_of_a_round(name, tmp_path):
+def test_run_resumes_in_the_middle_of_a_round(name, tmp_path):
   team = _tiny.team("vmap")
   wanted, told, _ = whole(name, host=True)
   offsets = []
@@ -299,7 +299,7 @@ def test_a_run_goes_on_from_the_middle_of_a_round(name, tmp_path):
   assert record.sent_bytes == told.sent_bytes
 
 
-def test_what_the_host_says_holds():
+def test_control_overrides_the_device():
   optimizer = transforms.local_steps(optax.sgd(1.0), 3, axis=None)
   w = np.float32(4.0)
   state = optimizer.init(w)
@@ -314,7 +314,7 @@ def test_what_the_host_says_holds():
 
 
 @pytest.mark.parametrize("steps", [3, 2])
-def test_a_mean_of_a_part_is_not_taken_for_the_whole(steps):
+def test_partial_mean_is_not_applied(steps):
   stream = transforms.Stream(max_bytes=8)
   optimizer = transforms.local_steps(
     optax.sgd(0.1), 3, axis=None, overlap=transforms.Delayed(stream=stream)
@@ -340,7 +340,7 @@ def moving_mean_loss(params, moving_mean, batch, key):
   return loss, (0.5 * moving_mean + 0.5 * batch["x"].mean(0), {})
 
 
-def test_statistics_meet_where_the_host_ends_a_round():
+def test_statistics_are_averaged_where_the_host_ends_a_round():
   team = _tiny.team("vmap")
   chain = chains(team.axis)["local SGD"]
   step = training.make_step(moving_mean_loss, chain, axis=team.axis)
@@ -365,7 +365,7 @@ def update(optimizer, **options):
   return optimizer.update(w, optimizer.init(w), w, **options)
 
 
-def test_what_cannot_be_is_refused():
+def test_invalid_controls_raise():
   team = _tiny.team("vmap")
   plain = transforms.local_steps(optax.sgd(1.0), 3, axis=None)
   with _refusals.refused("round_ends", "shapes the program"):

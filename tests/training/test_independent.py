@@ -27,7 +27,7 @@ def _fit(team, optimizer, step, **options):
 
 @pytest.mark.parametrize("axis", ["the team's", None])
 @pytest.mark.parametrize("method", ["plain", "local_sgd"])
-def test_an_optimizer_that_never_sends_is_refused(team, axis, method):
+def test_optimizer_that_never_sends_raises(team, axis, method):
   optimizer = optax.sgd(0.1)
   if method == "local_sgd":
     optimizer = methods.local_sgd(optimizer, 2, axis=None)
@@ -47,7 +47,7 @@ def test_an_optimizer_that_never_sends_is_refused(team, axis, method):
   assert (first != second).any()
 
 
-def test_a_step_in_a_loop_of_ones_own_is_refused_too(team):
+def test_silent_step_in_a_user_loop_raises(team):
   step = training.make_step(_tiny.loss_fn, optax.sgd(0.1), axis=team.axis)
   state = training.init_state(team, optax.sgd(0.1), _tiny.params())
   batch = next(_tiny.batches(team)(0))
@@ -55,7 +55,7 @@ def test_a_step_in_a_loop_of_ones_own_is_refused_too(team):
     team.jit(step)(state, team.place(batch))
 
 
-def test_a_transformation_of_ones_own_that_sends_is_taken(team):
+def test_user_transformation_that_sends_is_accepted(team):
   mean = optax.stateless(lambda x, _: collectives.mean(x, team.axis))
   own = optax.chain(mean, optax.sgd(0.1))
   state, _ = _fit(

@@ -105,13 +105,13 @@ def _check(method, moments, tmp_path, steps):
   )
 
 
-def test_killed_twice_a_run_ends_with_the_same_bits(tmp_path):
+def test_run_killed_twice_ends_with_the_same_bits(tmp_path):
   _check("msdpu", ["writing", 0.03], tmp_path, _STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["diloco", "msdpu"])
-def test_killed_at_many_moments_a_run_ends_with_the_same_bits(method, tmp_path):
+def test_run_killed_at_many_moments_ends_with_the_same_bits(method, tmp_path):
   seeded = random.Random(method)
   moments = ["writing", *(seeded.uniform(0.0, 0.6) for _ in range(4))] * 2
   moments += ["writing", "writing"]
@@ -119,7 +119,7 @@ def test_killed_at_many_moments_a_run_ends_with_the_same_bits(method, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_resumes_by_itself_after_a_kill(tmp_path):
+def test_command_resumes_after_a_kill(tmp_path):
   import orbax.checkpoint as orbax
 
   def start(name):

@@ -40,7 +40,7 @@ def by_hand(table, batch):
 
 
 @pytest.mark.parametrize("masked", ["", "samples", "tokens"])
-def test_the_loss_is_the_mean_over_the_tokens_that_count(masked):
+def test_text_loss_is_the_mean_over_unmasked_tokens(masked):
   batch, table = batch_of((3, 4)), bigrams()
   losses, hits = by_hand(table, batch)
   inside = np.ones((3, 4), bool)
@@ -56,7 +56,7 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count(masked):
   np.testing.assert_allclose(metrics["accuracy"], hits[inside].mean())
 
 
-def test_the_loss_is_float32_whatever_the_model_computes_in():
+def test_loss_is_float32_for_every_compute_dtype():
   seen = []
 
   def told(params, state, tokens, train):
@@ -72,7 +72,7 @@ def test_the_loss_is_float32_whatever_the_model_computes_in():
   )
 
 
-def test_an_evaluation_is_over_all_tokens_and_no_padding():
+def test_evaluation_counts_all_tokens_but_no_padding():
   windows = np.random.default_rng(3).integers(0, _VOCABULARY, (11, 5))
   text = data.TextDataset("mine", "test", windows, _VOCABULARY)
   team = collectives.workers(2, substrate="vmap")
@@ -117,7 +117,7 @@ def workload(tmp_path):
   return comparison.Workload(team, train, test, model, 16, evaluation_batch=8)
 
 
-def test_a_transformer_learns_a_text(workload):
+def test_transformer_learns_a_text(workload):
   optimizer = methods.ssgd(optax.adam(0.02), axis=workload.workers.axis)
   with jax.numpy_dtype_promotion("standard"):  # Of Optax's Adam.
     programs = workload.programs(optimizer, workload.model(0).apply)
@@ -129,14 +129,14 @@ def test_a_transformer_learns_a_text(workload):
   assert [point["loss"] for point in row["curve"]][-1] == row["test_loss"]
 
 
-def test_a_text_is_held_out_in_windows(workload):
+def test_text_is_held_out_in_windows(workload):
   tuning = workload.hold_out(0.2)
   both = np.concatenate([tuning.train.windows, tuning.test.windows])
   assert len(tuning.test) == int(0.2 * len(workload.train))
   assert sorted(map(bytes, both)) == sorted(map(bytes, workload.train.windows))
 
 
-def test_a_text_is_not_augmented(workload):
+def test_augmented_text_raises(workload):
   with _refusals.refused("augment", "False for a text"):
     comparison.Workload(
       workload.workers,

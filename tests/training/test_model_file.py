@@ -33,7 +33,7 @@ def test_tensors_are_named_by_their_paths(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
 
 
-def test_a_scalar_is_read_as_one(tmp_path):
+def test_scalar_keeps_its_shape(tmp_path):
   params = {"scale": np.float32(3.0), "turned": np.ones((2, 3), np.float32).T}
   path = tmp_path / "m.safetensors"
   training.save_model(path, params, {"count": np.int32(7)})
@@ -43,7 +43,7 @@ def test_a_scalar_is_read_as_one(tmp_path):
   np.testing.assert_array_equal(found["turned"], params["turned"])
 
 
-def test_what_cannot_be_written_is_an_error_of_the_disk(tmp_path):
+def test_failed_write_raises_oserror(tmp_path):
   (tmp_path / "m.safetensors").mkdir()
   params = {"w": np.ones(3, np.float32)}
   for path in (tmp_path / "m.safetensors", tmp_path / "no" / "m.safetensors"):
@@ -52,7 +52,7 @@ def test_what_cannot_be_written_is_an_error_of_the_disk(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
 
 
-def test_a_file_of_another_model_is_refused(tmp_path):
+def test_file_of_another_model_raises(tmp_path):
   path = tmp_path / "m.safetensors"
   training.save_model(path, {"w": np.ones((2, 3), np.float32)})
   with _refusals.refused("path", "a file of this model"):
@@ -61,7 +61,7 @@ def test_a_file_of_another_model_is_refused(tmp_path):
     training.load_model(path, {"b": np.ones(3, np.float32)})
 
 
-def test_a_transformer_runs_on_what_is_loaded_as_it_was_built(tmp_path):
+def test_loaded_transformer_runs_like_the_saved_one(tmp_path):
   built = {
     "name": "transformer", "input_shape": [8], "num_classes": 16, "width": 16,
     "num_layers": 1, "num_heads": 2,
@@ -77,7 +77,7 @@ def test_a_transformer_runs_on_what_is_loaded_as_it_was_built(tmp_path):
   np.testing.assert_array_equal(found, wanted)
 
 
-def test_the_command_writes_what_it_has_evaluated(tmp_path, capsys):
+def test_command_writes_the_evaluated_model(tmp_path, capsys):
   path, board = tmp_path / "new" / "m.safetensors", tmp_path / "board"
   words = (
     "train", "--dataset", "synthetic", "--model", "resnet8", "--method",
@@ -112,9 +112,7 @@ def test_the_command_writes_what_it_has_evaluated(tmp_path, capsys):
   assert events.stat().st_size > 100
 
 
-def test_events_that_cannot_be_written_are_told_in_a_line(
-  tmp_path, monkeypatch
-):
+def test_failed_write_of_events_raises_one_line(tmp_path, monkeypatch):
   def fail(self):
     raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -38,7 +38,7 @@ def _rows(methods=("ssgd", "diloco"), seeds=2):
 _LINK = cluster.Link(100e6, 1e-3)
 
 
-def test_a_picture_is_written_and_the_figure_closed(tmp_path):
+def test_picture_is_written_and_its_figure_closed(tmp_path):
   from matplotlib import pyplot
 
   path = tmp_path / "compare.png"
@@ -51,7 +51,7 @@ def test_a_picture_is_written_and_the_figure_closed(tmp_path):
   assert len(np.unique(image.reshape(-1, image.shape[-1]), axis=0)) > 100
 
 
-def test_one_seed_one_worker_and_runs_that_fail_can_be_drawn(tmp_path):
+def test_single_seed_single_worker_and_diverged_runs_are_drawn(tmp_path):
   rows = _rows(methods=("ssgd",), seeds=1)
   for row in rows:
     row["workers"] = 1

@@ -34,7 +34,7 @@ def _ending(step, then):
   return iterate
 
 
-def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(tmp_path):
+def test_run_resumes_to_the_same_bits_after_sigterm(tmp_path):
   never, _ = _fit("msdpu", tmp_path / "never", 12)
   before = signal.getsignal(signal.SIGTERM)
   batches = _ending(5, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -58,7 +58,7 @@ def test_sigterm_in_the_last_step_changes_nothing(tmp_path):
   assert int(state.step[0]) == 4
 
 
-def test_without_checkpoints_it_says_that_nothing_is_saved():
+def test_sigterm_without_checkpoints_reports_an_unsaved_state():
   team = _tiny.team("vmap")
   batches = _ending(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
   with pytest.raises(training.PreemptedError) as stop:
@@ -68,7 +68,7 @@ def test_without_checkpoints_it_says_that_nothing_is_saved():
   assert not stop.value.saved
 
 
-def test_a_thread_cannot_wait_for_signals(tmp_path):
+def test_stop_on_sigterm_in_a_thread_raises(tmp_path):
   told = []
 
   def run():
@@ -83,7 +83,7 @@ def test_a_thread_cannot_wait_for_signals(tmp_path):
   assert told[0].startswith("`stop_on_sigterm` must be False in a thread")
 
 
-def test_batches_that_end_keep_the_state(tmp_path):
+def test_run_ends_with_its_batches_and_keeps_the_state(tmp_path):
   def iterate(start):
     team = _tiny.team("vmap")
     for step in range(start, 6):
@@ -99,7 +99,7 @@ def test_batches_that_end_keep_the_state(tmp_path):
     _fit("msdpu", tmp_path / "short", 100, iterate)
 
 
-def test_metadata_may_differ_where_it_is_free(tmp_path):
+def test_free_metadata_may_differ(tmp_path):
   _fit("momentum", tmp_path, 2, metadata={"length": 2, "rate": 1})
   seen = []
   _fit(
@@ -121,7 +121,7 @@ def test_metadata_may_differ_where_it_is_free(tmp_path):
     _fit("adam", tmp_path, 5, metadata={"length": 4, "rate": 1})
 
 
-def test_other_workers_go_on_by_the_rules_of_resizing(tmp_path):
+def test_other_workers_resume_by_resizing(tmp_path):
   team = _tiny.team("vmap")
   with training.Checkpoints(tmp_path, team) as checkpoints:
     state, _ = _tiny.trainer(team, "local_sgd").fit(
@@ -196,7 +196,7 @@ def test_processes_agree_on_the_step(tmp_path):
   ]
 
 
-def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
+def test_full_disk_raises_one_line_and_keeps_the_last_checkpoint(
   tmp_path, monkeypatch
 ):
   import orbax.checkpoint as orbax
@@ -235,7 +235,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
   assert [x.step for x in resumed] == [2]
 
 
-def test_a_peer_lost_while_saving_is_not_told_as_a_full_disk(
+def test_lost_peer_while_saving_is_not_reported_as_a_full_disk(
   tmp_path, monkeypatch
 ):
   import orbax.checkpoint as orbax

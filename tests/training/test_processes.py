@@ -151,7 +151,7 @@ def _distance(a, b):
   return max(d for d, _ in pairs), max(d / (m or 1.0) for d, m in pairs)
 
 
-def test_processes_agree_with_workers_in_one_process(results):
+def test_processes_match_workers_in_one_process(results):
   for name in results.names:
     ours = results.processes[0][f"shard_map {name} float32"]
     here = results.one[f"shard_map {name} float32"]
@@ -182,7 +182,7 @@ def test_processes_saved_and_restored_the_same_state(results):
     ]
 
 
-def test_what_processes_saved_one_process_restores(results, tmp_path):
+def test_one_process_restores_a_checkpoint_of_several(results, tmp_path):
   name = results.names[0]
   for end in ("", ".json"):  # Step 20 alone, as the newest.
     (tmp_path / f"step_00000020{end}").symlink_to(
@@ -224,7 +224,7 @@ def restore_damaged(folder):
       return str(error)
 
 
-def test_every_process_learns_that_all_are_damaged(tmp_path):
+def test_every_process_raises_if_all_checkpoints_are_damaged(tmp_path):
   (tmp_path / "step_00000001.json").write_text("{")
   told = _processes.run(restore_damaged, str(tmp_path), num_processes=2)
   assert all("all are damaged" in text for text in told), told

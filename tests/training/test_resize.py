@@ -44,7 +44,7 @@ def local(outer=None):
 
 
 @pytest.mark.parametrize("steps", [6, 8])  # At a round's end, and within one.
-def test_no_mass_is_lost_with_other_workers(steps):
+def test_resizing_loses_no_mass(steps):
   optimizer = local()
   state = trained(optimizer, team(4), steps)
   rows = jax.tree.map(np.asarray, state)
@@ -79,7 +79,7 @@ def test_no_mass_is_lost_with_other_workers(steps):
   assert np.isfinite(state.params["w"]).all()
 
 
-def test_diloco_with_four_bits_goes_on_with_more_workers():
+def test_diloco_in_four_bits_resumes_with_more_workers():
   optimizer = methods.diloco(
     optax.sgd(0.1),
     3,
@@ -133,7 +133,7 @@ def owned(state):
   return np.concatenate(np.asarray(state.reducer.residual[0]))[:400]
 
 
-def test_nothing_that_gradients_said_is_lost_on_the_way():
+def test_gradients_in_flight_are_not_lost():
   # What came out, and what workers and owners hold, is the gradients' sum.
   optimizer = optax.chain(
     transforms.average_gradients(
@@ -173,7 +173,7 @@ def test_nothing_that_gradients_said_is_lost_on_the_way():
       assert missing(state, wanted) < 1e-5
 
 
-def test_what_would_be_lost_is_refused():
+def test_resizing_that_would_lose_residuals_raises():
   optimizer = optax.chain(
     transforms.average_gradients(
       "worker",
@@ -186,7 +186,7 @@ def test_what_would_be_lost_is_refused():
     training.resize(state, optimizer, team(4), team(2))
 
 
-def test_a_state_on_several_devices_is_resized_on_one():
+def test_state_on_several_devices_is_resized_on_one():
   optimizer, four = local(), collectives.workers(4)
   state = trained(optimizer, four, 6)
   assert len(state.params["w"].devices()) == 4

@@ -9,7 +9,7 @@ import pytest
 from jdist import training
 
 
-def test_a_row_stands_alone():
+def test_row_holds_all_that_repeats_it():
   row = training.make_row({"workers": 8}, 3, accuracy=0.9)
   assert row["config"] == {"workers": 8}
   assert (row["seed"], row["accuracy"]) == (3, 0.9)
@@ -26,7 +26,7 @@ def test_rows_are_appended_and_read_back(tmp_path):
   assert training.read_rows(path) == [{"a": 1}, {"a": 2}, {"a": 3}]
 
 
-def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
+def test_truncated_last_line_is_ignored(tmp_path):
   path = tmp_path / "rows.jsonl"
   training.append_rows(path, [{"a": 1}, {"a": 2}])
   path.write_text(path.read_text()[:-4])
@@ -39,7 +39,7 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
 @pytest.mark.skipif(
   not pathlib.Path("/dev/full").exists(), reason="needs a device that is full"
 )
-def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
+def test_full_disk_error_names_the_file(tmp_path, monkeypatch):
   path, opened = tmp_path / "rows.jsonl", pathlib.Path.open
   monkeypatch.setattr(
     pathlib.Path,
@@ -50,7 +50,7 @@ def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
     training.append_rows(path, [{"a": 1}])
 
 
-def test_a_run_that_diverged_is_still_json(tmp_path):
+def test_row_of_a_diverged_run_is_json(tmp_path):
   path = tmp_path / "rows.jsonl"
   row = {"loss": float("nan"), "curve": [{"x": float("inf")}, (1.0, 2)]}
   training.append_rows(path, [row])
@@ -60,7 +60,7 @@ def test_a_run_that_diverged_is_still_json(tmp_path):
   ]
 
 
-def test_numbers_of_numpy_are_numbers(tmp_path):
+def test_numpy_numbers_become_json_numbers(tmp_path):
   path = tmp_path / "rows.jsonl"
   training.append_rows(path, [{"a": np.float32(0.5), "n": np.int64(3)}])
   assert training.read_rows(path) == [{"a": 0.5, "n": 3}]

@@ -25,7 +25,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_programs_are_those_of_the_trainer(name):
+def test_round_host_chooses_the_programs_of_the_trainer(name):
   team = collectives.workers(2, substrate="vmap")
   optimizer = OPTIMIZERS[name](team.axis)
   stream_steps = (1, 2, 4) if name == "streamed" else ()
@@ -55,7 +55,7 @@ def test_programs_are_those_of_the_trainer(name):
     assert any(isinstance(control.stream_steps, int) for control in seen)
 
 
-def test_a_method_without_rounds_has_one_program():
+def test_method_without_rounds_has_one_program():
   team = collectives.workers(2, substrate="vmap")
   optimizer = methods.ssgd(optax.sgd(0.1), axis=team.axis)
   state = team.jit(optimizer.init)(team.replicate(_tiny.params()))

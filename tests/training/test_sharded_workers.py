@@ -99,7 +99,7 @@ def _team():
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPECS)
 @pytest.mark.parametrize("name", METHODS)
-def test_a_sharded_worker_is_a_whole_one(name, split, tmp_path):
+def test_sharded_worker_matches_a_whole_one(name, split, tmp_path):
   team, specs = _team(), SPECS[split]
   whole, wanted, _ = run(name, collectives.workers(2), None)
   found, record, state = run(name, team, specs)
@@ -119,7 +119,7 @@ def _stripped(spec):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPECS)
-def test_parameters_are_gathered_by_fsdp_and_not_tensor_parallel(split):
+def test_only_fsdp_gathers_parameters(split):
   team = _team()
   optimizer = METHODS["diloco"](team.axis, None)
   loss_fn = training.classification_loss(apply)
@@ -130,7 +130,7 @@ def test_parameters_are_gathered_by_fsdp_and_not_tensor_parallel(split):
   assert ("all-gather" in program) == (split == "fsdp")
 
 
-def test_explicit_axes_become_automatic_and_are_refused_around_programs():
+def test_explicit_axes_become_automatic_but_raise_around_programs():
   mesh = jax.make_mesh((2, 4), ("worker", "part"))
   team = collectives.workers(2, mesh=mesh)
   kinds = set(team.mesh.axis_types)

@@ -38,7 +38,7 @@ def _run(team, optimizer, steps, *, loss_fn=_tiny.loss_fn, **options):
     pytest.param("two_on_each", marks=pytest.mark.slow),
   ],
 )
-def test_micro_batches_make_the_same_step_as_one_batch(kind):
+def test_micro_batches_match_one_batch(kind):
   team = _tiny.team(kind)
   rates = []
 
@@ -69,13 +69,13 @@ def test_micro_batches_make_the_same_step_as_one_batch(kind):
     assert cut.opt_state.clock.round_step.tolist() == [1] * team.num_workers
 
 
-def test_a_batch_that_does_not_divide_is_told():
+def test_indivisible_batch_raises():
   team = _tiny.team("vmap")
   with pytest.raises(ValueError, match="`accumulate=3` must divide the batch"):
     _run(team, methods.ssgd(optax.sgd(0.1), axis=team.axis), 1, accumulate=3)
 
 
-def test_computing_in_bfloat16_keeps_parameters_and_gradients_float32():
+def test_bfloat16_computation_keeps_parameters_and_gradients_float32():
   team = _tiny.team("vmap")
   model = models.build("mlp", input_shape=(8, 8, 1), num_classes=10)
   seen = {}
@@ -119,7 +119,7 @@ def test_computing_in_bfloat16_keeps_parameters_and_gradients_float32():
 
 
 @pytest.mark.parametrize("kind", ["vmap", "shard_map"])
-def test_batch_statistics_are_averaged_when_the_workers_meet(kind):
+def test_batch_statistics_are_averaged_when_a_round_ends(kind):
   """A model whose statistics are the sum of its inputs so far."""
   team = _tiny.team(kind)
 
@@ -158,7 +158,7 @@ def test_batch_statistics_are_averaged_when_the_workers_meet(kind):
   assert state.model_state["mean"].tolist() == [1.5] * 4
 
 
-def test_update_first_sends_gradients_alone():
+def test_update_first_sends_only_gradients():
   """Compilers join what else is sent with them, and then all wait for it."""
   team = _tiny.team("shard_map")
 
@@ -180,7 +180,7 @@ def test_update_first_sends_gradients_alone():
   assert [c.payload_bytes for c in counted.collectives] == [params.nbytes]
 
 
-def test_batch_normalization_meets_and_parts_again():
+def test_batch_normalization_is_averaged_once_per_round():
   team = collectives.workers(2, substrate="shard_map")
   model = models.build(
     "resnet8", input_shape=(8, 8, 1), num_classes=10, norm="batch"
@@ -214,7 +214,7 @@ def test_batch_normalization_meets_and_parts_again():
     ("diloco", "shard_map"),
   ],
 )
-def test_a_round_ends_exactly_on_the_anchor(name, kind):
+def test_round_ends_exactly_on_the_anchor(name, kind):
   team = _tiny.team(kind)
   with jax.numpy_dtype_promotion("standard"):
     trainer, state = _tiny.trainer(team, name), _tiny.init(team, name)
@@ -250,14 +250,14 @@ def _keys(team, steps=3):
 
 
 @pytest.mark.smoke
-def test_keys_differ_by_worker_and_step_and_not_by_substrate():
+def test_keys_depend_on_worker_and_step_but_not_on_substrate():
   wanted = _keys(_tiny.team("vmap"))
   assert len(np.unique(wanted.reshape(-1, 2), axis=0)) == 3 * 4
   for kind in ("shard_map", "two_on_each"):
     np.testing.assert_array_equal(_keys(_tiny.team(kind)), wanted)
 
 
-def test_the_loss_of_images_by_hand():
+def test_image_loss_matches_hand_computation():
   def apply(params, state, images, train):
     del images, train
     return params, state
@@ -273,7 +273,7 @@ def test_the_loss_of_images_by_hand():
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", _tiny.TEAMS)
-def test_evaluation_is_on_the_anchor_and_counts_each_sample_once(kind):
+def test_evaluation_uses_the_anchor_and_each_sample_once(kind):
   team = _tiny.team(kind)
   digits = data.load("digits")
   test = data.load("digits", "test")
@@ -305,7 +305,7 @@ def test_evaluation_is_on_the_anchor_and_counts_each_sample_once(kind):
   assert found["loss"] == pytest.approx(log.mean(), rel=1e-5)
 
 
-def test_an_evaluation_before_the_last_update_is_refused():
+def test_evaluation_with_a_pending_update_raises():
   team = _tiny.team("vmap")
   optimizer = transforms.update_first(optax.sgd(0.1), axis=team.axis)
   state = training.init_state(team, optimizer, _tiny.params())
@@ -334,7 +334,7 @@ def test_an_evaluation_before_the_last_update_is_refused():
     ),
   ],
 )
-def test_update_first_inside_another_transformation_is_refused(around):
+def test_update_first_inside_another_transformation_raises(around):
   team = _tiny.team("vmap")
   optimizer = around(transforms.update_first(optax.sgd(0.1), axis=None))
   step = training.make_step(_tiny.loss_fn, optimizer, axis=team.axis)
@@ -344,7 +344,7 @@ def test_update_first_inside_another_transformation_is_refused(around):
 
 
 @pytest.mark.parametrize("said", [{"round_ends": True}, {"stream_steps": 2}])
-def test_update_first_follows_no_host(said):
+def test_update_first_refuses_a_control(said):
   team = _tiny.team("vmap")
   optimizer = transforms.update_first(optax.sgd(0.1), axis=team.axis)
   step = training.make_step(_tiny.loss_fn, optimizer, axis=team.axis)

@@ -72,7 +72,7 @@ def fit(team, trainer, chain, *, num_steps=NUM_STEPS, **options):
     ("vmap", 4),
   ],
 )
-def test_a_streamed_run_has_the_bits_of_a_simple_one(kind, steps):
+def test_streamed_run_has_the_bits_of_a_simple_one(kind, steps):
   *plain, _ = shared(kind, stream=False, steps=steps)
   *parts, traces = shared(kind, stream=True, steps=steps)
   simple, records = fit(*plain)
@@ -95,7 +95,7 @@ def test_a_streamed_run_has_the_bits_of_a_simple_one(kind, steps):
 
 
 @pytest.mark.slow
-def test_sub_tensors_go_through_a_codec():
+def test_sub_tensors_are_encoded():
   team = _tiny.team("vmap")
   codec = reducers.compressed(codecs.TopK(0.5))
   chunked = reducers.Chunked(codec, max_bytes=16, multiple=8)
@@ -121,9 +121,7 @@ def test_sub_tensors_go_through_a_codec():
   ("kind", "steps"),
   [pytest.param("shard_map", None, marks=pytest.mark.slow), ("vmap", 4)],
 )
-def test_a_streamed_run_goes_on_from_the_middle_of_a_round(
-  kind, steps, tmp_path
-):
+def test_streamed_run_resumes_in_the_middle_of_a_round(kind, steps, tmp_path):
   *parts, _ = shared(kind, stream=True, steps=steps)
   whole, _ = fit(*parts)
   in_rounds = []
@@ -135,7 +133,7 @@ def test_a_streamed_run_goes_on_from_the_middle_of_a_round(
   _tiny.assert_same_bits(state, whole)
 
 
-def test_batch_statistics_are_those_of_the_simple_form():
+def test_streamed_batch_statistics_match_the_simple_form():
   team = _tiny.team("shard_map")
 
   def loss_fn(params, model_state, batch, key):
@@ -259,7 +257,7 @@ def test_the_host_knows_the_round_of_each_step():
     {"carry": None, "steps": 2},
   ],
 )
-def test_a_host_that_resumes_chooses_as_one_that_goes_on(delay, stream):
+def test_resumed_host_chooses_the_same_programs(delay, stream):
   # What is said of an update one before it, and right before it: the programs
   # of both are the same, so that a resumed run has the same bits.
   team = _tiny.team("vmap")
@@ -297,7 +295,7 @@ def test_a_host_that_resumes_chooses_as_one_that_goes_on(delay, stream):
     ({"steps": 2}, "arrives 2 steps into a longer round"),
   ],
 )
-def test_nobody_streams_without_a_word_all_at_once(options, reason):
+def test_stream_without_effect_raises(options, reason):
   options = dict(options)
   team = _tiny.team("vmap")
   interval = options.pop("interval", 4)
@@ -317,7 +315,7 @@ def test_nobody_streams_without_a_word_all_at_once(options, reason):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_evaluation_may_see_what_is_under_way(stream):
+def test_evaluation_applies_messages_in_flight(stream):
   team, trainer, chain, _ = shared("vmap", stream=stream, steps=4)
   state, _ = fit(team, trainer, chain, num_steps=31)
   seen = []

@@ -257,6 +257,7 @@ class Chains:
       run.batches.iterate,
       run.num_steps,
       evaluate=run.programs.evaluate,
+      # Rounded down, so that the last evaluation may follow closely.
       evaluate_every=max(1, run.num_steps // self.options.evaluations),
     )
     # The traffic depends on shapes alone, so that any state will do.

@@ -41,36 +41,25 @@ def run_experiment(
   if times:
     sys.argv.remove("--times")
   options: _chains.Config = tyro.extras.overridable_config_cli(presets)
+  # tyro returns the options of a preset without its name.
   preset = next(word for word in sys.argv[1:] if word in presets)
   results = pathlib.Path(folder) / "results"
   try:
-    if times:
-      _time(results, preset, options, variants, chains, base)
-    else:
+    if not times:
       # Checks the options before any data are loaded.
       options.study(variants)
-      _chains.compare_chains(
-        results / f"{preset}.jsonl", chains(options, variants)
-      )
+      path = results / f"{preset}.jsonl"
+      _chains.compare_chains(path, chains(options, variants))
+      return
+    links = _step_times.join_hosts(options.workers)
+    rows = chains(options, variants).step_times(base=base, links=links)
   # An error in an option is the user's, for whom a traceback says nothing.
   except ValueError as error:
     raise SystemExit(str(error)) from error
-
-
-def _time(
-  results: pathlib.Path,
-  preset: str,
-  options: _chains.Config,
-  variants: Mapping[str, _chains.Variant],
-  chains: type[_chains.Chains],
-  base: str,
-) -> None:
-  links = _step_times.join_hosts(options.workers)
-  rows = chains(options, variants).step_times(base=base, links=links)
   if rows:
     name = "times" if links is None else links.name
     path = results / f"{preset}-{name}.jsonl"
-    # Times of one machine replace older ones, they are not added to them.
+    # New times replace older ones, since both may be of different machines.
     path.unlink(missing_ok=True)
     _results.append_rows(path, rows)
 

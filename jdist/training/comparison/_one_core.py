@@ -66,6 +66,7 @@ class _OneCoreChains(_chains.Chains):
       field.name: getattr(found, field.name)
       for field in dataclasses.fields(found)
     }
+    # Virtual devices would share the core anyway, and switch threads.
     given["workers"] = collectives.workers(
       self.options.workers, substrate="vmap"
     )

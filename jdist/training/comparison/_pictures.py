@@ -109,6 +109,7 @@ def label_points(axes: Any, labels: Sequence[tuple[float, float, str]]) -> None:
     beyond = max(0.0, inside.y0 - box[1]) + max(0.0, box[3] - inside.y1)
     return found + 1e3 * (outside + beyond)
 
+  # Places depend on the points alone, and not on the order of the labels.
   for x, y, text in sorted(labels, key=lambda one: -one[1]):
     tried = []
     for place in (*_NEAR, *_AROUND):

@@ -51,6 +51,7 @@ class Preemption:
     Args:
       step: The step, for which every process must ask, in order.
     """
+    # JAX's service must be asked in the same order by all processes.
     if self._by_jax:
       return bool(multihost_utils.reached_preemption_sync_point(step))
     if self._watched:

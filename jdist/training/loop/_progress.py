@@ -77,7 +77,7 @@ class Progress:
 
 
 def format_rate(per_s: float) -> str:
-  """Something per second, and a dash where nobody knows it yet.
+  """Formats a rate per second, and a dash for an unknown one.
 
   >>> format_rate(12_345.6), format_rate(math.nan)
   ('12,346', '–')
@@ -86,7 +86,7 @@ def format_rate(per_s: float) -> str:
 
 
 def format_bytes(num_bytes: Any) -> str:
-  """Bytes in the unit that a person would choose, 1 kB = 1000 bytes.
+  """Formats bytes in the largest suitable unit, 1 kB = 1000 bytes.
 
   >>> format_bytes(999), format_bytes(12_345_678)
   ('999 B', '12.3 MB')

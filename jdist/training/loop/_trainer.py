@@ -76,8 +76,8 @@ class Trainer:
     self._step = _training_run.CompiledStep(workers, step)
     self._independent = independent
     self._timeout_s = timeout_s
-    # A user's own step without a parameter `control` cannot be told by the host
-    # that it ends a round.
+    # A user's own step without a parameter `control` ends its rounds by a
+    # conditional on the device.
     if host_rounds is None and not self._step.takes_control:
       host_rounds = False
     self._choices = _programs.Programs(stream_steps, host_rounds)
@@ -174,7 +174,7 @@ class Trainer:
     ):
       raise ValueError(
         "`state` must still be there, got one whose memory an earlier `fit` or "
-        "step has used up. Go on from the state that it returned."
+        "step has used up. Continue from the state that it returned."
       )
     history = _record.History.after(continues)
     if checkpoints is not None and not continues:

@@ -96,7 +96,7 @@ class Watchdog:
       "collective that another worker never joined: another process may be "
       "dead or stuck, or the virtual CPU devices of this one are out of "
       "threads (make them with `jdist.collectives.make_cpu_devices`). Ending "
-      f"with status {EXIT_STATUS}; start the run again to go on from its last "
+      f"with status {EXIT_STATUS}; start the run again to resume from its last "
       "checkpoint. Where each thread stands:\n"
     )
     # The message must not depend on a working stderr: the process ends anyway.

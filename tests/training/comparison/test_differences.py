@@ -22,7 +22,7 @@ def _compared(rows=_TWO, base=_TWO, **options):
   return comparison.paired_difference(rows, base, **options)
 
 
-def test_an_interval_by_hand():
+def test_interval_matches_hand_computation():
   # Differences of 1, 2 and 3 points; t with 2 degrees of freedom is 4.3027.
   rows = _rows({0: 0.91, 1: 0.72, 2: 0.53, 7: 0.1})
   base = _rows({2: 0.50, 1: 0.70, 0: 0.90, 8: 0.2})
@@ -31,7 +31,7 @@ def test_an_interval_by_hand():
   assert found == pytest.approx((2.0, 2.0 - half, 2.0 + half, 3))
 
 
-def test_pairs_cancel_what_a_seed_does_to_both():
+def test_pairs_cancel_the_effect_of_seeds():
   spread = {0: 0.5, 1: 0.7, 2: 0.9}
   rows = _rows({seed: x + 0.01 for seed, x in spread.items()})
   base = _rows(spread)
@@ -39,7 +39,7 @@ def test_pairs_cancel_what_a_seed_does_to_both():
   assert found.high - found.low < 1e-6 < statistics.stdev(spread.values())
 
 
-def test_one_pair_has_no_interval():
+def test_single_pair_has_no_interval():
   rows = _rows({0: 0.5, 1: 0.5})
   assert comparison.paired_difference(rows, _rows({1: 0.4, 2: 0.4})) is None
 
@@ -52,11 +52,11 @@ def test_one_pair_has_no_interval():
   ("rows", lambda: _compared(rows=2 * _TWO), "one row for each seed, got"),
   ("base", lambda: _compared(base=2 * _TWO), "one row for each seed, got"),
 )
-def test_what_gives_no_interval_is_refused(argument, call, rule):
+def test_invalid_pairs_raise(argument, call, rule):
   _refusals.check(argument, call, rule)
 
 
-def test_the_table_counts_the_seeds_asked_for():
+def test_table_counts_the_given_seeds():
   runs = {
     "ssgd": _rows({0: 0.5, 10: 0.5, 11: 0.5}),
     "int4": _rows({0: 0.9, 10: 0.51, 11: 0.51}, sent=10),

@@ -10,7 +10,7 @@ from jdist.training import comparison
 VARIANTS = {"ssgd": lambda run: methods.ssgd(run.inner, axis=run.axis)}
 
 
-def test_one_gradient_after_the_other_trains_as_all_at_once():
+def test_gradients_in_turn_match_vectorized_gradients():
   pytest.importorskip("sklearn")
   options = comparison.Config(
     dataset="digits", model="mlp", workers=2, epochs=0.3, warmup_epochs=0.1

@@ -21,14 +21,14 @@ def _rows():
   return [*rows, _tuned("alone", 0.1, 0.5)]
 
 
-def test_a_best_rate_at_an_end_of_the_grid_is_reported():
+def test_best_rate_at_an_end_of_the_grid_is_reported():
   assert _report.end_warnings(_rows()) == [
     "Best at the lowest rate tried: low.",
     "Best at the highest rate tried: high.",
   ]
 
 
-def test_runs_at_other_rates_than_the_best_are_left_out():
+def test_runs_at_other_rates_are_left_out():
   runs = [
     _tuned("inside", rate, 0.5) | {"purpose": "comparison", "seed": seed}
     for rate, seed in ((0.1, 0), (0.2, 0), (0.2, 1))
@@ -37,7 +37,7 @@ def test_runs_at_other_rates_than_the_best_are_left_out():
   assert found == {"inside": runs[1:]}
 
 
-def test_of_several_seeds_of_tuning_the_mean_is_best():
+def test_rates_are_ranked_by_the_mean_over_tuning_seeds():
   seeds = {0.1: (0.7, 0.7), 0.2: (0.8, 0.7), 0.4: (0.9, 0.4)}
   rows = [
     _tuned("a", rate, accuracy)

@@ -36,14 +36,14 @@ def test_rows_of_this_comparison_are_found_again(path):
   ({"learning_rate": 0.2}, {"seed": 1}, {"purpose": "tuning"},
    {"variant": "diloco"}),
 )  # fmt: skip
-def test_another_trial_is_another_row(change, path):
+def test_other_trials_have_other_rows(change, path):
   config = {"epochs": 5.0}
   _write(path, config)
   trial = _TRIAL._replace(**change)
   assert comparison.Rows(path, config).find(trial) is None
 
 
-def test_rows_that_are_older_than_an_option_had_its_default(path):
+def test_older_rows_have_the_default_of_a_new_option(path):
   old = {"epochs": 5.0}
   row = _write(path, old)
   new = {"epochs": 5.0, "optimizer": "sgd"}
@@ -55,12 +55,12 @@ def test_rows_that_are_older_than_an_option_had_its_default(path):
   assert find(new | {"optimizer": "adam"}) is None
 
 
-def test_rows_of_an_option_that_is_gone_are_not_taken(path):
+def test_rows_with_a_removed_option_are_ignored(path):
   _write(path, {"epochs": 5.0, "dropped": 0.5})
   assert comparison.Rows(path, {"epochs": 5.0}).find(_TRIAL) is None
 
 
-def test_what_is_free_or_ignored_may_differ(path):
+def test_free_or_ignored_options_may_differ(path):
   row = _write(path, {"epochs": 5.0, "seeds": [0], "bits": 4})
   config = {"epochs": 5.0, "seeds": (0, 1), "bits": 8}
 
@@ -72,7 +72,7 @@ def test_what_is_free_or_ignored_may_differ(path):
   assert find(free=("seeds",), ignores=by_variant.__getitem__) == row
 
 
-def test_rows_of_tuning_may_lie_in_a_file_of_their_own(tmp_path):
+def test_tuning_rows_may_have_their_own_file(tmp_path):
   rows = comparison.Rows(
     tmp_path / "rows.jsonl", {}, tuning=tmp_path / "tuning.jsonl"
   )

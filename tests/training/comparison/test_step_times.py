@@ -68,7 +68,7 @@ def test_modelled_step_adds_bytes_to_the_computation(
 
 
 @pytest.mark.parametrize("one_core", [False, True])
-def test_the_step_without_messages_runs(one_core):
+def test_step_without_messages_is_measured(one_core):
   pytest.importorskip("sklearn")
   kind = comparison.Chains
   chains = (comparison.on_one_core(kind) if one_core else kind)(

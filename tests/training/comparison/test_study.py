@@ -30,14 +30,14 @@ def _measure(best, tried):
     (0.4, 0, comparison.Tuned(0.4, (0.1, 0.2, 0.4), "highest")),
   ),
 )
-def test_a_grid_goes_on_beyond_its_best_end(best, extensions, expected):
+def test_grid_is_extended_at_its_best_end(best, extensions, expected):
   tried = []
   tuned = _study.tune((0.1, 0.4, 0.2), _measure(best, tried), extensions)
   assert tuned == expected
   assert sorted(tried) == list(expected.tried)  # Each once.
 
 
-def test_of_equal_accuracies_the_loss_decides_and_divergence_is_worst():
+def test_loss_breaks_ties_and_divergence_is_worst():
   def row(accuracy, loss):
     return {"accuracy": accuracy, "test_loss": loss}
 
@@ -51,7 +51,7 @@ def test_of_equal_accuracies_the_loss_decides_and_divergence_is_worst():
   )
 
 
-def test_a_rate_may_be_chosen_by_the_loss():
+def test_rate_may_be_chosen_by_the_loss():
   losses = {0.1: 0.3, 0.2: 0.2, 0.4: None}
 
   def measure(rate):
@@ -61,7 +61,7 @@ def test_a_rate_may_be_chosen_by_the_loss():
   assert tuned.best == 0.2
 
 
-def test_a_rate_at_which_one_of_several_seeds_diverges_is_not_chosen():
+def test_rate_with_one_diverged_seed_is_not_chosen():
   losses = {0.1: (0.3, 0.3), 0.2: (0.2, 0.3), 0.4: (0.1, None)}
 
   def measure(rate):
@@ -90,7 +90,7 @@ def make_study(**changes):
   return comparison.Study(**(options | changes))
 
 
-def test_a_comparison_goes_on_where_it_was_stopped(tmp_path):
+def test_interrupted_comparison_resumes(tmp_path):
   path, calls, limit = tmp_path / "rows.jsonl", [], 5
 
   class StoppedError(Exception):
@@ -119,7 +119,7 @@ def test_a_comparison_goes_on_where_it_was_stopped(tmp_path):
   comparison.compare(make_study(), comparison.Rows(path, {}), None)
 
 
-def test_each_seed_of_tuning_runs_at_each_rate(tmp_path):
+def test_every_tuning_seed_runs_at_every_rate(tmp_path):
   calls = []
   study = make_study(variants=("a",), tuning_seeds=(8, 9), max_extensions=0)
   rows = comparison.Rows(tmp_path / "rows.jsonl", {})
@@ -136,7 +136,7 @@ def test_each_seed_of_tuning_runs_at_each_rate(tmp_path):
     ("seed", [("a", 0), ("b", 0), ("a", 1), ("b", 1)]),
   ),
 )
-def test_seeds_run_in_the_order_asked_for(order, expected, tmp_path):
+def test_seeds_run_in_the_given_order(order, expected, tmp_path):
   calls = []
   study = make_study(order=order, learning_rates=(0.1,))
   rows = comparison.Rows(tmp_path / "rows.jsonl", {})
@@ -166,5 +166,5 @@ def test_seeds_run_in_the_order_asked_for(order, expected, tmp_path):
     "one or more different",
   ),
 )
-def test_a_study_that_cannot_be_run_is_refused(argument, call, rule):
+def test_invalid_study_raises(argument, call, rule):
   _refusals.check(argument, call, rule)

@@ -29,7 +29,7 @@ def test_every_place_has_its_program(due, steps, host):
   assert {choice.control for choice in others} <= set(known)
 
 
-def test_a_mean_may_arrive_within_a_round():
+def test_mean_may_be_applied_within_a_round():
   known = _programs.Programs((), True).needed(1, undelayed=False)
   said = {(c.control.round_ends, c.control.arrives) for c in known}
   assert said == set(itertools.product([False, True], repeat=2))

@@ -20,7 +20,7 @@ from jdist import training
     (7e15, "7000 TB"),
   ],
 )
-def test_bytes_come_in_the_unit_that_a_person_would_choose(num_bytes, text):
+def test_bytes_are_formatted_in_the_largest_unit(num_bytes, text):
   assert training.format_bytes(num_bytes) == text
 
 
@@ -44,7 +44,7 @@ def test_the_bar_is_silent_unless_on_a_terminal(stream, monkeypatch):
     assert text == ""
 
 
-def test_words_beside_the_bar_are_cut_and_neither_steps_nor_time(monkeypatch):
+def test_long_text_is_cut_but_steps_and_time_are_not(monkeypatch):
   monkeypatch.setenv("TERM", "xterm")
   monkeypatch.setenv("COLUMNS", "60")
   out = _Terminal()
@@ -56,7 +56,7 @@ def test_words_beside_the_bar_are_cut_and_neither_steps_nor_time(monkeypatch):
   assert "…" in text and "samples/s" not in text
 
 
-def test_other_lines_are_written_while_the_bar_is_away(monkeypatch):
+def test_bar_is_hidden_while_other_lines_are_written(monkeypatch):
   monkeypatch.setenv("TERM", "xterm")
   monkeypatch.setenv("COLUMNS", "120")
   out = _Terminal()

@@ -66,7 +66,7 @@ def _most_in_flight(log):
 
 
 @pytest.mark.smoke
-def test_a_step_is_read_after_the_next_was_dispatched(monkeypatch):
+def test_step_is_read_after_the_next_was_dispatched(monkeypatch):
   fake = _Fake(monkeypatch)
   fake.fit(4)
   assert fake.log == [
@@ -79,7 +79,7 @@ def test_a_step_is_read_after_the_next_was_dispatched(monkeypatch):
   assert _most_in_flight(fake.log) == 2
 
 
-def test_evaluating_and_saving_wait_for_the_step_in_flight(
+def test_evaluation_and_saving_wait_for_the_step_in_flight(
   monkeypatch, tmp_path
 ):
   fake = _Fake(monkeypatch)
@@ -130,9 +130,7 @@ def _counting(step):
     pytest.param("fsdp", marks=pytest.mark.slow),
   ],
 )
-def test_a_step_is_traced_once_for_running_and_once_for_counting(
-  kind, tmp_path
-):
+def test_step_is_traced_once_to_run_and_once_to_count(kind, tmp_path):
   if kind == "fsdp":
     mesh = collectives.make_mesh((2, 2), ("worker", "fsdp"))
     team = collectives.workers(2, mesh=mesh)
@@ -166,7 +164,7 @@ def test_a_step_is_traced_once_for_running_and_once_for_counting(
   assert len(traces) == 2
 
 
-def test_bytes_are_rounds_times_bytes_by_hand():
+def test_sent_bytes_match_hand_computation():
   team = _tiny.team("shard_map")
   # Without the empty leaf: 3 + 18 + 1 float32, 4 bfloat16.
   payload = 4 * 22 + 2 * 4
@@ -249,7 +247,7 @@ def _wide_loss(params, model_state, batch, key):
 
 
 @pytest.mark.parametrize("name", ["dgc", "one_bit_adam", "local_steps"])
-def test_bytes_of_phases_are_those_of_their_steps_by_hand(name, monkeypatch):
+def test_sent_bytes_of_phases_match_hand_computation(name, monkeypatch):
   team = _tiny.team("vmap")
   optimizer, by_hand, rounding = _phased(team)[name]
   step = training.make_step(_wide_loss, optimizer, axis=team.axis)
@@ -288,7 +286,7 @@ def test_bytes_of_phases_are_those_of_their_steps_by_hand(name, monkeypatch):
   assert [r.sent_bytes for r in resumed] == found[7:]
 
 
-def test_a_resumed_run_goes_on_counting(tmp_path):
+def test_resumed_run_continues_its_counts(tmp_path):
   team = _tiny.team("vmap")
 
   def fit(folder, steps):
@@ -330,7 +328,7 @@ def _without_history(folder):
   sealed_json.write(path, body, form=2)
 
 
-def test_a_resumed_run_has_the_records_of_the_whole_one(tmp_path):
+def test_resumed_run_has_the_records_of_an_uninterrupted_one(tmp_path):
   team, told = _tiny.team("vmap"), []
 
   def fit(folder, batches):
@@ -362,7 +360,7 @@ def test_a_resumed_run_has_the_records_of_the_whole_one(tmp_path):
   assert kept(fit(tmp_path / "b", _tiny.batches(team))) == kept(through)[3:]
 
 
-def test_a_second_call_trains_further():
+def test_second_call_continues_training():
   team = _tiny.team("vmap")
   trainer = _tiny.trainer(team, "local_sgd")
   state, _ = trainer.fit(_tiny.init(team, "local_sgd"), _tiny.batches(team), 4)
@@ -376,7 +374,7 @@ def test_a_second_call_trains_further():
     trainer.fit(state, _tiny.batches(team), 9)
 
 
-def test_training_time_counts_every_step_but_the_first(monkeypatch):
+def test_training_time_counts_all_steps_except_the_first(monkeypatch):
   fake = _Fake(monkeypatch)
   program = fake.trainer._step.program(None, _programs.DEVICE)
   now_s = [0.0]
@@ -446,7 +444,7 @@ def test_iterators_are_closed_and_threads_end(tmp_path):
   assert not {name for name in left if "jdist" in name}
 
 
-def test_every_record_is_told_at_once(monkeypatch):
+def test_on_record_is_called_for_every_record_at_once(monkeypatch):
   fake = _Fake(monkeypatch)
   told = []
   _, records = fake.fit(
@@ -464,13 +462,13 @@ def test_every_record_is_told_at_once(monkeypatch):
     {"num_steps": 3, "checkpoint_every": -1},
   ],
 )
-def test_numbers_below_one_are_refused(options, monkeypatch):
+def test_numbers_below_one_raise(options, monkeypatch):
   name = list(options)[-1]
   with _refusals.refused(name, "an int >= 1"):
     _Fake(monkeypatch).fit(**options)
 
 
-def test_a_step_without_loss_or_rounds_is_told():
+def test_step_without_loss_or_rounds_raises():
   team = _tiny.team("vmap")
   trainer = training.Trainer(
     team, lambda state, batch: (state, {}), independent=True

@@ -26,7 +26,7 @@ with _watchdog.Watchdog(0.5) as watchdog:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("notebook", [False, True])
-def test_a_step_that_hangs_ends_the_process_with_a_message(notebook):
+def test_hanging_step_ends_the_process_with_a_message(notebook):
   done = subprocess.run(
     [sys.executable, "-c", _HANGS.format(notebook=notebook)],
     capture_output=True,
@@ -41,7 +41,7 @@ def test_a_step_that_hangs_ends_the_process_with_a_message(notebook):
   assert "lock.acquire" in done.stderr or "most recent call" in done.stderr
 
 
-def test_beats_keep_it_alive_and_leaving_ends_its_thread():
+def test_beats_keep_the_process_alive_and_leaving_ends_the_thread():
   with _watchdog.Watchdog(0.4) as watchdog:
     for _ in range(4):
       time.sleep(0.2)
@@ -60,7 +60,7 @@ with _watchdog.Watchdog(4.0):
 """
 
 
-def test_time_in_which_the_process_is_stopped_does_not_count():
+def test_time_of_a_suspended_process_does_not_count():
   command = [sys.executable, "-c", _IS_STOPPED]
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
     try:
@@ -92,7 +92,7 @@ with _watchdog.Watchdog(3.0) as watchdog:
 
 
 @pytest.mark.slow  # Sleeps; `_ended_at_s` says the same without a clock.
-def test_a_run_that_hangs_after_it_was_stopped_is_ended_in_time():
+def test_run_that_hangs_after_a_suspension_is_ended_in_time():
   with subprocess.Popen(
     [sys.executable, "-c", _HANGS_AFTERWARDS],
     stdout=subprocess.PIPE,
@@ -127,11 +127,11 @@ def _ended_at_s(
   return None
 
 
-def test_a_run_that_hangs_is_ended_at_the_first_look_after_its_patience():
+def test_hanging_run_ends_at_the_first_look_after_its_patience():
   assert _ended_at_s([0.0, 1.5], [1.0, 2.0, 3.0, 4.0, 5.0]) == 5.0
 
 
-def test_a_stop_gives_as_much_time_as_it_took():
+def test_suspension_extends_the_deadline_by_its_length():
   # Stopped from 2.0 to 13.5: at 14.5 it ran for 3.0 s and not for more.
   looks_s = [1.0, 13.5, 14.5, 15.5, 16.5, 17.5]
   assert _ended_at_s([0.0], looks_s) == 15.5
@@ -139,13 +139,13 @@ def test_a_stop_gives_as_much_time_as_it_took():
   assert _ended_at_s([0.0, 14.0], looks_s) == 17.5
 
 
-def test_a_stop_before_the_last_beat_gives_none():
+def test_suspension_before_the_last_beat_extends_nothing():
   # Going on at 13.5 it beat before it was looked at, and hangs since.
   looks_s = [1.0, 13.5, 14.5, 15.5, 16.5, 17.5]
   assert _ended_at_s([0.0, 13.5], looks_s) == 17.5
 
 
-def test_two_stops_after_one_beat_count_both():
+def test_two_suspensions_after_one_beat_add_up():
   # Stopped from 2.0 to 11.0 and from 12.0 to 21.0.
   assert _ended_at_s([0.0], [1.0, 11.0, 21.0, 22.0, 23.0]) == 22.0
 

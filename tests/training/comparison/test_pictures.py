@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 pyplot = pytest.importorskip("matplotlib.pyplot")
 
 
-def test_no_name_is_over_another_or_outside():
+def test_labels_neither_overlap_nor_leave_the_axes():
   figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
   # Four at nearly one place, others in the corners.
   at = [(1, 1), (1.01, 1), (1, 1.01), (1.02, 1.01), (0, 0), (3, 3), (3, 0)]
@@ -42,7 +42,7 @@ def _boxes(figure, axes, at):
   return [pyplot.Text.get_window_extent(x, renderer) for x in axes.texts]
 
 
-def test_no_name_is_over_a_bar():
+def test_labels_cover_no_error_bar():
   figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
   at = [(1.0, 1.0), (1.3, 3.0)]
   for x, y in at:
@@ -59,7 +59,7 @@ def test_no_name_is_over_a_bar():
     pyplot.close(figure)
 
 
-def test_a_name_leaves_a_crowd_of_bars():
+def test_label_leaves_a_crowd_of_error_bars():
   figure, axes = pyplot.subplots(figsize=(10, 6), layout="constrained")
   at = [(1 + 0.06 * i, 1.0) for i in range(4)]
   for x, y in at:
