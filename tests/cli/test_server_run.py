@@ -46,20 +46,20 @@ def rows(tmp_path):
   return training.read_rows(tmp_path / "out" / "rows.jsonl")
 
 
-def test_a_run_trains_evaluates_and_goes_on(
+def test_a_run_trains_evaluates_and_is_resumed(
   words, tmp_path, capsys, monkeypatch
 ):
   words += ["--checkpoints", str(tmp_path / "checkpoints")]
   assert cli.main(words) == 0
-  told = capsys.readouterr().out
-  assert told.count("virtual s  accuracy") == 2
-  # Once more: nothing is left to do, and the same is found.
+  out = capsys.readouterr().out
+  assert out.count("virtual s  accuracy") == 2
+  # The same command finds the same records, and nothing left to train.
   assert cli.main(words) == 0
   again = capsys.readouterr().out.splitlines()
   first = rows(tmp_path)[0]
   assert again[0] == f"Nothing left to train: update {first['steps']}."
-  assert again[1] == told.splitlines()[1] and len(again) == 3
-  # Told to end at the first of its two records.
+  assert again[1] == out.splitlines()[1] and len(again) == 3
+  # SIGTERM arrives at the first of its two records.
   half, other = first["curve"][0]["step"], str(tmp_path / "other")
   with monkeypatch.context() as patch:
     patch.setattr(
@@ -71,9 +71,9 @@ def test_a_run_trains_evaluates_and_goes_on(
     "the same command resumes from there.\n"
   )
   assert cli.main([*words, "--checkpoints", other]) == 0
-  goes_on = capsys.readouterr().out.splitlines()
-  assert goes_on[0] == f"Resumes from update {half}."
-  assert goes_on[1] == told.splitlines()[1] and len(goes_on) == 3
+  resumed_out = capsys.readouterr().out.splitlines()
+  assert resumed_out[0] == f"Resumes from update {half}."
+  assert resumed_out[1] == out.splitlines()[1] and len(resumed_out) == 3
   first, again, resumed = rows(tmp_path)
   assert resumed["curve"] == first["curve"]
   assert resumed["resumed_from_step"] == half
@@ -91,11 +91,7 @@ def test_a_run_trains_evaluates_and_goes_on(
     cluster.write("seconds_per_batch = 0.1\n")
   assert cli.main(words) == 2
   error = capsys.readouterr().err
-  assert (
-    "`--cluster`" in error
-    and "other machines" in error
-    and error.count("\n") == 1
-  )
+  assert "`--cluster` is of other machines" in error and error.count("\n") == 1
   assert cli.main([*words, "--seed", "1"]) == 2
   assert "`--seed` is 0 in the checkpoint and 1 here" in capsys.readouterr().err
 
@@ -112,13 +108,13 @@ def test_a_run_that_diverges_keeps_its_last_finite_state(
   ):
     assert cli.main(words) == 3
   assert not list(folder.glob("update_*"))
-  told = capsys.readouterr().err
-  assert "1e+30 here, or a longer `--warmup-epochs`." in told
+  out = capsys.readouterr().err
+  assert "1e+30 here, or a longer `--warmup-epochs`." in out
   # Which servers do not take.
-  assert "--skip-nonfinite" not in told and "stay in" not in told
+  assert "--skip-nonfinite" not in out and "stay in" not in out
 
 
-def test_a_run_that_all_machines_leave_is_told_and_has_its_row(
+def test_a_run_without_machines_ends_with_an_error_and_a_row(
   words, file, tmp_path, capsys
 ):
   text = FILE.replace("[profile]", "outages = [{start_s = 1}]\n\n[profile]")
@@ -127,11 +123,11 @@ def test_a_run_that_all_machines_leave_is_told_and_has_its_row(
     cluster.write(text)
   with pytest.warns(RuntimeWarning, match="all machines are away for good"):
     assert cli.main(words) == 2
-  told = capsys.readouterr()
+  out = capsys.readouterr()
   (row,) = rows(tmp_path)
   assert 0 < row["samples"] < 1442
-  assert f"after {row['samples']:,} of 1,442 samples all are away" in told.err
-  assert told.out.count("update ") == len(row["curve"]) == 2
+  assert f"after {row['samples']:,} of 1,442 samples all are away" in out.err
+  assert out.out.count("update ") == len(row["curve"]) == 2
 
 
 def test_pushes_may_be_compressed(words, tmp_path):

@@ -41,7 +41,7 @@ def test_every_protocol_leaves_a_row_a_picture_and_a_timeline(
   names = list(server.PROTOCOLS)
   words = ["simulate", file, "--protocols", *names, "--updates", "60"]
   assert cli.main([*words, "--output", str(output)]) == 0
-  told = capsys.readouterr().out
+  out = capsys.readouterr().out
   rows = [
     json.loads(line)
     for line in (output / "rows.jsonl").read_text().splitlines()
@@ -49,7 +49,7 @@ def test_every_protocol_leaves_a_row_a_picture_and_a_timeline(
   assert [row["protocol"] for row in rows] == names
   assert all(row["updates"] == 60 for row in rows)
   for name in names:
-    assert f"│ {name} " in told
+    assert f"│ {name} " in out
     assert (output / f"{name}.png").stat().st_size > 1000
     assert json.loads((output / f"{name}.json").read_text())["traceEvents"]
   of = {row["protocol"]: row for row in rows}
@@ -126,8 +126,8 @@ def test_a_mistake_is_one_line_before_anything_starts(
   monkeypatch.chdir(tmp_path)
   words, message = WRONG[name]
   assert cli.main(["simulate", *words.replace("FILE", file).split()]) == 2
-  told = capsys.readouterr().err
-  assert told.count("\n") == 1 and re.search(message, told)
+  out = capsys.readouterr().err
+  assert out.count("\n") == 1 and re.search(message, out)
   assert not (tmp_path / "runs").exists()
 
 
@@ -139,7 +139,7 @@ def test_a_file_without_costs_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("start_s", "updates"), [(0.0, 0), (1.0, 3)])
-def test_machines_that_are_all_away_for_good_are_told(
+def test_a_run_without_machines_says_when_it_ended(
   start_s, updates, tmp_path, capsys
 ):
   away = f"\n[[nodes.outages]]\nstart_s = {start_s}\n"
@@ -149,6 +149,6 @@ def test_machines_that_are_all_away_for_good_are_told(
   output = tmp_path / "out"
   words = ["simulate", str(file), "--protocols", "asp", "--batch-size", "32"]
   assert cli.main([*words, "--output", str(output)]) == 0
-  told = capsys.readouterr().out
-  assert f"asp has ended after update {updates} at " in told
-  assert "away for good" in told
+  out = capsys.readouterr().out
+  assert f"asp has ended after update {updates} at " in out
+  assert "away for good" in out

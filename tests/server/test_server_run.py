@@ -105,8 +105,8 @@ class StoppedError(Exception):
 
 @pytest.mark.parametrize(
   ("name", "compressed"),
-  # The feedbacks' states are the learner's, whatever the protocol; DBS waits as
-  # BSP does, and has sizes beside.
+  # DBS stands for all, as its batches change as well. States of feedback do not
+  # depend on the protocol.
   [
     *(
       pytest.param(name, False, marks=() if name == "dbs" else pytest.mark.slow)
@@ -120,7 +120,7 @@ def test_a_resumed_run_ends_with_the_same_bits(name, compressed, tmp_path):
 
   def start():
     samples = data.SampleStream(gradients.DIGITS, 3, seed=0)
-    # One fails in the middle and comes back.
+    # One machine fails in the middle and returns.
     machines = cluster.Cluster(
       (
         cluster.Node("a", speed=2.0, jitter=0.3),

@@ -87,12 +87,12 @@ def build(
   """Builds a protocol for these machines with the options that it takes.
 
   Args:
-    name: Of the registry, or MODULE:NAME.
+    name: The protocol's name in the registry, or MODULE:NAME.
     options: The parsed options of `simulate` or `train`.
     batch_size: Samples of one worker's task.
     machines: The workers.
     profile: The model's costs.
-    plans: Of messages' bits, for h_ps; those of no model in particular if None.
+    plans: The bits of messages of h_ps; None takes those of no model.
     updates: The updates of the run, if they are known.
   """
   num = len(machines.nodes)

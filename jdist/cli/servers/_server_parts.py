@@ -86,7 +86,7 @@ def assemble(
 def _local_step(
   options: _commands.Train, schedule: optax.Schedule
 ) -> server.LocalStep | None:
-  """Returns the workers' own step before the server's update arrives."""
+  """Returns the workers' own step that anticipates the server's update."""
   if options.protocol != "h_ps" or "pipeline" not in options.parts:
     return None
   sgd = options.optimizer == "sgd"

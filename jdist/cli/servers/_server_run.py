@@ -156,8 +156,8 @@ def _session(parts: _server_parts.Parts) -> Iterator[Any]:
     versions=server.versions(),
   )
   try:
-    # Ray's processes must not outlive a SIGTERM that arrives before or after
-    # the run itself looks for one.
+    # Ray's processes must not outlive a SIGTERM before or after the time in
+    # which the run itself looks for one.
     with _interrupts.raised_by_sigterm(), _engine(parts) as engine:
       yield server.LiveSession(
         engine,

@@ -32,7 +32,7 @@ class Header(TypedDict):
     updates: Updates so far, which name the checkpoint.
     now_s: Seconds on the engine's clock.
     marks: The figures of the marks so far.
-    state: What the engine notes besides, as JSON can hold it.
+    state: Further notes of the engine, as JSON can hold them.
   """
 
   updates: int
@@ -113,7 +113,7 @@ class RunCheckpoints:
     """Writes a checkpoint once the states of some workers have arrived.
 
     Args:
-      header: Of the checkpoint.
+      header: The part of the checkpoint without arrays.
       parts: The arrays that are known already.
       owing: The workers whose states are missing.
       done: Gets the update of the checkpoint once it is written.
@@ -121,7 +121,7 @@ class RunCheckpoints:
     Returns:
       A function that writes it without them, unless it has been written.
     """
-    # An earlier one that still waits is complete enough, and comes first.
+    # An earlier checkpoint may still wait: it is whole without those states.
     self.write()
     saving = self._saving = _Saving(header, dict(parts), set(owing), done)
     if not owing:

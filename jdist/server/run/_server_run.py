@@ -61,14 +61,14 @@ class ServerRun:
 
     Args:
       total: The end, counted from the beginning of the run.
-      unit: Of `total` and `every`.
+      unit: The unit of `total` and `every`.
       every: The distance of the marks; by default there is one, at the end.
       evaluate: Measures the server's model, which has `params` and
         `model_state`.
       on_record: Is called with each new record.
       on_resume: Is called with the update from which a run is resumed, unless
         all of its records are there.
-      label: Of the progress bar, which is shown if it is given.
+      label: Shows a progress bar with this label; None shows none.
       checkpoints: A directory for this run alone.
       metadata: What must be the same when a run is resumed, as JSON can hold
         it.

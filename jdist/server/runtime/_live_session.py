@@ -37,7 +37,7 @@ class LiveSession:
 
   Attributes:
     engine: As given.
-    events: Who was lost and who came back, and when.
+    events: Losses and returns of workers and the server, with their times.
     payload: The bytes of the server's state, as `ServerLearner.save` returns
       them, once there is a summary.
   """
@@ -128,7 +128,7 @@ class LiveSession:
     try:
       update: int = self.engine.ask("save")
     except Exception:
-      # SIGTERM may arrive before there is a server, or take it along.
+      # There may be no server yet, or SIGTERM has ended it as well.
       return None
     return None if update < 0 else update
 
@@ -172,7 +172,7 @@ class LiveSession:
     self._away[name] = self._away.get(name, 0) + 1
     if self._away[name] > _MAX_TRIES:
       raise _engine.LostRunError(
-        f"{name} was lost {_MAX_TRIES} times before it came back: {reason}"
+        f"{name} was lost {_MAX_TRIES} times before it returned: {reason}"
       )
     self._add_event("lost", name, reason)
     # The server must forget the old process before the new one says hello.
@@ -211,5 +211,5 @@ class LiveSession:
       self._add_event("back", "server")
       return
     raise _engine.LostRunError(
-      f"The server was lost {_MAX_TRIES} times before it came back: {reason}"
+      f"The server was lost {_MAX_TRIES} times before it returned: {reason}"
     )
