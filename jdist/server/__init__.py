@@ -44,14 +44,8 @@ from jdist.server.decoupled._fragment_learner import (
 from jdist.server.decoupled._fragment_runner import (
   FragmentRunner as FragmentRunner,
 )
-from jdist.server.decoupled._fragment_server import (
-  FragmentServer as FragmentServer,
-)
 from jdist.server.decoupled._fragment_syncer import (
   FragmentSyncer as FragmentSyncer,
-)
-from jdist.server.decoupled._fragment_worker import (
-  FragmentWorker as FragmentWorker,
 )
 from jdist.server.gradients._empty_gradient import (
   EmptyServer as EmptyServer,
@@ -93,7 +87,7 @@ from jdist.server.runtime._engine import LostServerError as LostServerError
 from jdist.server.runtime._live_plan import LivePlan as LivePlan
 from jdist.server.runtime._live_server import LiveServer as LiveServer
 from jdist.server.runtime._live_session import LiveSession as LiveSession
-from jdist.server.runtime._message_record import replay as replay
+from jdist.server.runtime._replay import replay as replay
 from jdist.server.runtime._thread_engine import ThreadEngine as ThreadEngine
 from jdist.server.runtime._worker_loop import Pace as Pace
 from jdist.server.runtime._worker_loop import versions as versions

@@ -324,20 +324,17 @@ def test_restarted_learner_keeps_nothing_of_discarded_pushes():
   chex.assert_trees_all_equal(*found)
 
 
-def test_schedules_go_on_for_who_returns():
-  seen = []
-
-  def schedule(count):
-    return 0.01 / (1 + count)
-
-  worker = server.FragmentWorker(
-    gradients.LOSS, optax.adam(schedule), gradients.MODEL.params, 1
-  )
+def test_restarted_learner_continues_its_schedules():
+  worker = server.FragmentRunner(
+    gradients.LOSS, optax.adam(lambda count: 0.01 / (1 + count)),
+    gradients.MODEL.params, data.SampleStream(gradients.DIGITS, 1, seed=0),
+    number=0, num_workers=1,
+  )  # fmt: skip
   anchor = jax.tree.leaves(gradients.MODEL.params)
-  seen = worker.start(anchor, {}, steps=7).opt_state
-  counts = [x.count for x in seen if isinstance(x, optax.ScaleByScheduleState)]
+  state = worker.first_state(anchor, {}, steps=7).opt_state
+  counts = [x.count for x in state if isinstance(x, optax.ScaleByScheduleState)]
   assert [int(x) for x in counts] == [7]
-  assert int(seen[0].count) == 0  # Of Adam's moments, which are new.
+  assert int(state[0].count) == 0  # Of Adam's moments, which are new.
 
 
 BAD = {

@@ -123,10 +123,10 @@ def test_a_learner_keeps_what_is_not_merged_by_hand():
   more, first = compute(worker, *give(server_side, 0, 0, None))
   server_side.push(0, more, first)
   progress = server_side._pushes[0].grads
-  before = server_side.server.part(0)
+  before = server_side.part(0)
   # Another's push is merged, of minus one everywhere.
   others = jax.tree.map(lambda x: -np.ones_like(x), progress)
-  server_side.server.merge(0, [_merge.Pushed(others, {})], (1.0,))
+  server_side.merge(0, [_merge.Pushed(others, {})], (1.0,))
   header, payload = give(server_side, 1, 0, (0,))
   assert header["more"]["settled"] == [-1]
   worker.receive(header, payload)
@@ -147,16 +147,16 @@ def test_a_learner_keeps_what_is_not_merged_by_hand():
 
 
 def test_progress_that_is_not_pushed_is_kept_for_the_next_push():
-  worker = runner(0)._worker
+  worker = runner(0)
   first = [jnp.asarray(x) for x in jax.tree.leaves(live.MODEL.params)]
-  state = worker.start(first, {})
+  state = worker.first_state(first, {})
   params = jax.tree.map(lambda w: w - 0.25, state.params)
   arrived = [x + 1.0 for x in first]
-  state = worker.take(state._replace(params=params), {0: arrived}, {})
+  state = worker.merged(state._replace(params=params), {0: arrived}, {})
   chex.assert_trees_all_close(
     jax.tree.leaves(state.params), [x + 0.75 for x in first], rtol=1e-6
   )
-  _, progress = worker.push(state, 0)
+  _, progress = worker.push_of(state, 0)
   chex.assert_trees_all_close(
     progress, [jnp.full_like(x, 0.25) for x in first], rtol=1e-5
   )

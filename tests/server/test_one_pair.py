@@ -34,10 +34,7 @@ PROTOCOLS = {
   "ringmaster": server.Ringmaster(batches=EIGHT, max_staleness=1),
   "h_ps": server.h_ps(16, plans=None),
 }
-KINDS = {
-  x.__name__: x
-  for x in (server.Join, server.Leave, server.Pull, server.Push, server.Expired)
-}
+KINDS = _message_record.MESSAGES
 PLANNED = server.h_ps(16, plans=PLANS)
 
 

@@ -1,16 +1,16 @@
-"""A learner of Decoupled DiLoCo in a process of its own."""
+"""A learner of Decoupled DiLoCo: local steps, fragment by fragment."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, states, transforms
+from jdist import checks, states, training, transforms
 from jdist.server import _message_codec
-from jdist.server.decoupled import _fragment_worker
 from jdist.server.gradients import _gradient_messages, _learner
 from jdist.server.gradients._merge import Pushed
 
@@ -18,27 +18,58 @@ PyTree = Any
 Leaves = list[jax.Array]
 
 
-class FragmentRunner:
-  """Takes local steps from what it was sent, and pushes their progress.
+class LearnerState(NamedTuple):
+  """State of a learner.
 
-  The `WorkerLearner` of `DecoupledDiLoCo`, as `FragmentWorker` describes it;
-  `FragmentSyncer` is its server.  Its parameters, its inner optimizer's state
-  and its feedback stay here: who begins anew has new ones, but for the
-  feedback.
+  Attributes:
+    params: its parameters.
+    opt_state: state of its inner optimizer.
+    model_state: its batch statistics.
+    base: leaves from which its progress is counted, float32 at least.
+  """
+
+  params: PyTree
+  opt_state: PyTree
+  model_state: PyTree
+  base: Leaves
+
+
+class FragmentRunner:
+  r"""Takes local steps from what it was sent, and pushes their progress.
+
+  The `WorkerLearner` of `DecoupledDiLoCo`; `FragmentSyncer` is its server.  A
+  push of fragment p is the progress since the last one, :math:`\Delta_p = b_p -
+  w_p`.  When :math:`\Theta_p` is received, the learner keeps what it has done
+  that is not in it: the pushes U that are not merged yet, and what it has not
+  pushed,
+
+  .. math:: w_p \leftarrow \Theta_p - \sum_{j \in U} \Delta_{p,j}
+            - (b_p - w_p)
+
+  Its parameters, its inner optimizer's state and its feedback stay here.  A
+  learner that begins anew keeps only the feedback.
 
   Args:
     loss_fn: as of `training.make_step`; it heeds a batch's `"mask"`.
-    optimizer: the inner one, any Optax chain; its schedules count local steps.
-    params: for their structure.
-    samples: where batches come from.
-    number: of this learner, from 0.
-    num_workers: of all.
-    sizes: to which batches are padded; each is compiled beforehand.
+    optimizer: the inner optimizer, any Optax chain; its schedules count local
+      steps.
+    params: parameters, for their structure.
+    samples: source of the batches.
+    number: number of this learner, from 0.
+    num_workers: number of all learners.
+    sizes: sizes to which batches are padded, compiled by `prepare`; None pads
+      nothing.
     fragments: as of `transforms.fragment_steps`.
-    push_codec: of the progress; None sends every bit.
+    push_codec: codec of the progress; None sends every bit.
     model_state: batch statistics, for their structure.
-    seed: of the random numbers in the loss, and of the rounding.
+    seed: seed of the random numbers in the loss, and of the rounding.
+
+  Raises:
+    ValueError: when an argument is not as described.
   """
+
+  # All local steps build on each other.
+  stateless = False
 
   def __init__(
     self,
@@ -56,17 +87,17 @@ class FragmentRunner:
     seed: int = 0,
   ):
     checks.check_optimizer("optimizer", optimizer)
-    self._worker = _fragment_worker.FragmentWorker(
-      loss_fn, optimizer, params, fragments
-    )
+    self._optimizer = optimizer
+    self._step, self._take, self._progress = _programs(loss_fn, optimizer)
     (self._codec,) = _gradient_messages.message_plans(push_codec).push
     self._samples, self._number = samples, number
     self._sizes = None if sizes is None else sorted(set(sizes))
     self._key = jax.random.key(checks.check_seed(seed))
     self._model_state = jax.tree.map(jnp.array, model_state or {})
-    self._anchor = [
-      states.wide(jnp.asarray(x)) for x in jax.tree.leaves(params)
-    ]
+    self._indices = fragment_indices(params, fragments)
+    leaves, self._structure = jax.tree.flatten(params)
+    self._dtypes = [leaf.dtype for leaf in leaves]
+    self._anchor = [states.wide(jnp.asarray(x)) for x in leaves]
     parts = self._parts(self._anchor)
     self._push_states = [
       _gradient_messages.first_state(
@@ -74,31 +105,45 @@ class FragmentRunner:
       )
       for i, part in enumerate(parts)
     ]
-    self._state: _fragment_worker.WorkerState | None = None
-    self._unmerged = _fragment_worker.Unmerged()
+    self._state: LearnerState | None = None
+    # Pushes that are not merged, by fragment and task, as the server has them.
+    self._unmerged: dict[int, dict[int, Leaves]] = {}
 
   def _parts(self, leaves: Sequence[jax.Array]) -> list[Leaves]:
-    return [[leaves[i] for i in own] for own in self._worker.indices]
+    return [[leaves[i] for i in own] for own in self._indices]
 
   def prepare(self) -> None:
     """Compiles a step of each size, and each fragment's messages."""
-    state = self._worker.start(self._anchor, self._model_state)
+    start = self.first_state(self._anchor, self._model_state)
+    found = start
     for size in self._sizes or ():
       batch = self._samples.batch(self._number, 0, 1, size=size)
-      found, _ = self._worker.step(state, batch, self._key)
+      found, _ = self._local_step(start, batch, self._key)
     for fragment, part in enumerate(self._parts(self._anchor)):
-      _, progress = self._worker.push(found, fragment)
+      _, progress = self.push_of(found, fragment)
       sent = self._encode(fragment, progress, found.model_state)[2]
+      # The program depends on the number of pushes that are not merged.
       for count in range(3):
-        taken = self._worker.take(
-          found, {fragment: part}, {fragment: [sent] * count}
-        )
+        taken = self.merged(found, {fragment: part}, {fragment: [sent] * count})
         jax.block_until_ready(taken.base)
 
-  @property
-  def stateless(self) -> bool:
-    """False: all local steps build on each other."""
-    return False
+  def first_state(
+    self, anchor: Sequence[jax.Array], model_state: PyTree, steps: int = 0
+  ) -> LearnerState:
+    """Returns the state of a learner that begins, or begins anew.
+
+    Args:
+      anchor: leaves of all parameters, as the server has them.
+      model_state: the server's batch statistics.
+      steps: local steps that the learner took before, at which its schedules
+        continue.
+    """
+    leaves = [a.astype(x) for a, x in zip(anchor, self._dtypes, strict=True)]
+    params = jax.tree.unflatten(self._structure, leaves)
+    opt_state = self._optimizer.init(params)
+    if steps:
+      opt_state = _with_count(opt_state, steps)
+    return LearnerState(params, opt_state, model_state, list(anchor))
 
   def receive(self, header: dict[str, Any], payload: np.ndarray | None) -> None:
     """Takes the merged fragments that were sent with a task."""
@@ -109,7 +154,7 @@ class FragmentRunner:
       anchor, model_state = _gradient_messages.tree_of_bytes(
         payload, (self._anchor, self._model_state)
       )
-      self._state = self._worker.start(
+      self._state = self.first_state(
         list(map(jnp.asarray, anchor)),
         jax.tree.map(jnp.asarray, model_state),
         more["steps"],
@@ -118,16 +163,48 @@ class FragmentRunner:
     assert self._state is not None, "a learner begins with all fragments"
     if not pulled:
       return
-    self._unmerged.settle({p: more["settled"][p] for p in pulled})
+    for p in pulled:
+      self._unmerged[p] = {
+        task: push
+        for task, push in self._unmerged.get(p, {}).items()
+        if task > more["settled"][p]
+      }
     parts = self._parts(self._anchor)
-    arrived = _gradient_messages.tree_of_bytes(
+    fresh = _gradient_messages.tree_of_bytes(
       payload, [parts[p] for p in pulled]
     )
-    self._state = self._worker.take(
+    self._state = self.merged(
       self._state,
-      dict(zip(pulled, arrived, strict=True)),
-      self._unmerged.of(pulled),
+      dict(zip(pulled, fresh, strict=True)),
+      {p: list(self._unmerged[p].values()) for p in pulled},
     )
+
+  def merged(
+    self,
+    state: LearnerState,
+    fresh: Mapping[int, Sequence[jax.Array]],
+    unmerged: Mapping[int, Sequence[Leaves]],
+  ) -> LearnerState:
+    """Returns the state once merged fragments have been received.
+
+    Args:
+      state: the state before.
+      fresh: leaves as the server has them, by fragment.
+      unmerged: this learner's pushes that are not in them, by fragment.
+    """
+    leaves, base = jax.tree.leaves(state.params), list(state.base)
+    for fragment, anchor in fresh.items():
+      own = self._indices[fragment]
+      params, bases = self._take(
+        [leaves[i] for i in own],
+        [base[i] for i in own],
+        list(anchor),
+        list(unmerged.get(fragment, ())),
+      )
+      for i, x, b in zip(own, params, bases, strict=True):
+        leaves[i], base[i] = x, b
+    params = jax.tree.unflatten(self._structure, leaves)
+    return state._replace(params=params, base=base)
 
   def compute(
     self, header: dict[str, Any]
@@ -135,23 +212,47 @@ class FragmentRunner:
     """Makes the local steps of a task, and returns their progress."""
     task, fragment = header["task"], header["fragment"]
     samples, passes = header["samples"], header["passes"]
-    assert self._state is not None, "a task is received before it is computed"
+    start = header["more"]["start"]
+    key = jax.random.fold_in(self._key, task)
+    # Without sizes no padding: all steps of a learner are of one size.
     each = -(-samples // passes)
-    state, loss = self._worker.steps(
-      self._state,
-      self._samples,
-      self._number,
-      (header["more"]["start"], samples, passes),
-      jax.random.fold_in(self._key, task),
-      # Without sizes no padding: all steps of a learner are of one size.
-      _gradient_messages.padded_size(self._sizes or [each], each),
-    )
-    self._state, progress = self._worker.push(state, fragment)
+    size = _gradient_messages.padded_size(self._sizes or [each], each)
+    state, loss = self._state, jnp.zeros(())
+    assert state is not None, "a task is received before it is computed"
+    for i in range(passes):
+      count = samples * (i + 1) // passes - samples * i // passes
+      batch = self._samples.batch(self._number, start, count, size=size)
+      start += count
+      state, own = self._local_step(state, batch, jax.random.fold_in(key, i))
+      loss = loss + own * (count / samples)
+    self._state, progress = self.push_of(state, fragment)
     found, self._push_states[fragment], sent = self._encode(
       fragment, progress, state.model_state
     )
-    self._unmerged.add(fragment, task, sent)
+    self._unmerged.setdefault(fragment, {})[task] = sent
     return {"loss": float(loss)}, _gradient_messages.tree_bytes(found)
+
+  def _local_step(
+    self, state: LearnerState, batch: PyTree, key: jax.Array
+  ) -> tuple[LearnerState, jax.Array]:
+    """Returns the state after a local step, and the loss before it."""
+    params, opt_state, model_state, loss = self._step(
+      state.params, state.opt_state, state.model_state, batch, key
+    )
+    return LearnerState(params, opt_state, model_state, state.base), loss
+
+  def push_of(
+    self, state: LearnerState, fragment: int
+  ) -> tuple[LearnerState, Leaves]:
+    """Returns the state and the progress of a fragment since its last push."""
+    leaves, base = jax.tree.leaves(state.params), list(state.base)
+    own = self._indices[fragment]
+    progress, now = self._progress(
+      [base[i] for i in own], [leaves[i] for i in own]
+    )
+    for i, x in zip(own, now, strict=True):
+      base[i] = x
+    return state._replace(base=base), progress
 
   def _encode(
     self, fragment: int, progress: Leaves, model_state: PyTree
@@ -160,6 +261,8 @@ class FragmentRunner:
     encode = _gradient_messages.encode_push(self._codec)
     pushed = Pushed(progress, model_state)
     message, state = encode(pushed, self._push_states[fragment])
+    # The server merges what it decodes: only that may be taken off what it
+    # sends later.
     decoded, _ = _gradient_messages.decode_push(self._codec)(message, progress)
     return message, state, decoded.grads
 
@@ -190,10 +293,76 @@ class FragmentRunner:
     parts = self._parts(self._anchor)
     state = None
     if notes["begun"]:
-      state = self._worker.start(self._anchor, self._model_state)
+      state = self.first_state(self._anchor, self._model_state)
     unmerged = [[parts[p]] * len(own) for p, own in notes["unmerged"]]
     self._push_states, self._state, found = read(
       payload, (self._push_states, state, unmerged)
     )
     for (p, tasks), pushes in zip(notes["unmerged"], found, strict=True):
       self._unmerged[p] = dict(zip(tasks, pushes, strict=True))
+
+
+def fragment_indices(
+  params: PyTree, fragments: transforms.Fragments
+) -> tuple[tuple[int, ...], ...]:
+  """Returns the numbers of each fragment's leaves, in the tree's order."""
+  labels = transforms.fragments_of(params, fragments)
+  return tuple(
+    tuple(i for i, label in enumerate(labels) if label == fragment)
+    for fragment in range(max(labels) + 1)
+  )
+
+
+@functools.lru_cache(maxsize=16)
+def _programs(
+  loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation
+) -> tuple[Callable[..., Any], ...]:
+  """Builds a learner's programs, once for equal arguments."""
+  chain = optax.with_extra_args_support(optimizer)
+  compute = training.make_gradient(loss_fn)
+
+  def step(
+    params: PyTree,
+    opt_state: PyTree,
+    model_state: PyTree,
+    batch: PyTree,
+    key: jax.Array,
+  ) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
+    found = compute(params, model_state, batch, key)
+    updates, opt_state = chain.update(
+      found.grads, opt_state, params, loss=found.loss, value=found.loss
+    )
+    params = optax.apply_updates(params, updates)
+    return params, opt_state, found.model_state, found.loss
+
+  def push(base: Leaves, leaves: Leaves) -> tuple[Leaves, Leaves]:
+    now = [states.wide(x) for x in leaves]
+    return [b - x for b, x in zip(base, now, strict=True)], now
+
+  def take(
+    leaves: Leaves, base: Leaves, anchor: Leaves, unmerged: list[Leaves]
+  ) -> tuple[Leaves, Leaves]:
+    params, bases = [], []
+    for i, (x, b, a) in enumerate(zip(leaves, base, anchor, strict=True)):
+      start = a - sum(each[i] for each in unmerged) if unmerged else a
+      now = (start - (b - states.wide(x))).astype(x.dtype)
+      params.append(now)
+      # Progress that is not pushed yet stays the same.
+      bases.append(states.wide(now) + (b - states.wide(x)))
+    return params, bases
+
+  return jax.jit(step), jax.jit(take), jax.jit(push)
+
+
+def _with_count(opt_state: PyTree, steps: int) -> PyTree:
+  """Returns an optimizer's state whose schedules have made some steps."""
+  kinds = (optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState)
+
+  def counted(state: Any) -> Any:
+    if isinstance(state, kinds):
+      return state._replace(count=jnp.full_like(state.count, steps))
+    return state
+
+  return jax.tree.map(
+    counted, opt_state, is_leaf=lambda x: isinstance(x, kinds)
+  )

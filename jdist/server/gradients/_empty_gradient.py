@@ -69,10 +69,6 @@ class EmptyServer:
     self.samples = notes["samples"]
     self._tasks = dict(map(tuple, notes["tasks"]))
 
-  def totals(self) -> dict[str, Any]:
-    """Returns the samples in updates; there is no loss."""
-    return {"samples": self.samples, "losses": []}
-
 
 class EmptyWorker:
   """Computes nothing, and sends as many bytes as its task says."""

@@ -270,10 +270,6 @@ class GradientServer:
       (self.model.params, self.model.model_state)
     )
 
-  def totals(self) -> dict[str, Any]:
-    """Returns the samples in updates, and the last of their losses."""
-    return {"samples": self.samples, "losses": list(self.losses)[-50:]}
-
 
 @functools.lru_cache(maxsize=16)
 def _update_program(optimizer: optax.GradientTransformation) -> Any:

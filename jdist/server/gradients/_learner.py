@@ -88,9 +88,6 @@ class ServerLearner(Interface):
   def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
     """Restores what `save` returned."""
 
-  def totals(self) -> dict[str, Any]:
-    """Returns what a progress line shows, in a form that JSON can hold."""
-
 
 class WorkerLearner(Interface):
   """Handles a worker's arrays; called by one thread, in the order of tasks."""

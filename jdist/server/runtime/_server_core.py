@@ -305,7 +305,7 @@ class ServerCore:
         self.boxes[str(worker)].take_tasks()
     for each in sent:
       if self._recorder is not None:
-        self._recorder.sent(each)
+        self._recorder.sent(each.reply.task, each.payload)
       generation = self.boxes[str(each.reply.worker)].generation
       self._outbox.append((each, generation))
     for timer in timers:
