@@ -7,7 +7,6 @@ it: `experiments/mp2/example.py`.
 
 from jdist.prediction._choose_cut import choose_cut as choose_cut
 from jdist.prediction._choose_cut import score_cuts as score_cuts
-from jdist.prediction._choose_cut import ScoredCut as ScoredCut
 from jdist.prediction._collector import choose_steps as choose_steps
 from jdist.prediction._collector import Collector as Collector
 from jdist.prediction._cut import Cut as Cut
@@ -18,17 +17,10 @@ from jdist.prediction._evaluate import (
 from jdist.prediction._exchange_bytes import (
   exchange_bytes as exchange_bytes,
 )
-from jdist.prediction._exchange_bytes import ExchangeBytes as ExchangeBytes
-from jdist.prediction._network import Leaf as Leaf
-from jdist.prediction._network import LeafGroup as LeafGroup
 from jdist.prediction._parameter_set import ParameterSet as ParameterSet
 from jdist.prediction._predictor import Predictor as Predictor
 from jdist.prediction._predictor import predictor as predictor
-from jdist.prediction._predictor_fit import Epoch as Epoch
 from jdist.prediction._predictor_fit import fit_predictor as fit_predictor
-from jdist.prediction._predictor_fit import (
-  FittedPredictor as FittedPredictor,
-)
 from jdist.prediction._predictor_fit import PredictorFit as PredictorFit
 from jdist.prediction._published import PUBLISHED as PUBLISHED
 from jdist.prediction._published import published_cut as published_cut

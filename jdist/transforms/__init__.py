@@ -6,32 +6,22 @@ Each is an ordinary `optax.GradientTransformation` that a user composes in
 
 from jdist.transforms import intervals as intervals
 from jdist.transforms._averaging import average_gradients as average_gradients
-from jdist.transforms._averaging import (
-  AverageGradientsState as AverageGradientsState,
-)
 from jdist.transforms._clipping import clip_deviations as clip_deviations
 from jdist.transforms._clipping import clip_local as clip_local
 from jdist.transforms._control import Control as Control
 from jdist.transforms._drain import drain as drain
-from jdist.transforms._frozen_adam import FrozenAdamState as FrozenAdamState
 from jdist.transforms._frozen_adam import (
   scale_by_frozen_adam as scale_by_frozen_adam,
 )
 from jdist.transforms._lead_step import lead_step as lead_step
-from jdist.transforms._lead_step import LeadStepState as LeadStepState
 from jdist.transforms._mean_loss import with_mean_loss as with_mean_loss
 from jdist.transforms._outer_optimizer import outer_sgd as outer_sgd
 from jdist.transforms._predicted import Predict as Predict
 from jdist.transforms._predicted import predict_rest as predict_rest
-from jdist.transforms._predicted import PredictRestState as PredictRestState
 from jdist.transforms._predicted import Splitter as Splitter
 from jdist.transforms._proximal import proximal as proximal
-from jdist.transforms._shared import Sharing as Sharing
 from jdist.transforms._shared import sharing as sharing
 from jdist.transforms._skip_nonfinite import skip_nonfinite as skip_nonfinite
-from jdist.transforms._skip_nonfinite import (
-  SkipNonfiniteState as SkipNonfiniteState,
-)
 from jdist.transforms._skip_nonfinite import skipped as skipped
 from jdist.transforms._state import arrives_after as arrives_after
 from jdist.transforms._state import averages as averages
@@ -44,15 +34,11 @@ from jdist.transforms._state import synchronized as synchronized
 from jdist.transforms._state import update_pending as update_pending
 from jdist.transforms._update_first import update_first as update_first
 from jdist.transforms._update_first import UpdateFirst as UpdateFirst
-from jdist.transforms._update_first import UpdateFirstState as UpdateFirstState
 from jdist.transforms.delays._delay_compensation import (
   compensated as compensated,
 )
 from jdist.transforms.delays._delayed_gradients import (
   delay_gradients as delay_gradients,
-)
-from jdist.transforms.delays._delayed_gradients import (
-  DelayGradientsState as DelayGradientsState,
 )
 from jdist.transforms.delays._stability import (
   stability_limit as stability_limit,

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jdist import prediction
+from jdist.prediction import _choose_cut
 from tests import _refusals
 from tests.prediction import _tiny
 from tests.prediction._fits import FIT, model, normalize
@@ -30,7 +31,7 @@ def collected(folder, seed, num_samples=8):
 
 def scored(accuracy, pushed_bytes, untrained=0.1):
   predictor = prediction.predictor(_tiny.cut())
-  return prediction.ScoredCut(predictor, {}, accuracy, untrained, pushed_bytes)
+  return _choose_cut.ScoredCut(predictor, {}, accuracy, untrained, pushed_bytes)
 
 
 @pytest.mark.slow

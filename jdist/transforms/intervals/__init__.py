@@ -6,13 +6,8 @@ same number to the bit, and the host can read it a whole round in advance.
 """
 
 from jdist.transforms.intervals._adaptive import adacomm as adacomm
-from jdist.transforms.intervals._adaptive import AdaCommState as AdaCommState
 from jdist.transforms.intervals._adaptive import msdpu as msdpu
-from jdist.transforms.intervals._adaptive import (
-  MsdpuIntervalState as MsdpuIntervalState,
-)
 from jdist.transforms.intervals._growth import growth as growth
-from jdist.transforms.intervals._growth import GrowthState as GrowthState
 from jdist.transforms.intervals._policy import IntervalPolicy as IntervalPolicy
 from jdist.transforms.intervals._policy import UNKNOWN_LOSS as UNKNOWN_LOSS
 from jdist.transforms.intervals._scheduled_interval import (
@@ -24,9 +19,6 @@ from jdist.transforms.intervals._scheduled_interval import (
 from jdist.transforms.intervals._scheduled_interval import fixed as fixed
 from jdist.transforms.intervals._scheduled_interval import (
   post_local as post_local,
-)
-from jdist.transforms.intervals._scheduled_interval import (
-  PostLocalState as PostLocalState,
 )
 from jdist.transforms.intervals._scheduled_interval import qsr as qsr
 from jdist.transforms.intervals._scheduled_interval import (
