@@ -12,6 +12,8 @@ from jdist.reducers._compressed import compressed as compressed
 from jdist.reducers._compression import check_compression as check_compression
 from jdist.reducers._compression import Compression as Compression
 from jdist.reducers._compression import CompressionState as CompressionState
+from jdist.reducers._compression import flush_of as flush_of
+from jdist.reducers._compression import mean_of as mean_of
 from jdist.reducers._compression import note as note
 from jdist.reducers._compression import reductions as reductions
 from jdist.reducers._feedback import check_contractive as check_contractive
@@ -44,8 +46,9 @@ from jdist.reducers._reducer import Reducer as Reducer
 from jdist.reducers._scheduled import Scheduled as Scheduled
 from jdist.reducers._scheduled import ScheduledState as ScheduledState
 from jdist.reducers._scheduled import warm_up as warm_up
-from jdist.reducers._sharded import row_axes as row_axes
+from jdist.reducers._sharded import rows_over as rows_over
 from jdist.reducers._sharded import Sharded as Sharded
+from jdist.reducers._sharded import split_axes as split_axes
 from jdist.reducers._sharded_feedback import (
   ShardedFeedbackState as ShardedFeedbackState,
 )

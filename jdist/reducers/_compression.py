@@ -218,6 +218,44 @@ class Compression:
     return out, self.feedback.keep_cast(rest, feedback)
 
 
+def mean_of(
+  compression: Compression | None,
+  tree: PyTree,
+  exact: PyTree,
+  state: PyTree,
+  axis: collectives.Axis,
+) -> tuple[PyTree, PyTree, PyTree]:
+  """Takes the workers' mean of a tree, compressed or not; collective.
+
+  Args:
+    compression: how the mean of `tree` is taken; None takes it exactly.
+    tree: this worker's.
+    exact: a few numbers whose mean is taken exactly in any case.
+    state: the compression's; `()` without one.
+    axis: the workers' axis.
+
+  Returns:
+    The means of both trees, and the new state.
+  """
+  if compression is None:
+    mean, others = collectives.mean((tree, exact), axis)
+    return mean, others, state
+  mean, state = compression.mean(tree, state, axis)
+  return mean, collectives.mean(exact, axis), state
+
+
+def flush_of(
+  compression: Compression | None,
+  tree: PyTree,
+  state: PyTree,
+  axis: collectives.Axis,
+) -> tuple[PyTree, PyTree]:
+  """Takes the exact mean of a tree and of all residuals; collective."""
+  if compression is None:
+    return collectives.mean(tree, axis), state
+  return compression.flush(tree, state, axis)
+
+
 def check_compression(value: Any) -> None:
   """Raises a ValueError unless `value` is a compression or None."""
   wanted = (

@@ -1,7 +1,7 @@
 """Shards: every device of a worker reduces its own parts of the leaves."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -185,16 +185,28 @@ def rows_over(axes: tuple[str, ...]) -> str:
   return _ROWS + ",".join(axes)
 
 
-def row_axes(key: Any) -> tuple[str, ...] | None:
-  """Returns the mesh axes over which rows under a key are split, if they are.
+def split_axes(path: Iterable[Any]) -> tuple[str, ...] | None:
+  """Returns the mesh axes over which the rows of a state's leaf are split.
 
-  >>> row_axes("shards:x,y"), row_axes("shards:"), row_axes("kernel")
-  (('x', 'y'), (), None)
+  Args:
+    path: the leaf's key path in an optimizer's state.
+
+  Returns:
+    The axes, `()` for rows that are not split; None for other leaves, which
+    are split as the parameters are or not at all.
+
+  >>> state = {"shards:x,y": 1, "shards:": 2, "kernel": 3}
+  >>> paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+  >>> [split_axes(path) for path in paths]
+  [None, (), ('x', 'y')]
   """
-  if not isinstance(key, str) or not key.startswith(_ROWS):
-    return None
-  names = key.removeprefix(_ROWS)
-  return tuple(names.split(",")) if names else ()
+  for step in path:
+    key = getattr(step, "key", None)
+    if isinstance(key, str) and key.startswith(_ROWS):
+      # Behind a slash a sender names the dtype of a buffer.
+      names, _, _ = key.removeprefix(_ROWS).partition("/")
+      return tuple(names.split(",")) if names else ()
+  return None
 
 
 def _names(group: _Group, tree: PyTree) -> list[tuple[int, str]]:
@@ -209,10 +221,9 @@ def _named(group: _Group, tree: PyTree, leaves: list[Any]) -> dict[str, Any]:
 
 
 def _row_specs(state: PyTree) -> PyTree:
-  return {
-    name: jax.tree.map(lambda _, n=name: PartitionSpec(row_axes(n)), one)
-    for name, one in state.items()
-  }
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: PartitionSpec(split_axes(path)), state
+  )
 
 
 def _row(state: PyTree, group: _Group) -> PyTree:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, collectives, transforms
+from jdist import checks, collectives, reducers, transforms
 
 PyTree = Any
 
@@ -101,7 +101,7 @@ def _split_alike(
   def spec_of(path: Any, leaf: Any) -> jax.sharding.PartitionSpec:
     # A flat buffer of several leaves resembles no parameter, so that its owner
     # declares its axes.
-    if (axes := transforms.buffer_axes(path)) is not None:
+    if (axes := reducers.split_axes(path)) is not None:
       return jax.sharding.PartitionSpec(axes)
     for end, shape, spec in known:
       if path[len(path) - len(end) :] != end:

@@ -79,21 +79,19 @@ from jdist.transforms.local._fragments import Fragments as Fragments
 from jdist.transforms.local._fragments import fragments_of as fragments_of
 from jdist.transforms.local._fragments import FragmentsState as FragmentsState
 from jdist.transforms.local._local_steps import local_steps as local_steps
-from jdist.transforms.local._round_state import Flight as Flight
-from jdist.transforms.local._round_state import (
-  LocalStepsState as LocalStepsState,
-)
-from jdist.transforms.local._round_state import RoundClock as RoundClock
-from jdist.transforms.local._round_state import SyncState as SyncState
+from jdist.transforms.local._round import Average as Average
+from jdist.transforms.local._round import OuterStep as OuterStep
+from jdist.transforms.local._round import Round as Round
+from jdist.transforms.local._round import RoundClock as RoundClock
+from jdist.transforms.local._round import SyncRule as SyncRule
 from jdist.transforms.local._slow_momentum import Buffers as Buffers
 from jdist.transforms.local._slow_momentum import SlowMomentum as SlowMomentum
 from jdist.transforms.local._slow_momentum import (
   SlowMomentumState as SlowMomentumState,
 )
-from jdist.transforms.local._streaming import buffer_axes as buffer_axes
-from jdist.transforms.local._streaming import Stream as Stream
-from jdist.transforms.local._streaming import StreamState as StreamState
-from jdist.transforms.local._sync_rule import Average as Average
-from jdist.transforms.local._sync_rule import OuterStep as OuterStep
-from jdist.transforms.local._sync_rule import Round as Round
-from jdist.transforms.local._sync_rule import SyncRule as SyncRule
+from jdist.transforms.local._stream import Stream as Stream
+from jdist.transforms.local._sync_state import Flight as Flight
+from jdist.transforms.local._sync_state import (
+  LocalStepsState as LocalStepsState,
+)
+from jdist.transforms.local._sync_state import SyncState as SyncState

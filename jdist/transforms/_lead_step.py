@@ -8,7 +8,7 @@ import optax
 
 from jdist import checks, collectives, reducers, states
 from jdist.transforms import _control, intervals
-from jdist.transforms.local import _anchor, _round_state, _sender
+from jdist.transforms.local import _anchor, _round
 
 PyTree = Any
 # Users have written one of these two names.
@@ -33,7 +33,7 @@ class LeadStepState(NamedTuple):
     compression: The compression's state, `()` without one.
   """
 
-  clock: _round_state.RoundClock
+  clock: _round.RoundClock
   anchor: PyTree
   inner: PyTree
   outer: PyTree
@@ -101,12 +101,11 @@ def lead_step(
   )
   reducers.check_compression(compression)
   optimizer, local = map(collectives.for_workers, (optimizer, local))
-  sender = _sender.Sender(axis, compression)
 
   def init_fn(params: optax.Params) -> LeadStepState:
     anchor = jax.tree.map(_anchor.wide_copy, params)
     return LeadStepState(
-      clock=_round_state.start_clock(intervals.fixed(1)),
+      clock=_round.start_clock(intervals.fixed(1)),
       anchor=anchor,
       inner=local.init(params),
       outer=optimizer.init(anchor),
@@ -141,10 +140,10 @@ def lead_step(
       late = state.clock.step >= warmup_steps
       sent = _anchor.either(late, sent, present)
       arrived = arrived | ~late
-    mean, memory = sender.mean_now(
-      _sender.Contribution(sent, ()), state.compression
+    mean, _, memory = reducers.mean_of(
+      compression, sent, (), state.compression, axis
     )
-    state = arrive(state, mean.message, memory, arrived)
+    state = arrive(state, mean, memory, arrived)
     own, inner = local.update(updates, state.inner, params, **extra_args)
     inner = _anchor.either(late, inner, state.inner)
 
@@ -185,8 +184,9 @@ def lead_step(
     state: LeadStepState, params: optax.Params
   ) -> tuple[optax.Updates, LeadStepState]:
     """Applies the late mean, and moves the workers to the anchor."""
-    held = _sender.Contribution(state.held, ())
-    mean, memory = sender.flush(held, state.compression)
+    mean, memory = reducers.flush_of(
+      compression, state.held, state.compression, axis
+    )
     state = arrive(state, mean, memory, state.in_flight)
     rounds = state.clock.round + state.in_flight.astype(jnp.int32)
     state = state._replace(

@@ -12,7 +12,7 @@ import optax
 
 from jdist import checks, collectives, states
 from jdist.transforms import _control, _shared, _state, intervals
-from jdist.transforms.local import _anchor, _round_state
+from jdist.transforms.local import _anchor, _round
 
 PyTree = Any
 Predict = Callable[[PyTree, PyTree], PyTree]
@@ -46,7 +46,7 @@ class PredictRestState(NamedTuple):
     rest: The state of the residual's transformation, `()` without one.
   """
 
-  clock: _round_state.RoundClock
+  clock: _round.RoundClock
   anchor: PyTree
   kept: jax.Array
   predicted: PyTree
@@ -189,7 +189,7 @@ def predict_rest(
       if rest is not None:
         _check_together("rest", rest_state)
     return PredictRestState(
-      clock=_round_state.start_clock(intervals.fixed(1))._replace(
+      clock=_round.start_clock(intervals.fixed(1))._replace(
         interval=jnp.array(_state.interval(front_state), jnp.int32)
       ),
       anchor=jax.tree.map(_anchor.wide_copy, params),

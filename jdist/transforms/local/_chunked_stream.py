@@ -1,37 +1,46 @@
-"""Streaming by few bytes: sub-tensors through a reducer, some in every step.
+"""Streaming: a message is sent in sub-tensors, some of them in every step.
 
-A sub-tensor has a number, a reducer's state and a random key of its own, so
-that nothing in it depends on when it is sent.  The feedback acts once a round
-on the whole message.
+The sub-tensors are read from the state, so that none of them waits for the
+step's gradients, and the step waits for none of them.  A compressed one has a
+number, a reducer's state and a random key of its own: nothing in it depends on
+the step in which it is sent.  The feedback acts once a round, on the whole
+message.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jdist import collectives, reducers, states
-from jdist.transforms.local import _anchor, _sender
+from jdist.transforms.local import _anchor, _sender, _stream, _sync_state
 
 PyTree = Any
+SyncState: TypeAlias = _sync_state.SyncState
 
 
 @states.declare(shared=("arrived", "mean_loss", "position"), streams=True)
 class ChunkedStreamState(NamedTuple):
-  """A message under way, part by part.
+  """A message of which some sub-tensors were sent.
 
-  Rows are float32 [parts, entries], under the name of the leaves' dtype.
+  Each bucket, one for a kind of leaves, is an array under its name.  Compressed
+  ones are rows `[sub-tensors, entries]`.  Exact ones are `[1, entries]`, or
+  `[devices, entries]` for a worker that is itself sharded.
 
   Attributes:
-    progress: the message as it is, a tree; `()` without a feedback, when
-      `sent` holds just that.
-    loss: the round's mean loss, float32 scalar; `()` if none is needed.
-    sent: rows of what this worker wants to send.
-    arrived: rows of the workers' mean, those before `position`.
-    shares: rows of what this worker has sent; `()` without a feedback.
-    mean_loss: the workers' mean of the loss; `()` if none is needed.
-    position: how many parts have arrived, int32 scalars.
+    progress: the message, a tree; `()` without a feedback, where `sent` holds
+      the same numbers.
+    loss: the round's mean loss, float32 scalar; `()` if none is needed, or if
+      it is a part of an exact message.
+    sent: the buckets that this worker wants to send.
+    arrived: buckets of the workers' mean, valid before `position`.
+    shares: buckets of what this worker has sent; `()` without a feedback.
+    mean_loss: the workers' mean of `loss`.
+    position: how many sub-tensors (or entries, if exact) were received, an
+      int32 scalar for each bucket, by their sorted names.
   """
 
   progress: PyTree
@@ -40,270 +49,395 @@ class ChunkedStreamState(NamedTuple):
   arrived: dict[str, jax.Array]
   shares: Any
   mean_loss: Any
-  position: dict[str, jax.Array]
+  position: tuple[jax.Array, ...]
+
+
+class Part(NamedTuple):
+  """A sub-tensor that is sent in this step.
+
+  Attributes:
+    start: its number, or its first entry if it is exact.
+    own: this worker's entries, if it is exact.
+    result: a `Reduced`, or of an exact one the mean but for its last division.
+  """
+
+  start: jax.Array
+  own: Any
+  result: Any
 
 
 class Sent(NamedTuple):
-  """A part that is sent in this step, `fresh` if it was not sent before.
+  """The sub-tensors of each bucket that a step sends, and the loss."""
 
-  `name` is the dtype's, alone in a dict that has no arrays.
+  parts: tuple[tuple[Part, ...], ...]
+  loss: Any
+
+
+class _Layout(NamedTuple):
+  """The buckets of a message, made once for parameters of one form."""
+
+  names: tuple[str, ...]
+  buckets: collectives.Buckets
+  like: PyTree
+
+  def pack(self, tree: PyTree) -> dict[str, jax.Array]:
+    return dict(zip(self.names, self.buckets.pack(tree), strict=True))
+
+  def unpack(self, rows: dict[str, jax.Array]) -> PyTree:
+    return self.buckets.unpack([rows[name] for name in self.names], self.like)
+
+
+class ChunkedStream:
+  """Sends some sub-tensors of a message in every step, from the state.
+
+  The number of steps in which a message is sent is static, and may change from
+  step to step: `position` says what was sent before, so that nothing is lost.
+
+  Args:
+    stream: how an exact message is cut.
+    compression: a compression by `reducers.Chunked`; None for exact means.
+    axis: the workers' axis.
+    like: from the anchor to the form of a message.
+    needs_loss: whether a message has a loss.
   """
-
-  name: dict[str, tuple[()]]
-  number: jax.Array
-  fresh: jax.Array
-  reduced: reducers.Reduced
-
-
-class ChunkedStream(_sender.Sender):
-  """Sends parts of the message in every step, from the state, by a reducer.
-
-  The compression's reducer is a `reducers.Chunked`; of `like`, a contribution,
-  only shapes matter.
-  """
-
-  compression: reducers.Compression
 
   def __init__(
     self,
-    compression: reducers.Compression,
+    stream: _stream.Stream,
+    compression: reducers.Compression | None,
     axis: collectives.Axis,
-    like: _sender.Contribution,
+    like: Callable[[PyTree], PyTree],
+    needs_loss: bool,
   ):
-    super().__init__(axis, compression)
-    self._feeds_back = compression.feedback is not None
-    self._parts = compression.reducer
-    # Progress is float32 at the least, and so is what is wanted of it.
-    self._shape = like.message
-    buckets = self._parts.buckets(like.message).buckets
-    self._buckets = {bucket.name: bucket for bucket in buckets}
+    self.compression, self.axis = compression, axis
+    self._stream, self._like = stream, like
+    self._loss = jax.ShapeDtypeStruct((), jnp.float32) if needs_loss else ()
+    self._layouts: dict[Any, _Layout] = {}
+    # A compression decodes rows one by one; exact means need no rows, and are
+    # cut where it suits the number of steps.
+    self._exact = compression is None
+    self._dim = 1 if compression is None else 0
+    self._feeds_back = (
+      compression is not None and compression.feedback is not None
+    )
 
   def hold(
-    self,
-    new: _sender.Contribution,
-    before: ChunkedStreamState | None,
-    memory: reducers.CompressionState,
+    self, new: _sender.Contribution, state: SyncState
   ) -> ChunkedStreamState:
-    """Splits what this worker wants to send into rows."""
-    wanted, _ = self.compression.prepare(new.message, memory)
-    sent = self._parts.pack(wanted)
-    # Overwritten by what arrives next.
-    rows = jax.tree.map(jnp.zeros_like, sent)
-    keeps = self._feeds_back
+    """Packs what this worker wants to send into buckets."""
+    layout, keeps = self._layout(state.anchor), self._feeds_back
+    before = getattr(state.flight, "held", None)
+    if self.compression is None:
+      sent, loss = layout.pack(new), ()
+    else:
+      wanted, _ = self.compression.prepare(new.message, state.compression)
+      sent, loss = layout.pack(wanted), new.exact
     if before is None:
+      # Later rounds leave the old means there: they are overwritten before
+      # they are read, and to clear them would cost a pass over the memory.
+      rows = jax.tree.map(jnp.zeros_like, sent)
       before = ChunkedStreamState(
         (), (), {}, rows, jax.tree.map(jnp.copy, rows) if keeps else (),
-        jax.tree.map(jnp.zeros_like, new.exact), {},
+        jax.tree.map(jnp.zeros_like, loss), (),
       )  # fmt: skip
     return before._replace(
       progress=new.message if keeps else (),
-      loss=new.exact,
+      loss=loss,
       sent=sent,
-      position={name: jnp.zeros((), jnp.int32) for name in sent},
+      position=tuple(jnp.zeros((), jnp.int32) for _ in sent),
     )
 
-  def own(self, held: ChunkedStreamState) -> _sender.Contribution:
+  def own(self, state: SyncState) -> Any:
+    """Returns this worker's contribution that is held."""
+    held = state.flight.held
     if self._feeds_back:
       return _sender.Contribution(held.progress, held.loss)
-    progress = self._parts.unpack(held.sent, self._shape)
-    return _sender.Contribution(progress, held.loss)
+    found = self._layout(state.anchor).unpack(held.sent)
+    return found if self._exact else _sender.Contribution(found, held.loss)
 
-  def send(
-    self,
-    held: ChunkedStreamState,
-    steps: int,
-    memory: reducers.CompressionState,
-  ) -> tuple[Any, ...]:
-    key = self.compression.key(memory)
-    states = memory.reducer
+  def send(self, state: SyncState, steps: int) -> Sent:
+    """Starts the next sub-tensors; nothing waits for them yet."""
+    held, memory = state.flight.held, state.compression
+    layout = self._layout(state.anchor)
+    key = None if self.compression is None else self.compression.key(memory)
     found = []
-    for name, bucket in self._buckets.items():
-      if bucket.num_rows % steps:
-        raise ValueError(
-          "`stream_steps` must divide the number of sub-tensors, so that "
-          f"nothing is sent twice, got {steps} for {bucket.num_rows}. Give "
-          "`Compression(reducers.Chunked(reducer, multiple=...))` a multiple "
-          "of all numbers of steps."
-        )
-      reducers.note(self._parts.reducer, bucket.row, self.axis)
-      for i in range(bucket.num_rows // steps):
-        position = held.position[name] + i
-        number = jnp.minimum(position, bucket.num_rows - 1)
-        row, before = _row((held.sent[name], states[name]), number)
-        reduced = self._parts.reduce_chunk(
-          bucket, number, row, before, key, self.axis
-        )
-        fresh = position < bucket.num_rows
-        found.append(Sent({name: ()}, number, fresh, reduced))
-    # One number, and exactly: in every step, since a step cannot know whether
-    # it is the first.
-    loss = collectives.start_mean(held.loss, self.axis)
-    return (tuple(found), loss)
+    for name, bucket, position in zip(
+      layout.names, layout.buckets.buckets, held.position, strict=True
+    ):
+      whole = held.sent[name]
+      number, size = self._cut(bucket, whole, steps, memory)
+      parts, length = [], whole.shape[self._dim]
+      for _ in range(number):
+        # The last one begins earlier, so that all have one size.
+        start = jnp.minimum(position, length - size)
+        own = jax.lax.dynamic_slice_in_dim(whole, start, size, self._dim)
+        if self.compression is None:
+          total = collectives.start_mean(own, self.axis)
+          parts.append(Part(start, own, total))
+        else:
+          chunks, row = self.compression.reducer, own[0]
+          reducers.note(chunks.reducer, row, self.axis)
+          state = _row(memory.reducer[name], start)
+          reduced = chunks.reduce_chunk(
+            bucket, start, row, state, key, self.axis
+          )
+          parts.append(Part(start, (), reduced))
+        position = jnp.minimum(position + size, length)
+      found.append(tuple(parts))
+    # The loss is a number, which every step sends: no step can know whether it
+    # is the round's first.
+    loss = held.loss
+    if not isinstance(loss, tuple):
+      loss = collectives.start_mean(loss, self.axis)
+    return Sent(tuple(found), loss)
 
   def receive(
-    self,
-    held: ChunkedStreamState,
-    sent: tuple[Any, ...],
-    memory: reducers.CompressionState,
-    in_flight: jax.Array,
-    *,
-    write_back: bool = True,
-  ) -> tuple[ChunkedStreamState, reducers.CompressionState]:
-    """Stores what has been sent, in the conditional at the step's end.
+    self, state: SyncState, sent: Sent, *, write_back: bool = True
+  ) -> SyncState:
+    """Stores the means of what was sent in this step.
 
-    Of a message that is none, before the first delayed round, the reducer's
-    state stays as it is.
+    It stands in the conditional at the step's end, and with `write_back` it
+    writes an exact part back to where it was read: so the memory of both is
+    used until then.  XLA's CPU compiler would otherwise give it to the
+    computation, which then waits for the communication that it should hide.
+    On GPUs this would cost two copies of the whole message.
     """
-    del write_back  # Parts are compressed before, and not held here.
-    found, loss = sent
-    arrived, position = dict(held.arrived), dict(held.position)
+    held, memory, flight = state.flight.held, state.compression, state.flight
+    own, arrived = dict(held.sent), dict(held.arrived)
     shares = dict(held.shares) if self._feeds_back else {}
-    states = dict(memory.reducer)
-    for part in found:
-      ((name, _),) = part.name.items()
-      mean, share, new = part.reduced
-      at = part.number
-      arrived[name] = _with_row(arrived[name], mean, at, part.fresh)
-      if shares:
-        shares[name] = _with_row(shares[name], share, at, part.fresh)
-      states[name] = _with_row(states[name], new, at, part.fresh & in_flight)
-      position[name] = position[name] + part.fresh.astype(jnp.int32)
+    states = {} if self._exact else dict(memory.reducer)
+    for name, parts, position in zip(
+      sorted(own), sent.parts, held.position, strict=True
+    ):
+      for part in parts:
+        if self._exact:
+          mean = collectives.finish_mean(part.result, self.axis)
+          arrived[name] = _with_entries(arrived[name], mean, part.start)
+          if write_back:
+            own[name] = _with_entries(own[name], part.own, part.start)
+          continue
+        mean, share, new = part.result
+        # A row that was received before stays, and so does its state: to apply
+        # a reducer twice would count what it holds back twice.
+        fresh = part.start >= position
+        arrived[name] = _with_row(arrived[name], mean, part.start, fresh)
+        if shares:
+          shares[name] = _with_row(shares[name], share, part.start, fresh)
+        # Before the first delayed round the message is empty, and leaves no
+        # trace in the reducer's state.
+        fresh &= flight.in_flight
+        states[name] = _with_row(states[name], new, part.start, fresh)
     held = held._replace(
+      sent=own,
       arrived=arrived,
       shares=shares if self._feeds_back else (),
-      position=position,
-      mean_loss=collectives.finish_mean(loss, self.axis),
+      position=self._positions(held, sent),
     )
-    return held, memory._replace(reducer=states)
+    if not isinstance(sent.loss, tuple):
+      loss = collectives.finish_mean(sent.loss, self.axis)
+      held = held._replace(mean_loss=loss)
+    if not self._exact:
+      memory = memory._replace(reducer=states)
+    return state._replace(flight=flight._replace(held=held), compression=memory)
 
-  def complete(
-    self, held: ChunkedStreamState, sent: tuple[Any, ...] = ()
-  ) -> jax.Array:
-    position = dict(held.position)
-    for part in sent[0] if sent else ():
-      ((name, _),) = part.name.items()
-      position[name] = position[name] + part.fresh.astype(jnp.int32)
+  def complete(self, state: SyncState, sent: Any = None) -> jax.Array:
+    """Returns whether all was received, with what this step sends."""
+    held = state.flight.held
     there = [
-      position[name] >= bucket.num_rows
-      for name, bucket in self._buckets.items()
+      position >= held.sent[name].shape[self._dim]
+      for name, position in zip(
+        sorted(held.sent), self._positions(held, sent), strict=True
+      )
     ]
     return jnp.stack(there).all() if there else jnp.asarray(True)
 
   def mean(
     self,
-    held: ChunkedStreamState,
+    state: SyncState,
     present: _sender.Contribution,
     late: jax.Array | bool,
     steps: int | None,
-    memory: reducers.CompressionState,
-  ) -> tuple[_sender.Contribution, reducers.CompressionState]:
-    progress, loss = _anchor.either(late, self.own(held), present)
-    prepared, feedback = self.compression.prepare(progress, memory)
-    have = (
-      held.arrived, held.shares, memory.reducer,
-      held.mean_loss,
-    )  # fmt: skip
-    if steps is not None:
-      wanted, arrived = held.sent, have
-    else:
-      wanted = _anchor.either(late, held.sent, self._parts.pack(prepared))
-      done = _anchor.either(
-        late, held.position, jax.tree.map(jnp.zeros_like, held.position)
-      )
-      # Of what was streamed before there is nothing left to send.
-      arrived = jax.lax.cond(
-        collectives.agreed(late & self.complete(held), self.axis),
+  ) -> tuple[_sender.Contribution, Any]:
+    """Takes the workers' mean of what is held, or of `present` if not `late`.
+
+    With `steps` all was streamed; otherwise what is missing is sent now.
+    """
+    held, memory = state.flight.held, state.compression
+    layout, feedback, prepared = self._layout(state.anchor), (), present
+    have: Any = held.arrived, held.shares, (), held.mean_loss
+    if self.compression is not None:
+      have = held.arrived, held.shares, memory.reducer, held.mean_loss
+      present = _anchor.either(late, self.own(state), present)
+      prepared, feedback = self.compression.prepare(present.message, memory)
+    wanted = held.sent
+    if steps is None:
+      done = held.position
+      if late is not True:
+        wanted = _anchor.either(late, wanted, layout.pack(prepared))
+        done = _anchor.either(late, done, jax.tree.map(jnp.zeros_like, done))
+
+      def send_rest() -> Any:
+        rest = self._send_rest(layout, wanted, have, done, memory)
+        if self._exact:
+          return rest
+        return *rest[:3], collectives.mean(present.exact, self.axis)
+
+      # Nothing remains to send if the whole message was streamed.
+      have = jax.lax.cond(
+        collectives.agreed(late & self.complete(state), self.axis),
         lambda: collectives.varying(have, self.axis),
-        lambda: collectives.varying(
-          (
-            *self._send_rest(wanted, have[:3], done, memory),
-            collectives.mean(loss, self.axis),
-          ),
-          self.axis,
-        ),
+        lambda: collectives.varying(send_rest(), self.axis),
       )
-    means, shares, states, mean_loss = arrived
+    means, shares, states, mean_loss = have
+    if self.compression is None:
+      return layout.unpack(means), memory
     if self._feeds_back:
-      shares = self._parts.unpack(shares, self._shape)
+      shares, wanted = map(layout.unpack, (shares, wanted))
     mean, feedback = self.compression.finish(
-      self._parts.unpack(means, self._shape),
-      shares,
-      self._parts.unpack(wanted, self._shape),
-      feedback,
+      layout.unpack(means), shares, wanted, feedback
     )
-    mean = optax.tree.cast_like(mean, self._shape)
+    mean = optax.tree.cast_like(mean, layout.like)
     new = memory._replace(
       step=optax.safe_increment(memory.step), reducer=states, feedback=feedback
     )
     out = _sender.Contribution(mean, mean_loss), new
     return collectives.varying(out, self.axis)
 
-  def flush(
-    self, held: ChunkedStreamState, memory: reducers.CompressionState
-  ) -> tuple[PyTree, reducers.CompressionState]:
-    """Takes the mean with every bit, and of what is held back beside it.
+  def flush(self, state: SyncState) -> tuple[PyTree, Any]:
+    """Takes the exact mean of the message and of all residuals.
 
-    What has arrived is not sent again; what it has left out is sent, where
-    there is a feedback.
+    What was received is not sent again; what it left out is sent, if a
+    feedback kept it.
     """
-
-    def left(name: str, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-      rows = jnp.arange(wanted.shape[0])[:, None] < held.position[name]
-      mean = jnp.where(rows, held.arrived[name], 0)
-      if self._feeds_back:
-        return mean, wanted - jnp.where(rows, held.shares[name], 0)
-      return mean, jnp.where(rows, 0, wanted)
-
-    each = {name: left(name, rows) for name, rows in held.sent.items()}
-    rest = collectives.mean({k: v[1] for k, v in each.items()}, self.axis)
-    means = {name: each[name][0] + rest[name] for name in each}
-    owned, kept = self._parts.flush(memory.reducer, self._shape, self.axis)
-    mean = jax.tree.map(
-      lambda m, h: (m + h).astype(m.dtype),
-      self._parts.unpack(means, self._shape),
-      owned,
+    if self.compression is None:
+      message = self.own(state).message
+      return collectives.mean(message, self.axis), ()
+    held, memory = state.flight.held, state.compression
+    layout, rests, means = self._layout(state.anchor), {}, {}
+    for name, position in zip(layout.names, held.position, strict=True):
+      wanted = held.sent[name]
+      rows = jnp.arange(wanted.shape[0])[:, None] < position
+      means[name] = jnp.where(rows, held.arrived[name], 0)
+      rests[name] = (
+        wanted - jnp.where(rows, held.shares[name], 0)
+        if self._feeds_back
+        else jnp.where(rows, 0, wanted)
+      )
+    rests = collectives.mean(rests, self.axis)
+    means = {name: means[name] + rests[name] for name in means}
+    owned, kept = self.compression.reducer.flush(
+      memory.reducer, layout.like, self.axis
     )
-    progress = self.own(held).message
+    mean = jax.tree.map(
+      lambda m, h: (m + h).astype(m.dtype), layout.unpack(means), owned
+    )
+    progress = self.own(state).message
     _, feedback = self.compression.prepare(progress, memory)
-    wanted = self._parts.unpack(held.sent, self._shape)
+    wanted = layout.unpack(held.sent)
     mean, feedback = self.compression.finish(mean, wanted, wanted, feedback)
     new = memory._replace(
       step=optax.safe_increment(memory.step), reducer=kept, feedback=feedback
     )
-    mean = optax.tree.cast_like(mean, self._shape)
+    mean = optax.tree.cast_like(mean, layout.like)
     return collectives.varying((mean, new), self.axis)
 
   def _send_rest(
     self,
+    layout: _Layout,
     wanted: dict[str, jax.Array],
-    have: tuple[Any, Any, Any],
-    done: dict[str, jax.Array],
-    memory: reducers.CompressionState,
-  ) -> tuple[Any, Any, Any]:
-    """All parts at once; what has arrived stays as it is."""
-    reducers.note(self._parts, self._shape, self.axis)
+    have: tuple[Any, ...],
+    done: tuple[jax.Array, ...],
+    memory: Any,
+  ) -> tuple[Any, ...]:
+    """Sends all that is missing at once, and keeps what was received."""
+    if self.compression is None:
+      return collectives.mean(wanted, self.axis), *have[1:]
+    chunks, keeps = self.compression.reducer, self._feeds_back
+    reducers.note(chunks, layout.like, self.axis)
     key = self.compression.key(memory)
-    keeps = self._feeds_back
     means, shares, states = {}, {}, {}
-    for name, bucket in self._buckets.items():
+    for name, bucket, position in zip(
+      layout.names, layout.buckets.buckets, done, strict=True
+    ):
 
-      def one(_: None, part: Any, bucket: Any = bucket) -> tuple[None, Any]:
-        number, row, mean, share, before = part
-        reduced = self._parts.reduce_chunk(
-          bucket, number, row, before, key, self.axis
+      def one(
+        _: None, part: Any, bucket: Any = bucket, position: Any = position
+      ) -> tuple[None, Any]:
+        number, row, before = part
+        mean, share, state = chunks.reduce_chunk(
+          bucket, number, row, before[2], key, self.axis
         )
-        new = (reduced.mean, reduced.own_share if keeps else (), reduced.state)
-        old = (mean, share, before)
-        kept = _anchor.either(number < done[bucket.name], old, new)
+        new = mean, share if keeps else (), state
+        kept = _anchor.either(number < position, before, new)
         return None, collectives.varying(kept, self.axis)
 
-      parts = (
-        jnp.arange(bucket.num_rows), wanted[name], have[0][name],
-        have[1][name] if keeps else (), have[2][name],
-      )  # fmt: skip
+      before = have[0][name], have[1][name] if keeps else (), have[2][name]
+      parts = jnp.arange(bucket.num_rows), wanted[name], before
       _, found = jax.lax.scan(one, None, parts)
       means[name], shares[name], states[name] = found
     return means, shares if keeps else (), states
+
+  def _cut(
+    self, bucket: Any, whole: jax.Array, steps: int, memory: Any
+  ) -> tuple[int, int]:
+    """Returns the number of a bucket's parts in a step, and their size."""
+    if self._exact:
+      return self._stream.cut(
+        whole.shape[1], steps, itemsize=whole.dtype.itemsize
+      )
+    if bucket.num_rows % steps:
+      raise ValueError(
+        "`stream_steps` must divide the number of sub-tensors, so that "
+        f"nothing is sent twice, got {steps} for {bucket.num_rows}. Give "
+        "`Compression(reducers.Chunked(reducer, multiple=...))` a multiple "
+        "of all numbers of steps."
+      )
+    return bucket.num_rows // steps, 1
+
+  def _positions(
+    self, held: ChunkedStreamState, sent: Any
+  ) -> tuple[jax.Array, ...]:
+    """Returns how far each bucket is received, with what this step sends."""
+    if not isinstance(sent, Sent):
+      return held.position
+    found = []
+    for name, parts, position in zip(
+      sorted(held.sent), sent.parts, held.position, strict=True
+    ):
+      length = held.sent[name].shape[self._dim]
+      size = parts[0].own.shape[1] if self._exact and parts else 1
+      found.append(jnp.minimum(position + len(parts) * size, length))
+    return tuple(found)
+
+  def _layout(self, anchor: PyTree) -> _Layout:
+    """Lays out a message once, however often a program asks for it."""
+    leaves, structure = jax.tree.flatten(anchor)
+    # The shards of a sharded worker depend on the mesh of the program.
+    key = (
+      structure,
+      tuple((x.shape, x.dtype) for x in leaves),
+      jax.sharding.get_abstract_mesh(),
+    )
+    if key in self._layouts:
+      return self._layouts[key]
+    likes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    like = self._like(jax.tree.unflatten(structure, likes))
+    if self.compression is not None:
+      buckets = self.compression.reducer.buckets(like)
+    else:
+      buckets = self._stream.buckets(like, self._loss)
+      like = _sender.Contribution(like, self._loss)
+    # JAX sorts the keys of a dict, and positions follow the sorted names.
+    in_order = sorted(buckets.buckets, key=_name)
+    buckets = dataclasses.replace(buckets, buckets=tuple(in_order))
+    layout = _Layout(tuple(map(_name, in_order)), buckets, like)
+    return self._layouts.setdefault(key, layout)
+
+
+def _name(bucket: collectives.Bucket) -> str:
+  """Names a bucket; `reducers.split_axes` reads the mesh axes off the name."""
+  over = reducers.rows_over(bucket.axes) + "/" if bucket.axes else ""
+  return over + bucket.dtype
 
 
 def _row(tree: PyTree, number: jax.Array) -> PyTree:
@@ -321,3 +455,9 @@ def _with_row(
     return jax.lax.dynamic_update_index_in_dim(x, new, number, 0)
 
   return jax.tree.map(one, tree, row)
+
+
+def _with_entries(
+  whole: jax.Array, part: jax.Array, start: jax.Array
+) -> jax.Array:
+  return jax.lax.dynamic_update_slice_in_dim(whole, part, start, 1)

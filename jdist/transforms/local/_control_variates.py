@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, states
-from jdist.transforms.local import _anchor, _sync_rule
+from jdist.transforms.local import _anchor, _round
 
 PyTree = Any
 
@@ -33,7 +33,7 @@ class ControlVariatesState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ControlVariates(_sync_rule.SyncRule):
+class ControlVariates(_round.SyncRule):
   r"""SCAFFOLD's: gradients are corrected for the drift of unequal workers.
 
   .. math:: g_i &\leftarrow g_i - c_i + c \text{ in every step; at the end} \\
@@ -81,9 +81,7 @@ class ControlVariates(_sync_rule.SyncRule):
     distance = memory.distance + _anchor.scalar(rate)
     return updates, memory._replace(distance=distance)
 
-  def message(
-    self, end: _sync_rule.Round, relative: bool
-  ) -> tuple[PyTree, PyTree]:
+  def message(self, end: _round.Round, relative: bool) -> tuple[PyTree, PyTree]:
     """The parameters and the variate, or the changes of both."""
     renewed = _renewed(end)
     if not relative:
@@ -97,7 +95,7 @@ class ControlVariates(_sync_rule.SyncRule):
   def progress_in(self, message: tuple[PyTree, PyTree]) -> PyTree:
     return message[0]
 
-  def depart(self, end: _sync_rule.Round) -> ControlVariatesState:
+  def depart(self, end: _round.Round) -> ControlVariatesState:
     """The worker's own variate is new at once."""
     memory = end.memory
     return memory._replace(
@@ -108,11 +106,11 @@ class ControlVariates(_sync_rule.SyncRule):
 
   def move(
     self,
-    end: _sync_rule.Round,
+    end: _round.Round,
     mean: tuple[PyTree, PyTree],
     exact: PyTree,
     relative: bool,
-  ) -> _sync_rule.Round:
+  ) -> _round.Round:
     del exact
     (first, variate), memory = mean, end.memory
     rate = _anchor.scalar(self.global_learning_rate)
@@ -132,7 +130,7 @@ class ControlVariates(_sync_rule.SyncRule):
     return end._replace(anchor=anchor, memory=memory._replace(mean=variate))
 
 
-def _renewed(end: _sync_rule.Round) -> PyTree:
+def _renewed(end: _round.Round) -> PyTree:
   """This worker's control variate after the round."""
   memory, distance = end.memory, end.memory.distance
   # A schedule may end at zero, where nothing moves and nothing is learned.

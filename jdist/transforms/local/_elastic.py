@@ -7,24 +7,24 @@ import jax
 import jax.numpy as jnp
 
 from jdist import checks, states
-from jdist.transforms.local import _anchor, _sync_rule
+from jdist.transforms.local import _anchor, _round
 
 PyTree = Any
 
 
-class _Beside(_sync_rule.SyncRule):
+class _Beside(_round.SyncRule):
   """Sends where a worker is."""
 
   beside: ClassVar[bool] = True
 
-  def message(self, end: _sync_rule.Round, relative: bool) -> PyTree:
+  def message(self, end: _round.Round, relative: bool) -> PyTree:
     """The parameters, or how far the anchor is from them."""
     if not relative:
       return end.local
     return jax.tree.map(jnp.subtract, end.anchor, end.local)
 
 
-def _positions(end: _sync_rule.Round, mean: PyTree, relative: bool) -> PyTree:
+def _positions(end: _round.Round, mean: PyTree, relative: bool) -> PyTree:
   """The mean of the workers' positions."""
   if not relative:
     return mean
@@ -52,8 +52,8 @@ class Elastic(_Beside):
     checks.check_continuous("moving_rate", self.moving_rate, high=1.0)
 
   def move(
-    self, end: _sync_rule.Round, mean: PyTree, exact: PyTree, relative: bool
-  ) -> _sync_rule.Round:
+    self, end: _round.Round, mean: PyTree, exact: PyTree, relative: bool
+  ) -> _round.Round:
     del exact
     beta = _anchor.scalar(self.moving_rate)
     mean = _positions(end, mean, relative)
@@ -62,7 +62,7 @@ class Elastic(_Beside):
     )
     return end._replace(anchor=anchor)
 
-  def place(self, before: _sync_rule.Round, after: _sync_rule.Round) -> PyTree:
+  def place(self, before: _round.Round, after: _round.Round) -> PyTree:
     """The worker's end: both ends feel the old positions."""
     del after
     alpha = _anchor.scalar(self.moving_rate) / before.num_workers
@@ -72,8 +72,8 @@ class Elastic(_Beside):
     )  # fmt: skip
 
   def settle(
-    self, end: _sync_rule.Round, mean: PyTree, exact: PyTree, relative: bool
-  ) -> _sync_rule.Round:
+    self, end: _round.Round, mean: PyTree, exact: PyTree, relative: bool
+  ) -> _round.Round:
     """The springs at rest: the mean of the workers and the anchor."""
     del exact
     part = end.num_workers / (end.num_workers + 1)
@@ -122,8 +122,8 @@ class PulledAnchor(_Beside):
     return PulledAnchorState(jax.tree.map(jnp.zeros_like, anchor))
 
   def move(
-    self, end: _sync_rule.Round, mean: PyTree, exact: PyTree, relative: bool
-  ) -> _sync_rule.Round:
+    self, end: _round.Round, mean: PyTree, exact: PyTree, relative: bool
+  ) -> _round.Round:
     del exact
     mu = _anchor.scalar(self.momentum)
     mean = _positions(end, mean, relative)
@@ -137,7 +137,7 @@ class PulledAnchor(_Beside):
     )
     return end._replace(anchor=anchor, memory=PulledAnchorState(velocity))
 
-  def place(self, before: _sync_rule.Round, after: _sync_rule.Round) -> PyTree:
+  def place(self, before: _round.Round, after: _round.Round) -> PyTree:
     """A part of the way to the new anchor."""
     alpha = _anchor.scalar(self.pull)
     return jax.tree.map(

@@ -1,6 +1,5 @@
 """Fragments of the parameters, each with rounds of its own."""
 
-import dataclasses
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -12,12 +11,7 @@ import optax
 
 from jdist import checks, collectives, reducers, states
 from jdist.transforms import _control, _shared, intervals
-from jdist.transforms.local import (
-  _anchor,
-  _local_steps,
-  _round_state,
-  _sync_rule,
-)
+from jdist.transforms.local import _anchor, _round, _sync_state, _synchronizer
 
 PyTree = Any
 Fragments = int | Callable[[str], int]
@@ -39,9 +33,9 @@ class FragmentsState(NamedTuple):
       `drain`, 0; float32 scalar.
   """
 
-  clock: _round_state.RoundClock
+  clock: _round.RoundClock
   inner: PyTree
-  fragments: tuple[_round_state.SyncState, ...]
+  fragments: tuple[_sync_state.SyncState, ...]
   kept: jax.Array
 
   def label(self, walk: Any) -> tuple[Any, bool]:
@@ -71,7 +65,7 @@ def fragment_steps(
   fragments: Fragments,
   *,
   axis: collectives.Axis,
-  rule: _sync_rule.SyncRule | optax.GradientTransformation | None = None,
+  rule: _round.SyncRule | optax.GradientTransformation | None = None,
   overlap: Any = None,
   compression: reducers.Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -132,7 +126,7 @@ def fragment_steps(
       "turns at fixed steps, got an interval policy. Give the number of "
       "steps, or take `local_steps` or `diloco`, which have no fragments."
     )
-  sync = _local_steps.make_synchronizer(
+  sync = _synchronizer.make_synchronizer(
     inner, interval, axis, rule, overlap, compression
   )
   if not callable(fragments):
@@ -146,22 +140,20 @@ def fragment_steps(
       "`buffers` must be 'maintain' with fragments, which share the inner "
       f"optimizer's momenta, got {buffers!r}."
     )
-  optimizer = collectives.for_workers(sync.optimizer)
+  optimizer = sync.optimizer
 
-  def synchronizers(params: optax.Params) -> list[_local_steps.Synchronizer]:
+  def synchronizers(params: optax.Params) -> list[_synchronizer.Synchronizer]:
     number = max(fragments_of(params, fragments)) + 1
     _check_number(number, interval)
     return [
-      dataclasses.replace(
-        sync, policy=_staggered(interval * (p + 1) // number, interval)
-      )
+      sync.with_policy(_staggered(interval * (p + 1) // number, interval))
       for p in range(number)
     ]
 
   def init_fn(params: optax.Params) -> FragmentsState:
     labels = fragments_of(params, fragments)
     return FragmentsState(
-      clock=_round_state.start_clock(intervals.fixed(interval)),
+      clock=_round.start_clock(intervals.fixed(interval)),
       inner=optimizer.init(params),
       fragments=tuple(
         one.init(_part(params, labels, p))
@@ -201,7 +193,7 @@ def fragment_steps(
     ended = []
     for p, (one, own) in enumerate(zip(parts, state.fragments, strict=True)):
       own = own._replace(clock=own.clock.advance(None), memory=corrected[p][1])
-      step = _round_state.Step(_part(moves, labels, p), (), own)
+      step = _sync_state.Step(_part(moves, labels, p), (), own)
       step = one.finish(step, _part(params, labels, p), sent[p], controls[p])
       ended.append(step)
     last = _arrived(state.fragments[-1], ended[-1].sync)
@@ -220,7 +212,7 @@ def fragment_steps(
     state: FragmentsState,
     params: optax.Params,
     labels: tuple[int, ...],
-    parts: list[_local_steps.Synchronizer],
+    parts: list[_synchronizer.Synchronizer],
     control: _control.Control,
   ) -> tuple[optax.Updates, FragmentsState]:
     """Brings in all fragments: what is under way, and what is not."""
@@ -244,8 +236,8 @@ def fragment_steps(
     return collectives.varying((updates, state), axis)
 
   def staggered(
-    one: _local_steps.Synchronizer, own: _round_state.SyncState
-  ) -> _round_state.SyncState:
+    one: _synchronizer.Synchronizer, own: _sync_state.SyncState
+  ) -> _sync_state.SyncState:
     """Lets a round that begins anywhere end at the fragment's next step."""
     left, _ = one.policy.next((), own.clock.step, None)
     following = jnp.full_like(left, interval)
@@ -351,7 +343,7 @@ def _merge(parts: Sequence[PyTree]) -> PyTree:
 
 
 def _arrived(
-  before: _round_state.SyncState, after: _round_state.SyncState
+  before: _sync_state.SyncState, after: _sync_state.SyncState
 ) -> jax.Array:
   """Returns whether a fragment's mean has arrived in this step."""
   if before.flight == ():

@@ -1,11 +1,12 @@
-"""Senders: a worker's message is held, sent, and its mean taken.
+"""Senders: how a message of a round that is over reaches its mean.
 
-`Sender` sends a held message when its mean is due, `_streaming.ExactStream` and
-`_chunked_stream.ChunkedStream` a part of it in every step:
+A sender holds a worker's message while the next round is computed.  `Sender`
+sends all of it when the mean is due, `_chunked_stream.ChunkedStream` some of it
+in every step:
 
     round's end    hold        the message that is sent from now on
     every step     send        starts some of it; nothing waits for it yet
-                   receive     stores what has arrived
+                   receive     stores what was received
     mean due       mean        of all of it; sends what is missing
 """
 
@@ -16,71 +17,73 @@ import jax
 import jax.numpy as jnp
 
 from jdist import collectives, reducers
-from jdist.transforms.local import _anchor
+from jdist.transforms.local import _anchor, _sync_state
 
 PyTree = Any
+SyncState = _sync_state.SyncState
 
 
 class Contribution(NamedTuple):
-  """A worker's part of a round's mean: a message, float32, by few bytes.
+  """A worker's part of a round's mean.
 
-  With every bit what is `exact`: the round's mean loss, `()` if none is needed.
+  Attributes:
+    message: a tree, at least float32, which a compression may compress.
+    exact: the round's mean loss, never compressed; `()` if none is needed.
   """
 
   message: PyTree
   exact: PyTree
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Sender:
-  """Sends a message when its mean is due, by few bytes or exactly."""
+  """Sends a whole message when its mean is due.
 
-  axis: collectives.Axis
+  Attributes:
+    compression: how the mean is taken; None takes it exactly.
+    axis: the workers' axis.
+  """
+
   compression: reducers.Compression | None
+  axis: collectives.Axis
 
-  def hold(self, new: Contribution, before: Any, memory: PyTree) -> Any:
-    """Returns the form in which `new` is held, after what was held before."""
-    del before, memory
+  def hold(self, new: Contribution, state: SyncState) -> Any:
+    """Returns the form in which a contribution is held in the state."""
+    del state
     return new
 
-  def own(self, held: Any) -> Contribution:
+  def own(self, state: SyncState) -> Contribution:
     """Returns this worker's contribution that is held."""
-    return held
+    return state.flight.held
 
   def mean(
     self,
-    held: Any,
+    state: SyncState,
     present: Contribution,
     late: jax.Array | bool,
     steps: int | None,
-    memory: PyTree,
   ) -> tuple[Contribution, PyTree]:
     """Takes the workers' mean of what is held, or of `present` if not `late`.
 
     `late` is equal on all workers, and `steps` the number of steps in which the
-    message was streamed, None if it was not.
+    message was streamed, None if it was not.  Returns the compression's state,
+    too.
     """
     del steps
-    return self.mean_now(_anchor.either(late, held, present), memory)
+    new = _anchor.either(late, state.flight.held, present)
+    message, exact, memory = reducers.mean_of(
+      self.compression, new.message, new.exact, state.compression, self.axis
+    )
+    return Contribution(message, exact), memory
 
-  def mean_now(
-    self, new: Contribution, memory: PyTree
-  ) -> tuple[Contribution, PyTree]:
-    """Takes the workers' mean of a contribution."""
-    if self.compression is None:
-      return collectives.mean(new, self.axis), memory
-    message, memory = self.compression.mean(new.message, memory, self.axis)
-    # A few numbers, and exactly.
-    return Contribution(message, collectives.mean(new.exact, self.axis)), memory
+  def flush(self, state: SyncState) -> tuple[PyTree, PyTree]:
+    """Takes the exact mean of the message and of all residuals."""
+    message = state.flight.held.message
+    return reducers.flush_of(
+      self.compression, message, state.compression, self.axis
+    )
 
-  def flush(self, held: Any, memory: PyTree) -> tuple[PyTree, PyTree]:
-    """Takes the message's mean with every bit, and of what is held back."""
-    message = self.own(held).message
-    if self.compression is None:
-      return collectives.mean(message, self.axis), memory
-    return self.compression.flush(message, memory, self.axis)
-
-  def complete(self, held: Any, sent: tuple[Any, ...] = ()) -> jax.Array:
-    """Returns whether all has arrived, with what this step sends."""
-    del held, sent
+  def complete(self, state: SyncState, sent: Any = None) -> jax.Array:
+    """Returns whether all was received, with what this step sends."""
+    del state, sent
     return jnp.asarray(True)

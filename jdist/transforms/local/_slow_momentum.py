@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, states
-from jdist.transforms.local import _anchor, _sync_rule
+from jdist.transforms.local import _anchor, _round
 
 PyTree = Any
 Buffers = Literal["maintain", "reset", "average"]
@@ -30,7 +30,7 @@ class SlowMomentumState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SlowMomentum(_sync_rule.Average):
+class SlowMomentum(_round.Average):
   r"""SlowMo's: a momentum of the rounds' mean progress.
 
   .. math:: u \leftarrow \beta u + \frac1\gamma (a - \tfrac1N \sum_j w_j),
@@ -73,7 +73,7 @@ class SlowMomentum(_sync_rule.Average):
     zeros = jax.tree.map(jnp.zeros_like, anchor)
     return SlowMomentumState(zeros, jnp.zeros((), jnp.float32))
 
-  def exact(self, end: _sync_rule.Round) -> list[jax.Array]:
+  def exact(self, end: _round.Round) -> list[jax.Array]:
     """The inner optimizer's momenta, if they are averaged."""
     if self.buffers != "average":
       return []
@@ -81,11 +81,11 @@ class SlowMomentum(_sync_rule.Average):
 
   def move(
     self,
-    end: _sync_rule.Round,
+    end: _round.Round,
     mean: PyTree,
     exact: list[jax.Array],
     relative: bool,
-  ) -> _sync_rule.Round:
+  ) -> _round.Round:
     rate = self.learning_rate
     rate = _anchor.scalar(rate(end.step) if callable(rate) else rate)
     before = end.memory.learning_rate

@@ -134,7 +134,7 @@ def test_nothing_is_lost(choose):
       lambda g, x, t: g + np.float32(0.1) * (x - t), went_in, w, target
     )
     w, state = now
-    position = int(state.sync.flight.held.position["float32"][0])
+    position = int(state.sync.flight.held.position[0][0])
     if state.clock.step[0] > 30 and 0 < position < 8:
       break  # In the middle of a round, with some of its parts sent.
   assert 0 < position < 8

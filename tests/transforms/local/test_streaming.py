@@ -438,10 +438,10 @@ def test_a_sharded_worker_sends_its_own_parts():
   _, reference = run(build(None))
   pending = state.opt_state.sync.flight.held
   assert {k: v.shape for k, v in pending.sent.items()} == {
-    "float32:fsdp": (2, 2, 12),
+    "shards:fsdp/float32": (2, 2, 12),
     "float32": (2, 1, 5),
   }
-  assert pending.sent["float32:fsdp"].sharding.spec == PartitionSpec(
+  assert pending.sent["shards:fsdp/float32"].sharding.spec == PartitionSpec(
     "worker", "fsdp"
   )
   for ours, theirs in (

@@ -1,0 +1,492 @@
+"""Late means: a round's mean is applied during, or after, the next round."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jdist import collectives
+from jdist.transforms import _control, intervals
+from jdist.transforms.local import (
+  _anchor,
+  _chunked_stream,
+  _delayed,
+  _round,
+  _sender,
+  _sync_state,
+)
+
+PyTree = Any
+Round: TypeAlias = _round.Round
+Step: TypeAlias = _sync_state.Step
+SyncState: TypeAlias = _sync_state.SyncState
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LateMean:
+  """Holds a round's message, and applies its mean later.
+
+  The synchronizer decides when a round ends; this says what then happens to
+  the anchor and to the worker, and what is sent in between.
+
+  Attributes:
+    delay: how late a mean is, as the user gave it.
+    sender: what holds and sends a message.
+    rule: the sync rule.
+    policy: the interval policy.
+    axis: the workers' axis.
+    relative: whether messages are differences from what all workers know.
+  """
+
+  delay: _delayed.Delayed
+  sender: _sender.Sender | _chunked_stream.ChunkedStream
+  rule: _round.SyncRule
+  policy: intervals.IntervalPolicy
+  axis: collectives.Axis
+  relative: bool
+
+  def init(self, state: SyncState) -> SyncState:
+    """Returns the first state, with an empty message."""
+    delay, clock = self.delay, state.clock
+    within = delay.steps is not None
+    # Where the host ends rounds, it must know which ones the device decides.
+    counts = delay.stream is not None or within
+    device_before = jnp.asarray(
+      (delay.after_step or 0) if counts else 0, jnp.int32
+    )
+    if delay.after_step is None:
+      long = self._is_long(clock.interval)
+      device_before = jnp.where(long, 0, _sync_state.NEVER).astype(jnp.int32)
+    flight = _sync_state.Flight(
+      held=self._hold_nothing(state),
+      in_flight=jnp.asarray(False),
+      arrived_loss=_unknown_loss() if within else (),
+      due_after=jnp.asarray(delay.steps or 0, jnp.int32),
+      device_before=device_before,
+    )
+    return state._replace(flight=flight, kept=jnp.zeros((), jnp.float32))
+
+  def start(self, state: SyncState) -> PyTree:
+    """Returns where this worker's round began.
+
+    That is anchor - kept * pending.  The worker keeps no copy of it, and what
+    rounding adds to the parameters is sent along as progress.
+    """
+    if self.rule.beside:
+      return state.anchor
+    kept = state.kept
+    if self.delay.mix is not None:
+      kept = state.flight.in_flight.astype(jnp.float32)
+    held = self.sender.own(state).message
+    return self._behind(state.anchor, kept, held)
+
+  def end(
+    self, end: Round, state: SyncState, steps: int | None
+  ) -> tuple[Round, PyTree, Any, SyncState]:
+    """Ends a round, whose predecessor's message was streamed in `steps`.
+
+    Returns:
+      The round after the rule has moved it, where the worker starts the next
+      one, the mean loss, and the state.
+    """
+    late = self._is_late(state, steps)
+    present = self._contribution(end, state)
+    end = end._replace(memory=self.rule.depart(end))
+    if self.delay.steps is None:
+      after, loss, state = self._move(end, present, late, steps, state)
+    else:
+      # The mean was applied within the round.
+      after, loss, flight = end, state.flight.arrived_loss, state.flight
+      if self.policy.needs_loss:
+        loss = jnp.where(jnp.isfinite(loss), loss, jnp.nan)
+      flight = flight._replace(arrived_loss=_unknown_loss())
+      state = state._replace(memory=end.memory, flight=flight)
+    target, state = self._set_out(end, present, late, state)
+    if self.delay.after_step is None:
+      state = self._begin_delay(state)
+    return after, target, loss, state
+
+  def _move(
+    self,
+    end: Round,
+    present: _sender.Contribution,
+    late: jax.Array | bool,
+    steps: int | None,
+    state: SyncState,
+  ) -> tuple[Round, Any, SyncState]:
+    """Moves the anchor by the mean of the round before; returns its loss."""
+    flight = state.flight
+    # In the first delayed round there is no mean yet, and the anchor stays: a
+    # momentum must not move it by a gradient of zero.  A codec may have sent
+    # something for an empty message, a sign perhaps; it must not stay in a
+    # residual either.
+    arrived = flight.in_flight
+    if late is not True:
+      arrived |= ~late
+    mean, memory = self.sender.mean(state, present, late, steps)
+    memory = _anchor.either(arrived, memory, state.compression)
+    after = self._move_if(arrived, end, mean.message)
+    loss = mean.exact
+    if self.policy.needs_loss:
+      loss = jnp.where(arrived, loss, jnp.nan)
+    return (
+      after,
+      loss,
+      state._replace(
+        compression=memory, anchor=after.anchor, memory=after.memory
+      ),
+    )
+
+  def _set_out(
+    self,
+    end: Round,
+    present: _sender.Contribution,
+    late: jax.Array | bool,
+    state: SyncState,
+  ) -> tuple[PyTree, SyncState]:
+    """Returns where the next round begins, and holds what it sends."""
+    rule, delay = self.rule, self.delay
+    if rule.beside:
+      after = end._replace(anchor=state.anchor, memory=state.memory)
+      # Within a round the rule has placed the worker when the mean was known.
+      within = delay.steps is not None
+      target = end.local if within else rule.place(end, after)
+      here = after._replace(local=target)
+      present = present._replace(message=rule.message(here, self.relative))
+      return target, self._hold(present, late, jnp.ones((), jnp.float32), state)
+    if delay.mix is not None:
+      keep = jnp.asarray(late, jnp.float32)
+      return end.local, self._hold(present, late, keep, state)
+    rho = delay.carry
+    if rho is None:
+      rho = 1 / end.num_workers
+    keep = jnp.where(late, _anchor.scalar(rho), 0.0)
+    # Without a delay the round's progress is in the anchor already.
+    left = jax.tree.map(lambda p: jnp.where(late, p, 0.0), present.message)
+    target = self._behind(state.anchor, keep, left)
+    return target, self._hold(present._replace(message=left), late, keep, state)
+
+  def arrive(
+    self,
+    end: Round,
+    state: SyncState,
+    steps: int | None,
+    found: Any = None,
+  ) -> tuple[Round, PyTree, SyncState]:
+    """Moves anchor and worker within a round, by the mean that is now due.
+
+    Args:
+      end: the round up to now.
+      state: its state.
+      steps: the number of steps in which the message was streamed, if it was.
+      found: the mean and the compression's state, where they are known.
+    """
+    late = self._is_late(state, steps)
+    mean, memory = found or self.sender.mean(
+      state, self._contribution(end, state), late, steps
+    )
+    after = self.rule.move(end, mean.message, (), self.relative)
+    kept = state.kept
+    if self.delay.mix is not None:
+      target = mixed(self.delay.mix, end.local, after.anchor)
+      # Without a delay the round ends on the anchor.
+      target = _anchor.either(late, target, after.anchor)
+    elif self.rule.beside:
+      target = self.rule.place(end, after)
+    else:
+      # Without a delay the round's progress is in the anchor already.
+      target = jax.tree.map(
+        lambda a, p: a - jnp.where(late, p, 0.0), after.anchor, end.progress
+      )
+      kept = jnp.zeros_like(kept)
+    flight = state.flight._replace(
+      in_flight=jnp.zeros_like(state.flight.in_flight)
+    )
+    if self.policy.needs_loss:
+      flight = flight._replace(arrived_loss=mean.exact)
+    state = state._replace(
+      anchor=after.anchor,
+      memory=after.memory,
+      kept=kept,
+      compression=memory,
+      flight=flight,
+    )
+    return after, target, state
+
+  def is_due(self, state: SyncState, steps: int | None) -> jax.Array:
+    """Returns whether the mean is to be applied within the round, now."""
+    flight, clock = state.flight, state.clock
+    delay = jnp.minimum(flight.due_after, clock.interval)
+    due = flight.in_flight & (clock.round_step >= delay)
+    if steps is not None:
+      due &= self.sender.complete(state)
+    return jnp.where(self._is_late(state, steps), due, clock.is_over())
+
+  def mean_if(self, due: jax.Array, state: SyncState, steps: int | None) -> Any:
+    """Takes the mean of what is held, if it is due; None if it may not be late.
+
+    It stands in a conditional of its own, which reads the state alone, so that
+    no collective waits for the step.
+    """
+    if self._is_late(state, steps) is not True:
+      return None
+
+    def mean() -> Any:
+      new = _sender.Contribution((), ())  # Not read, because all are late.
+      found = self.sender.mean(state, new, True, steps)
+      return collectives.varying(found, self.axis)
+
+    shapes, _ = jax.eval_shape(mean)
+
+    def nothing() -> Any:
+      zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+      return collectives.varying((zeros, state.compression), self.axis)
+
+    return jax.lax.cond(due, mean, nothing)
+
+  def flush(self, end: Round, state: SyncState) -> tuple[Round, SyncState]:
+    """Moves the anchor by the exact mean of the message that is held."""
+    flight = state.flight
+    mean, memory = self.sender.flush(state)
+    memory = _anchor.either(flight.in_flight, memory, state.compression)
+    end = self._move_if(flight.in_flight, end, mean)
+    return end, state._replace(compression=memory)
+
+  def clear(self, state: SyncState) -> SyncState:
+    """Returns the state with an empty message."""
+    flight = state.flight
+    return state._replace(
+      flight=flight._replace(
+        held=self._hold_nothing(state),
+        in_flight=jnp.zeros_like(flight.in_flight),
+        arrived_loss=jax.tree.map(
+          lambda x: jnp.full_like(x, intervals.UNKNOWN_LOSS),
+          flight.arrived_loss,
+        ),
+      )
+    )
+
+  def _contribution(self, end: Round, state: SyncState) -> _sender.Contribution:
+    """Returns this worker's part of the round's mean."""
+    message = self.rule.message(end, self.relative)
+    return _sender.Contribution(message, state.clock.mean_loss())
+
+  def _behind(self, anchor: PyTree, kept: jax.Array, message: PyTree) -> PyTree:
+    """Returns anchor - kept * progress."""
+    # Rounded in between, so that both programs that compute it give its bits.
+    return jax.tree.map(
+      lambda a, p: a - _anchor.rounded(kept * p),
+      anchor, self.rule.progress_in(message),
+    )  # fmt: skip
+
+  def _move_if(self, flag: jax.Array, end: Round, mean: PyTree) -> Round:
+    return change_if(
+      flag,
+      end,
+      lambda end: self.rule.move(end, mean, (), self.relative),
+      self.axis,
+    )
+
+  def _hold(
+    self,
+    present: _sender.Contribution,
+    late: jax.Array | bool,
+    keep: jax.Array,
+    state: SyncState,
+  ) -> SyncState:
+    """Holds what the next round sends, of which a part was kept."""
+    held = self.sender.hold(present, state)
+    flight = state.flight._replace(held=held, in_flight=jnp.asarray(late))
+    return state._replace(flight=flight, kept=keep)
+
+  def _hold_nothing(self, state: SyncState) -> Any:
+    zeros = jax.tree.map(jnp.zeros_like, self.rule.like(state.anchor))
+    loss = _unknown_loss() if self.policy.needs_loss else ()
+    return self.sender.hold(_sender.Contribution(zeros, loss), state)
+
+  def _is_late(self, state: SyncState, steps: int | None) -> jax.Array | bool:
+    """Returns whether this round is a delayed one; True if all are."""
+    after_step = self.delay.after_step
+    # Only delayed rounds are streamed.
+    if steps is not None or after_step == 0:
+      return True
+    begins = state.clock.step - state.clock.round_step
+    return begins >= (
+      state.flight.device_before if after_step is None else after_step
+    )
+
+  def _is_long(self, interval: jax.Array) -> jax.Array:
+    """Returns whether a mean can be applied before the end of a round."""
+    return interval > (self.delay.steps or 1)
+
+  def _begin_delay(self, state: SyncState) -> SyncState:
+    """Delays all rounds from the next one on, if it is the first long one."""
+    clock, flight = state.clock, state.flight
+    first = self._is_long(clock.next_interval) & (
+      flight.device_before == _sync_state.NEVER
+    )
+    begins = jnp.where(first, clock.step, flight.device_before)
+    return state._replace(flight=flight._replace(device_before=begins))
+
+  # Streams.
+
+  def stream_steps(self, control: _control.Control) -> int | None:
+    """Returns in how many steps the message is sent of which this is one."""
+    delay, constant = self.delay, self.policy.constant
+    if delay.stream is None or control.stream_steps != "fixed":
+      return check_stream_steps(control, delay.stream is not None)
+    if delay.after_step is None:
+      reason = "the delay begins with the first long round"
+    elif delay.after_step:
+      reason = f"the first {delay.after_step} steps are not delayed"
+    elif constant is None:
+      reason = "the interval is not one number"
+    elif delay.steps is not None and constant > delay.steps:
+      # All was received before the round's last steps.
+      reason = f"the mean arrives {delay.steps} steps into a longer round"
+    else:
+      return constant
+    # To send all at the round's end, in a conditional, would hide nothing, and
+    # nobody would notice.
+    raise ValueError(
+      "`stream_steps` must be given to `update`, in its `control`, by a "
+      f"streamed method whose steps do not all send alike: here {reason}. Let "
+      "the host choose: `jdist.training.Trainer(workers, step, "
+      "stream_steps=(1, 2, 4, 8, 16))`, or in a loop of your own by "
+      "`jdist.transforms.rounds_ahead`; None sends all that is left at the "
+      "round's end."
+    )
+
+  def receive(self, step: Step, sent: Any, *, write_back: bool = True) -> Step:
+    """Stores what was sent in this step."""
+    if sent is None:
+      return step
+    state = self.sender.receive(  # type: ignore[union-attr]
+      step.sync, sent, write_back=write_back
+    )
+    return step._replace(sync=state)
+
+  def receive_last(self, step: Step, sent: Any) -> Step:
+    """Stores what was sent, on CPUs not before the updates are computed.
+
+    XLA's CPU compiler gives memory that is free to what is computed next, which
+    then waits for it; so a message that is sent must keep its own memory until
+    the computation that hides it has ended.  On GPUs copies run at the same
+    time as kernels, and nothing need be done.
+    """
+    if sent is None:
+      return step
+
+    def parts(step: Step) -> tuple[Any, Any]:
+      pair = step.sync.flight.held, step.sync.compression
+      return collectives.varying(pair, self.axis)
+
+    def received(write_back: bool) -> tuple[Any, Any]:
+      return parts(self.receive(step, sent, write_back=write_back))
+
+    def behind(updates: PyTree) -> tuple[Any, Any]:
+      return jax.lax.cond(
+        _known_after(updates, step.sync.clock),
+        lambda: received(write_back=True),
+        lambda: parts(step),
+      )
+
+    found = jax.lax.platform_dependent(
+      step.updates, cpu=behind, default=lambda _: received(write_back=False)
+    )
+    return _with_held(step, *found)
+
+  def move_last(self, step: Step) -> Step:
+    """Lets the anchor move, on CPUs, not before the updates are computed.
+
+    It needs none of them, and XLA's CPU compiler would move it among the
+    gradients' operations, fewer of which then run at once.
+    """
+    state = step.sync
+    in_flight = jax.lax.platform_dependent(
+      step.updates,
+      cpu=lambda u: state.flight.in_flight & _known_after(u, state.clock),
+      default=lambda _: collectives.varying(state.flight.in_flight, self.axis),
+    )
+    flight = state.flight._replace(in_flight=in_flight)
+    return step._replace(sync=state._replace(flight=flight))
+
+  def lost_unless_there(self, step: Step) -> Step:
+    """Replaces a mean by NaN if some of it was not received.
+
+    A host that ends a round claims that all was sent, which only the device
+    knows: the mean of a part must not pass for the whole.
+    """
+    held = step.sync.flight.held
+    there = self.sender.complete(step.sync)
+    arrived = jax.tree.map(lambda x: jnp.where(there, x, jnp.nan), held.arrived)
+    return _with_held(
+      step, held._replace(arrived=arrived), step.sync.compression
+    )
+
+
+def check_stream_steps(control: _control.Control, streams: bool) -> int | None:
+  """Returns the host's number of steps; raises a ValueError if not streamed."""
+  steps = control.stream_steps
+  if not streams and steps not in ("fixed", None):
+    raise ValueError(
+      "`stream_steps` must be left out of the control of a method that "
+      f"streams nothing, got {steps}. Build it with "
+      "`overlap=Delayed(stream=Stream())` to stream."
+    )
+  return steps if streams else None  # type: ignore[return-value]
+
+
+def change_if(
+  flag: jax.Array,
+  end: Round,
+  change: Callable[[Round], Round],
+  axis: collectives.Axis,
+) -> Round:
+  """Applies a change, or nothing; `flag` is equal on all workers."""
+
+  # A conditional and not a selection: a compiler cannot merge it with what
+  # stands before it, and so rounds alike in every form of the program.
+  def moving(end: Round) -> PyTree:
+    parts = end.anchor, end.memory, end.inner
+    return collectives.varying(parts, axis)
+
+  anchor, memory, inner = jax.lax.cond(
+    collectives.agreed(flag, axis),
+    lambda: moving(change(end)),
+    lambda: moving(end),
+  )
+  return end._replace(anchor=anchor, memory=memory, inner=inner)
+
+
+def mixed(mix: jax.typing.ArrayLike, local: PyTree, anchor: PyTree) -> PyTree:
+  """Returns a part of the worker's own and the rest of the anchor."""
+  own = _anchor.scalar(mix)
+
+  def one(w: jax.Array, a: jax.Array) -> jax.Array:
+    alpha = own.astype(a.dtype)
+    return alpha * w + (1 - alpha) * a
+
+  return jax.tree.map(one, local, anchor)
+
+
+def _with_held(step: Step, held: Any, memory: Any) -> Step:
+  flight = step.sync.flight._replace(held=held)
+  return step._replace(
+    sync=step.sync._replace(flight=flight, compression=memory)
+  )
+
+
+def _known_after(updates: PyTree, clock: _round.RoundClock) -> jax.Array:
+  """Returns True, which no compiler knows before all updates are computed."""
+  ends = [jnp.ravel(x)[-1] for x in jax.tree.leaves(updates) if x.size]
+  unknown = jnp.isnan(sum(jnp.real(x).astype(jnp.float32) for x in ends))
+  # At least one step of the round has been taken.
+  return clock.round_step >= unknown.astype(jnp.int32)
+
+
+def _unknown_loss() -> jax.Array:
+  """Returns the loss of no round: infinite."""
+  return jnp.full((), intervals.UNKNOWN_LOSS, jnp.float32)

@@ -1,0 +1,406 @@
+"""The synchronizer: local steps, and what brings the workers together."""
+
+import dataclasses
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import checks, collectives, reducers
+from jdist.transforms import _control, intervals
+from jdist.transforms.local import (
+  _anchor,
+  _chunked_stream,
+  _delayed,
+  _late_mean,
+  _round,
+  _sender,
+  _sync_state,
+)
+
+PyTree = Any
+Step: TypeAlias = _sync_state.Step
+SyncState: TypeAlias = _sync_state.SyncState
+LocalStepsState: TypeAlias = _sync_state.LocalStepsState
+
+
+class Sending(NamedTuple):
+  """What a step sends: in how many steps the whole message, and the parts."""
+
+  steps: int | None
+  parts: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Synchronizer:
+  """Synchronizes one tree of parameters by a mean for each round.
+
+  It is composed of a sync rule, which says how anchor and workers move, a
+  compression, which takes the mean, and a late mean, if it is not applied at
+  the end of its own round.
+
+  Attributes:
+    optimizer: the inner optimizer.
+    policy: the interval policy.
+    axis: the workers' axis.
+    rule: the sync rule.
+    compression: how a mean is taken; None takes it exactly.
+    late: applies a mean later; None at the round's end.
+    mix: the worker's own part where a round ends on a mixture.
+  """
+
+  optimizer: optax.GradientTransformationExtraArgs
+  policy: intervals.IntervalPolicy
+  axis: collectives.Axis
+  rule: _round.SyncRule
+  compression: reducers.Compression | None
+  late: _late_mean.LateMean | None = None
+  mix: jax.typing.ArrayLike | None = None
+
+  def with_policy(self, policy: intervals.IntervalPolicy) -> "Synchronizer":
+    """Returns the same with rounds of other lengths."""
+    late = self.late
+    if late is not None:
+      late = dataclasses.replace(late, policy=policy)
+    return dataclasses.replace(self, policy=policy, late=late)
+
+  def init(self, params: optax.Params) -> SyncState:
+    """Returns the state before the first step, on the anchor."""
+    anchor = jax.tree.map(_anchor.wide_copy, params)
+    memory: Any = ()
+    if self.compression is not None:
+      memory = self.compression.init(self.rule.like(anchor), self.axis)
+    beside = self.rule.beside or self.mix is not None
+    state = SyncState(
+      clock=_round.start_clock(self.policy),
+      anchor=anchor,
+      # Each leaf needs its own buffer, because the state may be donated.
+      memory=jax.tree.map(jnp.copy, self.rule.init(anchor)),
+      kept=jnp.ones((), jnp.float32) if beside else (),
+      flight=(),
+      compression=memory,
+    )
+    return state if self.late is None else self.late.init(state)
+
+  def update(
+    self,
+    updates: optax.Updates,
+    state: LocalStepsState,
+    params: optax.Params | None = None,
+    *,
+    control: _control.Control = _control.DEVICE,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, LocalStepsState]:
+    """Takes a local step, and ends the round if it is over."""
+    if params is None:
+      _anchor.check_params(params, "`local_steps`")
+    sync = state.sync
+    if control.drain:
+      residuals = control.drain == "residuals"
+      step = self.drain(state.inner, sync, params, residuals)
+      return step.updates, LocalStepsState(step.inner, step.sync)
+    collectives.check_local(updates, self.axis, what="`updates`", like=params)
+    if not collectives.same_form(sync.anchor, params):
+      _anchor.check_anchor(sync.anchor, params)
+    # First in a step and from the state: nothing waits for the gradients of
+    # this step, and they wait for nothing.
+    sending = self.send(sync, control)
+    updates, memory = self.rule.correct(updates, sync.memory, sync.clock.step)
+    clock = sync.clock.advance(extra_args.get("loss"))
+    extra_args |= {
+      "anchor": sync.anchor,
+      "interval_steps": sync.clock.interval,
+    }
+    updates, inner = self.optimizer.update(
+      updates, state.inner, params, **extra_args
+    )
+    step = Step(updates, inner, sync._replace(clock=clock, memory=memory))
+    step = self.finish(step, params, sending, control)
+    return step.updates, LocalStepsState(step.inner, step.sync)
+
+  def send(self, state: SyncState, control: _control.Control) -> Sending:
+    """Starts the next parts of a streamed message."""
+    if self.late is None:
+      return Sending(_late_mean.check_stream_steps(control, False), None)
+    steps = self.late.stream_steps(control)
+    if steps is None:
+      return Sending(None, None)
+    parts = self.late.sender.send(state, steps)  # type: ignore[union-attr]
+    return Sending(steps, parts)
+
+  def finish(
+    self,
+    step: Step,
+    params: optax.Params,
+    sending: Sending,
+    control: _control.Control,
+  ) -> Step:
+    """Ends the round if it is over, after the local step."""
+    late, (steps, sent), ends = self.late, sending, control.round_ends
+    over = step.sync.clock.is_over()
+    if late is None:
+      return self._end_if(over, step, params, control)
+    if late.delay.steps is not None:
+      step = late.receive_last(step, sent)
+      step = self._arrive_if_due(step, params, steps, control)
+      over &= ~step.sync.flight.in_flight
+      return self._end_if(over, step, params, control, steps)
+    if ends is None:
+      if steps is not None:
+        over &= late.sender.complete(step.sync, sent)
+      # What was sent is stored in the conditional: see `ChunkedStream.receive`.
+      return jax.lax.cond(
+        collectives.agreed(over, self.axis),
+        lambda step, sent, params: self._end(
+          late.receive(step, sent), params, steps
+        ),
+        lambda step, sent, params: self._go_on(late.receive(step, sent)),
+        step,
+        sent,
+        params,
+      )
+    step = late.receive_last(step, sent)
+    if ends and steps is not None:
+      step = late.lost_unless_there(step)
+    elif ends and late.delay.stream is None:
+      step = late.move_last(step)
+    return self._end_if(over, step, params, control, steps)
+
+  def _end_if(
+    self,
+    over: jax.Array,
+    step: Step,
+    params: optax.Params,
+    control: _control.Control,
+    steps: int | None = None,
+  ) -> Step:
+    """Ends the round where the host says so, or by a conditional."""
+    if control.round_ends is not None:
+      if control.round_ends:
+        return self._end(step, params, steps)
+      return self._go_on(step)
+    return jax.lax.cond(
+      collectives.agreed(over, self.axis),
+      lambda step, params: self._end(step, params, steps),
+      lambda step, params: self._go_on(step),
+      step,
+      params,
+    )
+
+  def _go_on(self, step: Step) -> Step:
+    """Ends a step within a round."""
+    clock = step.sync.clock._replace(synchronized=jnp.asarray(False))
+    step = step._replace(sync=step.sync._replace(clock=clock))
+    return collectives.varying(step, self.axis)
+
+  def _end(
+    self, step: Step, params: optax.Params, steps: int | None = None
+  ) -> Step:
+    """Ends a round; a late message was streamed in `steps`, if it was."""
+    state = step.sync
+    local = jax.tree.map(_anchor.moved, params, step.updates)
+    end = self._round(step, params, local)
+    if self.late is None:
+      after, target, loss, state = self._end_now(end, state)
+    else:
+      after, target, loss, state = self.late.end(end, state, steps)
+    state = state._replace(clock=state.clock.end(self.policy, loss))
+    # A worker that stays where it is keeps its inner update to the bit.
+    updates = _anchor.towards(step.updates, target, local)
+    return collectives.varying(Step(updates, after.inner, state), self.axis)
+
+  def _end_now(
+    self, end: _round.Round, state: SyncState
+  ) -> tuple[_round.Round, PyTree, Any, SyncState]:
+    """Ends a round with the mean of its own messages."""
+    rule, relative = self.rule, self.compression is not None
+    message = rule.message(end, relative)
+    # The loss and what a rule averages exactly are sent with the message where
+    # that is exact, too: one all-reduce.
+    mean, (loss, exact), memory = reducers.mean_of(
+      self.compression,
+      message,
+      (state.clock.mean_loss(), rule.exact(end)),
+      state.compression,
+      self.axis,
+    )
+    departed = end._replace(memory=rule.depart(end))
+    after = rule.move(departed, mean, exact, relative)
+    if self.mix is None:
+      target = rule.place(end, after)
+    else:
+      target = _late_mean.mixed(self.mix, end.local, after.anchor)
+    return (
+      after,
+      target,
+      loss,
+      state._replace(
+        anchor=after.anchor,
+        memory=after.memory,
+        kept=jax.tree.map(jnp.ones_like, state.kept),
+        compression=memory,
+      ),
+    )
+
+  def _arrive_if_due(
+    self,
+    step: Step,
+    params: optax.Params,
+    steps: int | None,
+    control: _control.Control,
+  ) -> Step:
+    """Applies the mean of the last round within this one, if it is due."""
+    late, arrives = self.late, control.arrives
+    if late is None:
+      return step
+    if (arrives is None) != (control.round_ends is None):
+      raise ValueError(
+        "`control` must say both `round_ends` and `arrives`, or none of them, "
+        "where a mean arrives within a round, got "
+        f"round_ends={control.round_ends} and {arrives=}."
+      )
+
+    def arrive(step: Step, params: optax.Params, found: Any = None) -> Step:
+      local = jax.tree.map(_anchor.moved, params, step.updates)
+      end = self._round(step, params, local)
+      after, target, state = late.arrive(end, step.sync, steps, found)
+      updates = _anchor.towards(step.updates, target, local)
+      return collectives.varying(Step(updates, after.inner, state), self.axis)
+
+    if arrives is None:
+      due = collectives.agreed(late.is_due(step.sync, steps), self.axis)
+      found = late.mean_if(due, step.sync, steps)
+      return jax.lax.cond(
+        due,
+        lambda step, params: arrive(step, params, found),
+        lambda step, params: collectives.varying(step, self.axis),
+        step,
+        params,
+      )
+    if not arrives:
+      return step
+    if steps is not None:
+      step = late.lost_unless_there(step)
+    return arrive(step, params)
+
+  def drain(
+    self, inner: PyTree, state: SyncState, params: optax.Params, residuals: bool
+  ) -> Step:
+    """Brings all that was begun into the anchor, the oldest first; no step."""
+    begun = state.clock.is_begun()
+    if residuals and self.compression is not None:
+      begun = jnp.ones_like(begun)
+    if self.late is None and self.rule.beside:
+      # The workers keep a distance from the anchor between rounds, too.
+      begun |= state.kept > 0
+    local = jax.tree.map(_anchor.wide, params)
+    end = self._round(Step((), inner, state), params, local)
+    if self.late is not None:
+      end, state = self.late.flush(end, state)
+    # Only now: a rule may measure progress from the anchor.
+    end, state = self._settle(begun, end, state)
+    state = state._replace(
+      clock=state.clock.cut_short(self.policy),
+      anchor=end.anchor,
+      memory=end.memory,
+      kept=jax.tree.map(jnp.zeros_like, state.kept),
+    )
+    if self.late is not None:
+      state = self.late.clear(state)
+    updates = _anchor.onto(state.anchor, params)
+    return collectives.varying(Step(updates, end.inner, state), self.axis)
+
+  def _settle(
+    self, begun: jax.Array, end: _round.Round, state: SyncState
+  ) -> tuple[_round.Round, SyncState]:
+    """Moves by the exact mean of the present round, if it is `begun`."""
+    rule = self.rule
+    relative = self.compression is not None or not rule.beside
+    mean, memory = reducers.flush_of(
+      self.compression,
+      rule.message(end, relative),
+      state.compression,
+      self.axis,
+    )
+    memory = _anchor.either(begun, memory, state.compression)
+    exact = collectives.mean(rule.exact(end), self.axis)
+
+    def moved(end: _round.Round) -> _round.Round:
+      departed = end._replace(memory=rule.depart(end))
+      return rule.settle(departed, mean, exact, relative)
+
+    end = _late_mean.change_if(begun, end, moved, self.axis)
+    return end, state._replace(compression=memory)
+
+  def _round(
+    self, step: Step, params: optax.Params, local: PyTree
+  ) -> _round.Round:
+    """Returns what a rule sees, with the progress since the round's start."""
+    state = step.sync
+    start = state.anchor if self.late is None else self.late.start(state)
+    return _round.Round(
+      anchor=state.anchor,
+      local=local,
+      progress=jax.tree.map(jnp.subtract, start, local),
+      params=params,
+      inner=step.inner,
+      memory=state.memory,
+      step=state.clock.step - 1,
+      optimizer=self.optimizer,
+      axis=self.axis,
+    )
+
+
+def make_synchronizer(
+  inner: optax.GradientTransformation,
+  interval: int | intervals.IntervalPolicy,
+  axis: collectives.Axis,
+  rule: Any,
+  overlap: Any,
+  compression: reducers.Compression | None,
+) -> Synchronizer:
+  """Checks the arguments of `local_steps`, and builds its synchronizer."""
+  inner = checks.check_optimizer("inner", inner)
+  collectives.check_axis(axis)
+  reducers.check_compression(compression)
+  policy, rule = intervals.as_policy(interval), _round.as_rule(rule)
+  wanted = "`transforms.Delayed(...)`, or None for a mean at the round's end"
+  checks.check_type("overlap", overlap, _delayed.Delayed | None, wanted)
+  optimizer = collectives.for_workers(inner)
+  late, mix = None, None
+  if overlap is not None:
+    overlap.check_rule(rule)
+    mix = overlap.mix
+    if overlap.steps != 0:
+      late, compression = _late(overlap, policy, axis, rule, compression)
+  return Synchronizer(optimizer, policy, axis, rule, compression, late, mix)
+
+
+def _late(
+  overlap: _delayed.Delayed,
+  policy: intervals.IntervalPolicy,
+  axis: collectives.Axis,
+  rule: _round.SyncRule,
+  compression: reducers.Compression | None,
+) -> tuple[_late_mean.LateMean, reducers.Compression | None]:
+  """Builds a late mean and its sender, and the compression that this uses."""
+  # A late message must be a difference, or else a rule that is not beside the
+  # anchor would undo the steps that were taken since.
+  relative = compression is not None or not rule.beside
+  sender: _sender.Sender | _chunked_stream.ChunkedStream
+  sender = _sender.Sender(compression, axis)
+  stream = overlap.stream
+  if stream is not None:
+    if compression is not None:
+      steps = policy.constant
+      if steps is not None and overlap.steps is not None:
+        steps = min(steps, overlap.steps)
+      compression = stream.chunks(compression, steps)
+    elif stream.specs is not None:
+      stream = dataclasses.replace(stream, specs=rule.like(stream.specs))
+    sender = _chunked_stream.ChunkedStream(
+      stream, compression, axis, rule.like, policy.needs_loss
+    )
+  late = _late_mean.LateMean(overlap, sender, rule, policy, axis, relative)
+  return late, compression
