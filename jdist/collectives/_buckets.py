@@ -14,20 +14,119 @@ References:
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jdist import checks
-from jdist.collectives import _bucket, _leaf_order, _shards
+from jdist.collectives import _leaf_order, _shards
 
 PyTree: TypeAlias = Any
-Bucket: TypeAlias = _bucket.Bucket
-Piece: TypeAlias = _bucket.Piece
 Order: TypeAlias = _leaf_order.Order
+
+
+class Piece(NamedTuple):
+  """A range of elements of a leaf, or of one device's part of the leaf.
+
+  Attributes:
+    leaf: the leaf's number in the tree, from 0.
+    start: the first element.
+    stop: one past the last element.
+  """
+
+  leaf: int
+  start: int
+  stop: int
+
+  @property
+  def size(self) -> int:
+    """The number of elements."""
+    return self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+  """Pieces of one kind in one buffer, `[num_rows, row_size]`.
+
+  Attributes:
+    dtype: the dtype of all pieces.
+    pieces: the pieces, in the order of the buffer.
+    offsets: where each piece begins in the flattened buffer.
+    num_rows: the number of rows.
+    row_size: the elements of a row; those that no piece fills are zero.
+    axes: the mesh axes, other than the workers', over which the leaves are
+      split.  The buffers of all devices are stacked along the rows.
+  """
+
+  dtype: str
+  pieces: tuple[Piece, ...]
+  offsets: tuple[int, ...]
+  num_rows: int
+  row_size: int
+  axes: tuple[str, ...] = ()
+
+  @classmethod
+  def of(
+    cls,
+    pieces: Sequence[Piece],
+    dtype: Any,
+    *,
+    num_rows: int = 1,
+    granule: int = 1,
+    axes: tuple[str, ...] = (),
+  ) -> "Bucket":
+    """Places pieces in a buffer.
+
+    Args:
+      pieces: the pieces, at least one.
+      dtype: the dtype of all of them.
+      num_rows: the rows of the buffer.
+      granule: pieces and rows begin at multiples of so many elements.
+      axes: the mesh axes over which the pieces' leaves are split.
+
+    >>> Bucket.of([Piece(0, 0, 3), Piece(1, 0, 2)], "int8", granule=4).offsets
+    (0, 4)
+    """
+    ends = itertools.accumulate(_round_up(p.size, granule) for p in pieces)
+    *offsets, end = (0, *ends)
+    row_size = _round_up(end, num_rows * granule) // num_rows
+    name = jnp.dtype(dtype).name
+    return cls(name, tuple(pieces), tuple(offsets), num_rows, row_size, axes)
+
+  @property
+  def row(self) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a row."""
+    return jax.ShapeDtypeStruct((self.row_size,), jnp.dtype(self.dtype))
+
+  def pack(self, leaves: Mapping[int, jax.Array]) -> jax.Array:
+    """Copies pieces of leaves into the buffer.
+
+    Args:
+      leaves: one device's parts of the leaves, by number.
+    """
+    # A leaf that fills the buffer is reshaped only, which copies nothing.
+    ends = (*self.offsets[1:], self.num_rows * self.row_size)
+    parts = []
+    for piece, start, end in zip(self.pieces, self.offsets, ends, strict=True):
+      flat = leaves[piece.leaf].reshape(-1)
+      if piece.size < flat.size:
+        flat = jax.lax.slice(flat, (piece.start,), (piece.stop,))
+      short = end - start - piece.size
+      parts.append(jnp.pad(flat, (0, short)) if short else flat)
+    flat = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return flat.reshape(self.num_rows, self.row_size)
+
+  def unpack(self, buffer: jax.Array) -> Iterator[tuple[Piece, jax.Array]]:
+    """Yields the pieces in the buffer, flat."""
+    flat = buffer.reshape(-1)
+    for piece, start in zip(self.pieces, self.offsets, strict=True):
+      if piece.size < flat.size:
+        yield piece, jax.lax.slice(flat, (start,), (start + piece.size,))
+      else:
+        yield piece, flat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +200,7 @@ class Buckets:
       order = _leaf_order.leaf_order(tree, order)
     order = _leaf_order.check_numbers(order, len(empty.shapes))
     for leaf in order:
-      size = math.prod(
-        _shards.shard_shape(empty.shapes[leaf], empty.specs[leaf])
-      )
+      size = math.prod(_shard_shape(empty.shapes[leaf], empty.specs[leaf]))
       if not size:
         continue
       kind = empty.dtypes[leaf], _shards.spec_axes([empty.specs[leaf]])
@@ -191,12 +288,14 @@ class Buckets:
     buffers = []
     for bucket in self.buckets:
       held = {piece.leaf: leaves[piece.leaf] for piece in bucket.pieces}
-      pack = _shards.map_shards(
-        bucket.pack,
-        bucket.axes,
-        in_specs=({i: self.specs[i] for i in held},),
-        out_specs=PartitionSpec(bucket.axes),
-      )
+      pack = bucket.pack
+      if bucket.axes:
+        pack = _shards.map_shards(
+          pack,
+          bucket.axes,
+          in_specs=({i: self.specs[i] for i in held},),
+          out_specs=PartitionSpec(bucket.axes),
+        )
       buffers.append(pack(held))
     return tuple(buffers)
 
@@ -230,7 +329,9 @@ class Buckets:
     for i, (bucket, buffer) in enumerate(
       zip(self.buckets, buffers, strict=True)
     ):
-      rows = _shards.num_shards(bucket.axes) * bucket.num_rows
+      rows = bucket.num_rows
+      if bucket.axes:
+        rows *= _shards.num_shards(bucket.axes)
       if buffer.shape != (rows, bucket.row_size):
         raise ValueError(
           f"`buffers` must be shaped as `pack` makes them: bucket {i} has "
@@ -243,12 +344,14 @@ class Buckets:
     ]
     for axes, held in of_axes.items():
       found = {p.leaf for i in held for p in self.buckets[i].pieces}
-      unpack = _shards.map_shards(
-        self._unpack_shard,
-        axes,
-        in_specs=(PartitionSpec(axes),),
-        out_specs={leaf: self.specs[leaf] for leaf in found},
-      )
+      unpack = self._unpack_shard
+      if axes:
+        unpack = _shards.map_shards(
+          unpack,
+          axes,
+          in_specs=(PartitionSpec(axes),),
+          out_specs={leaf: self.specs[leaf] for leaf in found},
+        )
       for leaf, x in unpack(held).items():
         out[leaf] = x
     return jax.tree.unflatten(treedef, out)
@@ -263,7 +366,7 @@ class Buckets:
         parts.setdefault(piece.leaf, []).append(flat)
     return {
       leaf: (flat[0] if len(flat) == 1 else jnp.concatenate(flat)).reshape(
-        _shards.shard_shape(self.shapes[leaf], self.specs[leaf])
+        _shard_shape(self.shapes[leaf], self.specs[leaf])
       )
       for leaf, flat in parts.items()
     }
@@ -292,3 +395,12 @@ def _check_leaf(path: str, leaf: Any) -> None:
       f"`tree` must hold plain arrays, got dtype {leaf.dtype} at {path!r}. "
       "Leave PRNG keys out, or pass `jax.random.key_data(key)`."
     )
+
+
+def _round_up(size: int, multiple: int) -> int:
+  return -(-size // multiple) * multiple
+
+
+def _shard_shape(shape: tuple[int, ...], spec: PartitionSpec) -> Any:
+  """Returns the shape of one device's part, of a leaf that may be whole."""
+  return _shards.shard_shape(shape, spec) if len(spec) else shape

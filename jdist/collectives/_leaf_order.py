@@ -4,7 +4,9 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jdist import checks
 
@@ -67,3 +69,42 @@ def leaf_order(tree: PyTree, order: Order) -> tuple[int, ...]:
       "`order` must give keys that can be compared with each other, got "
       f"{keys[:3]}: {error}."
     ) from error
+
+
+def check_leaves(tree: PyTree, like: PyTree, what: str) -> None:
+  """Raises a ValueError unless a tree has the leaves of another, by shape.
+
+  Anything may stand for the gradient of an integer.
+  """
+  structures = [jax.tree.structure(t) for t in (tree, like)]
+  for name, one in ((what.strip("`"), tree), ("params", like)):
+    checks.check_arrays(name, one)
+  if [jnp.shape(x) for x in jax.tree.leaves(tree)] == [
+    jnp.shape(x) for x in jax.tree.leaves(like)
+  ] and str(structures[0]) == str(structures[1]):
+    return
+  named, wanted = map(checks.named_leaves, (tree, like))
+  ours = {
+    name: jnp.shape(x)
+    for name, x in wanted.items()
+    if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+  }
+  rest = wanted.keys() - ours.keys()
+  rule = f"{what} must be a tree like the parameters, but"
+  remedy = "Take the loss's gradient by these very parameters."
+  given = {name: x for name, x in named.items() if name not in rest}
+  checks.check_shapes(rule, remedy, given, ours)
+  # In place of an integer's gradient there may be nothing.
+  left_out = _left_out(tree), _left_out(like)
+  if not rest or left_out[0] != left_out[1]:
+    raise ValueError(
+      f"{rule} it is {checks.show(structures[0])} and not "
+      f"{checks.show(structures[1])}. {remedy}"
+    )
+
+
+def _left_out(tree: PyTree) -> Any:
+  """Returns a tree's structure, with leaves where nothing stands for one."""
+  return jax.tree.structure(
+    tree, is_leaf=lambda x: x is None or isinstance(x, optax.MaskedNode)
+  )

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import jax
 
-from jdist.collectives import _manual_axes, _operations
+from jdist.collectives import _axis
 
-_AXIS: contextvars.ContextVar[_manual_axes.Axis] = contextvars.ContextVar(
+_AXIS: contextvars.ContextVar[_axis.Axis] = contextvars.ContextVar(
   "axis of a model's parts", default=None
 )
 
 
 @contextlib.contextmanager
-def model_parts(axis: _manual_axes.Axis) -> Iterator[None]:
+def model_parts(axis: _axis.Axis) -> Iterator[None]:
   """Names the axis over which the leaves lie that an optimizer sees in parts.
 
   For the updates that are traced in it: a pipeline's, whose devices have the
@@ -29,7 +29,7 @@ def model_parts(axis: _manual_axes.Axis) -> Iterator[None]:
   >>> jax.vmap(update, axis_name="stage")(jax.numpy.array([1.0, 2.0])).tolist()
   [3.0, 3.0]
   """
-  _manual_axes.check_axis(axis)
+  _axis.check_axis(axis)
   token = _AXIS.set(axis)
   try:
     yield
@@ -47,4 +47,4 @@ def sum_of_parts(x: jax.Array) -> jax.Array:
   2.0
   """
   axis = _AXIS.get()
-  return x if axis is None else _operations.sum(x, axis)
+  return x if axis is None else _axis.sum(x, axis)

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from jdist import checks
-from jdist.collectives import _manual_axes, _mesh, _workers
+from jdist.collectives import _axis, _mesh, _workers
 
 Substrate = Literal["auto", "none", "vmap", "shard_map"]
 # A thousand logical workers need no thousand devices, each of which brings
@@ -50,7 +50,7 @@ def workers(
   >>> total(team.place(np.arange(4))).tolist()
   [6, 6, 6, 6]
   """
-  _manual_axes.check_axis(axis)
+  _axis.check_axis(axis)
   checks.check_type("axis", axis, str, "a name")
   checks.check_int("num_workers", num_workers, 1)
   checks.check_choice("substrate", substrate, typing.get_args(Substrate))
@@ -114,7 +114,5 @@ def _on_mesh(num_workers: int, mesh: Mesh, axis: str) -> _workers.Workers:
       f"`num_workers` must be a multiple of the mesh's {along} places along "
       f"{axis!r}, got {num_workers}."
     )
-  names: _manual_axes.Axis = (
-    axis if num_workers == along else (f"{axis}_local", axis)
-  )
+  names: _axis.Axis = axis if num_workers == along else (f"{axis}_local", axis)
   return _workers.Workers(num_workers, "shard_map", names, mesh)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jdist.collectives import _manual_axes, _phases
+from jdist.collectives import _axis, _phases
 
 Kind = Literal[
   "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute"
@@ -145,7 +145,7 @@ _KINDS: dict[str, Kind] = {
 def traffic(
   step: Callable[..., Any],
   *args: Any,
-  axis: _manual_axes.Axis,
+  axis: _axis.Axis,
   num_workers: int,
   inner_axes: Mapping[str, int] | None = None,
 ) -> Traffic:
@@ -292,7 +292,7 @@ def _walk(
     inside = place.branch() if name == "cond" else place
     times = count * eqn.params["length"] if name == "scan" else count
     if name == "shard_map":  # On each of a worker's devices.
-      manual = eqn.params["newly_manual_axes"]
+      manual = eqn.params["newly_axis"]
       times *= math.prod(n for axis, n in inner.items() if axis in manual)
     for body in _bodies(eqn):
       yield from _walk(body, sizes, inside, times, inner)

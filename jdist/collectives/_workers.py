@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdist import checks
-from jdist.collectives import _manual_axes, _shards
+from jdist.collectives import _axis, _shards
 
 PyTree = Any
 _UNSPLIT = PartitionSpec()
@@ -63,7 +63,7 @@ class Workers:
 
   num_workers: int
   substrate: Literal["none", "vmap", "shard_map"]
-  axis: _manual_axes.Axis
+  axis: _axis.Axis
   mesh: Mesh | None = None
 
   @property
@@ -218,7 +218,7 @@ class Workers:
 
     @functools.wraps(step)
     def traced(*args: PyTree) -> PyTree:
-      with _manual_axes.team_of(axis):
+      with _axis.team_of(axis):
         return step(*args)
 
     return traced

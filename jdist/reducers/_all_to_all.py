@@ -72,7 +72,7 @@ class AllToAll(_reducer.Reducer):
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
     """Returns the owners' residuals, zeros; refuses a codec with a state."""
-    coders = self._coders(self._layout(like, collectives.size(axis)))
+    _, coders = self._layout(like, collectives.size(axis))
     for coder in coders:
       coder.check()
     zeros = tuple(
@@ -86,8 +86,7 @@ class AllToAll(_reducer.Reducer):
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
   ) -> _reducer.Reduced:
     num_workers = collectives.size(axis)
-    layout = self._layout(tree, num_workers)
-    coders = self._coders(layout)
+    layout, coders = self._layout(tree, num_workers)
     if not coders:
       return _reducer.Reduced(tree, optax.tree.cast(tree, jnp.float32), state)
     kept = [coder.row for coder in coders if self._keeps(coder)]
@@ -103,7 +102,8 @@ class AllToAll(_reducer.Reducer):
       payloads.append(payload)
       finite.append(jnp.isfinite(rows).all(1))
       shares.append(jax.vmap(coders[i].decode)(payload))
-    rows, sound = to_owners((payloads, jnp.stack(finite, 1)), axis)
+    sent = payloads, jnp.stack(finite, 1)
+    rows, sound = to_owners(sent, num_workers, axis)
     sound = sound.all(0)
     # The owner adds up its row, and encodes the mean for all.
     payloads, finite, new = [], [], []
@@ -112,6 +112,7 @@ class AllToAll(_reducer.Reducer):
         jnp.zeros(coder.row.shape, jnp.float32),
         jax.vmap(coder.decode)(rows[i]),
         lambda total, one: total + one,
+        num_workers,
         axis,
         most_unrolled=16,
       )
@@ -152,15 +153,13 @@ class AllToAll(_reducer.Reducer):
     """Gathers the owners' residuals, in float32."""
     if not state:
       return super().flush(state, like, axis)
-    layout = self._layout(like, collectives.size(axis))
+    layout, coders = self._layout(like, collectives.size(axis))
     rows = iter(collectives.gather(state.residual, axis))
     buffers = [
       next(rows)
       if self._keeps(coder)
       else jnp.zeros((bucket.num_rows, bucket.row_size), jnp.float32)
-      for bucket, coder in zip(
-        layout.buckets.buckets, self._coders(layout), strict=True
-      )
+      for bucket, coder in zip(layout.buckets.buckets, coders, strict=True)
     ]
     residuals = layout.buckets.unpack(buffers, like)
     residuals = optax.tree.cast(residuals, jnp.float32)
@@ -168,7 +167,7 @@ class AllToAll(_reducer.Reducer):
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
     """Counts a worker's rows, each with the byte that says if it is finite."""
-    coders = self._coders(self._layout(like, num_workers))
+    _, coders = self._layout(like, num_workers)
     payload = num_workers * sum(8 + coder.num_bits() for coder in coders)
     sent = _reducer.ring_bits(payload, num_workers)
     return _reducer.Bits(payload, sent, sent)
@@ -177,18 +176,12 @@ class AllToAll(_reducer.Reducer):
     """Prints for instance `all_to_all Quantize(bits=8, ...)`."""
     return f"all_to_all {self.codec}"
 
-  def _layout(self, tree: PyTree, num_workers: int) -> RowLayout:
+  def _layout(
+    self, tree: PyTree, num_workers: int
+  ) -> tuple[RowLayout, tuple["_Coder", ...]]:
     leaves, structure = jax.tree.flatten(tree)
-    kinds = tuple((jnp.shape(x), x.dtype) for x in leaves)
+    kinds = tuple([(jnp.shape(x), x.dtype) for x in leaves])
     return _lay_out(self.codec, structure, kinds, num_workers)
-
-  def _coders(self, layout: RowLayout) -> list["_Coder"]:
-    return [
-      _Coder(None if exact else self.codec, bucket.row)
-      for bucket, exact in zip(
-        layout.buckets.buckets, layout.exact, strict=True
-      )
-    ]
 
   def _keeps(self, coder: "_Coder") -> bool:
     """Returns whether owners have a residual."""
@@ -204,13 +197,17 @@ class AllToAll(_reducer.Reducer):
 @functools.lru_cache(maxsize=256)
 def _lay_out(
   codec: codecs.Codec, structure: Any, kinds: tuple[Any, ...], num_workers: int
-) -> RowLayout:
+) -> tuple[RowLayout, tuple["_Coder", ...]]:
   """Lays out leaves once, however often a program is traced."""
   likes = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
   tree = jax.tree.unflatten(structure, likes)
   _reducer.check_leaves(f"compressed({codec})", tree, codecs.Dense().check)
   layout = make_layout(tree, num_workers, codec.granule(), codec.num_bits)
-  return layout._replace(draws=codec.key)
+  coders = [
+    _Coder(None if exact else codec, bucket.row)
+    for bucket, exact in zip(layout.buckets.buckets, layout.exact, strict=True)
+  ]
+  return layout._replace(draws=codec.key), tuple(coders)
 
 
 def make_layout(
@@ -306,12 +303,12 @@ def add_rows(
   total: jax.Array,
   rows: PyTree,
   add: Callable[[jax.Array, PyTree], jax.Array],
+  num_rows: int,
   axis: collectives.Axis,
   *,
   most_unrolled: int,
 ) -> jax.Array:
   """Adds every worker's row, in the order of the workers."""
-  num_rows = collectives.size(axis)
   if num_rows <= most_unrolled:
     for i in range(num_rows):
       total = add(total, jax.tree.map(lambda x, i=i: x[i], rows))
@@ -324,14 +321,14 @@ def add_rows(
   return total
 
 
-def to_owners(sent: PyTree, axis: collectives.Axis) -> PyTree:
+def to_owners(sent: PyTree, num_workers: int, axis: collectives.Axis) -> PyTree:
   """Sends row j of every array to worker j, as few buffers of bytes."""
   like = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sent
   )
   buffers = collectives.pack_bytes(sent, num_leading=1)
   buffers = collectives.all_to_all(buffers, axis)
-  return collectives.unpack_bytes(buffers, like, rows=collectives.size(axis))
+  return collectives.unpack_bytes(buffers, like, rows=num_workers)
 
 
 def to_all(sent: PyTree, axis: collectives.Axis) -> PyTree:

@@ -85,13 +85,13 @@ class Chunked(_reducer.Reducer):
   def pack(self, tree: PyTree) -> dict[str, jax.Array]:
     """Copies a tree into rows `[chunks, entries]`, by dtype."""
     buckets = self.buckets(tree)
-    names = [bucket.name for bucket in buckets.buckets]
+    names = [bucket.dtype for bucket in buckets.buckets]
     return dict(zip(names, buckets.pack(tree), strict=True))
 
   def unpack(self, rows: dict[str, jax.Array], like: PyTree) -> PyTree:
     """Undoes `pack`, in the dtypes of the rows."""
     buckets = self.buckets(like)
-    return buckets.unpack([rows[b.name] for b in buckets.buckets], like)
+    return buckets.unpack([rows[b.dtype] for b in buckets.buckets], like)
 
   def reduce_chunk(
     self,
@@ -108,7 +108,7 @@ class Chunked(_reducer.Reducer):
     and the key is of the whole tree.
     """
     # By name and not by position, so that another dtype changes nothing.
-    name = np.uint32(zlib.crc32(bucket.name.encode()))
+    name = np.uint32(zlib.crc32(bucket.dtype.encode()))
     key = jax.random.fold_in(jax.random.fold_in(key, name), number)
     reduced = self.reducer.reduce(row, state, key, axis)
     return collectives.varying(_reducer.Reduced(*reduced), axis)
@@ -118,7 +118,7 @@ class Chunked(_reducer.Reducer):
     states = {}
     for bucket in self.buckets(like).buckets:
       state = self.reducer.init(bucket.row, axis)
-      states[bucket.name] = jax.tree.map(
+      states[bucket.dtype] = jax.tree.map(
         lambda x, n=bucket.num_rows: jnp.repeat(x[None], n, 0), state
       )
     return states
@@ -136,7 +136,7 @@ class Chunked(_reducer.Reducer):
         number, row, state = chunk
         return None, self.reduce_chunk(bucket, number, row, state, key, axis)
 
-      name = bucket.name
+      name = bucket.dtype
       chunks = (jnp.arange(bucket.num_rows), wanted[name], state[name])
       _, found[name] = jax.lax.scan(one, None, chunks)
     means, shares, states = (
@@ -158,7 +158,7 @@ class Chunked(_reducer.Reducer):
         flushed = self.reducer.flush(state, bucket.row, axis)
         return None, collectives.varying(flushed, axis)
 
-      name = bucket.name
+      name = bucket.dtype
       _, (residuals[name], states[name]) = jax.lax.scan(
         one, None, state[name], length=bucket.num_rows
       )

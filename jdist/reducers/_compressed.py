@@ -180,6 +180,7 @@ class Compressed(_reducer.Reducer):
         jnp.zeros(x.shape, jnp.float32),
         row,
         functools.partial(self.codec.add_to, state=s),
+        collectives.size(axis),
         axis,
         most_unrolled=1,
       )

@@ -85,7 +85,7 @@ class Hierarchical(_reducer.Reducer):
     near = self.inner.init(like, inner)
     if self.parts > 1:
       far = {
-        bucket.name: self.outer.init(bucket.row, outer)
+        bucket.dtype: self.outer.init(bucket.row, outer)
         for bucket in self._chunked().buckets(like).buckets
       }
       state = HierarchicalState((near, far), ())
@@ -128,10 +128,10 @@ class Hierarchical(_reducer.Reducer):
       near, near_state = self.inner.flush(old[0], like, inner)
       far_state = {}
       for bucket in chunked.buckets(like).buckets:
-        row, far_state[bucket.name] = self.outer.flush(
-          old[1][bucket.name], bucket.row, outer
+        row, far_state[bucket.dtype] = self.outer.flush(
+          old[1][bucket.dtype], bucket.row, outer
         )
-        rows[bucket.name] = collectives.gather(row, inner)
+        rows[bucket.dtype] = collectives.gather(row, inner)
       far = chunked.unpack(rows, like)
       new = HierarchicalState((near_state, far_state), ())
     else:
@@ -182,7 +182,7 @@ class Hierarchical(_reducer.Reducer):
       }
     means, left, far_state = {}, {}, {}
     for bucket in chunked.buckets(tree).buckets:
-      name, row = bucket.name, mine[bucket.name]
+      name, row = bucket.dtype, mine[bucket.dtype]
       far = chunked.reduce_chunk(bucket, number, row, old[name], second, outer)
       means[name] = collectives.gather(far.mean, inner)
       rest = self.parts * (_reducer.as_share(row) - far.own_share)
@@ -208,7 +208,7 @@ class Hierarchical(_reducer.Reducer):
     if self.parts == 1:
       return HierarchicalState((), ())
     buckets = self._chunked().buckets(like).buckets
-    return HierarchicalState(((), {bucket.name: () for bucket in buckets}), ())
+    return HierarchicalState(((), {bucket.dtype: () for bucket in buckets}), ())
 
   def _levels(
     self, axis: collectives.Axis

@@ -63,7 +63,7 @@ class MajorityVote(_reducer.Reducer):
       rows = buckets.pack(leaves)
       finite = jnp.stack([jnp.isfinite(x).all(1) for x in rows], 1)
       sent = [codecs.pack(x >= 0, 1) for x in rows]
-      signs, finite = _all_to_all.to_owners((sent, finite), axis)
+      signs, finite = _all_to_all.to_owners((sent, finite), num_workers, axis)
       decided = []
       for votes, bucket in zip(signs, buckets.buckets, strict=True):
         ones = codecs.unpack(votes, 1, bucket.row_size).astype(jnp.int32)

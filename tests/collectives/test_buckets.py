@@ -91,7 +91,7 @@ def test_without_a_limit_there_is_one_bucket_a_kind():
   tree = [struct(2), struct(20), struct(2, dtype="int32"), struct(2)]
   buckets = Buckets.of(tree)
   assert leaves_of(buckets) == [[0, 1, 3], [2]]
-  assert [b.name for b in buckets.buckets] == ["float32", "int32"]
+  assert [b.dtype for b in buckets.buckets] == ["float32", "int32"]
 
 
 def test_rows_by_hand():
@@ -265,8 +265,8 @@ def test_leaves_that_are_split_over_other_axes_share_no_bucket():
   tree = {name: struct(6, 4) for name in specs}
   with jax.sharding.use_abstract_mesh(MESH):
     buckets = Buckets.of(tree, specs=specs)
-  assert [b.name for b in buckets.buckets] == [
-    "float32:fsdp", "float32:fsdp,tensor", "float32"
+  assert [b.axes for b in buckets.buckets] == [
+    ("fsdp",), ("fsdp", "tensor"), ()
   ]  # fmt: skip
   assert leaves_of(buckets) == [[0, 1], [2], [3, 4]]
   # One device's parts.

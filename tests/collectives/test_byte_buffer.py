@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.collectives import _byte_buffer
+from jdist.collectives import _exchange
 
 
 def make(*shape, dtype, seed=0):
@@ -43,40 +43,40 @@ def shapes(tree, leading=0):
 
 def test_small_arrays_are_one_buffer_without_padding():
   tree = payload()
-  (buffer,) = jax.jit(_byte_buffer.pack_bytes)(tree)
+  (buffer,) = jax.jit(_exchange.pack_bytes)(tree)
   assert buffer.dtype == jnp.uint8
   assert buffer.size == 5 + 6 + 16 + 1 + 0 + 6
-  same_bits(_byte_buffer.unpack_bytes([buffer], tree), tree)
+  same_bits(_exchange.unpack_bytes([buffer], tree), tree)
 
 
 def test_rows_stay_rows():
   tree = payload((3,))
-  (buffer,) = _byte_buffer.pack_bytes(tree, num_leading=1)
+  (buffer,) = _exchange.pack_bytes(tree, num_leading=1)
   assert buffer.shape == (3, 34)
-  same_bits(_byte_buffer.unpack_bytes([buffer], shapes(tree, 1), rows=3), tree)
+  same_bits(_exchange.unpack_bytes([buffer], shapes(tree, 1), rows=3), tree)
   same_bits(
-    _byte_buffer.unpack_bytes([buffer[1]], shapes(tree, 1)),
+    _exchange.unpack_bytes([buffer[1]], shapes(tree, 1)),
     jax.tree.map(lambda x: x[1], tree),
   )
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "bfloat16"])
 def test_large_arrays_go_alone_and_are_not_copied(dtype):
-  items = _byte_buffer.ALONE_BYTES // jnp.dtype(dtype).itemsize
+  items = _exchange.ALONE_BYTES // jnp.dtype(dtype).itemsize
   tree = [make(3, dtype="float32"), make(2, items // 2, dtype=dtype)]
-  small, large = _byte_buffer.pack_bytes(tree)
+  small, large = _exchange.pack_bytes(tree)
   assert small.size == 12
   assert large.shape == (2, items // 2)
   # Floats of 16 bits would be widened by a collective.
   assert large.dtype == {"bfloat16": "uint16"}.get(dtype, dtype)
-  same_bits(_byte_buffer.unpack_bytes([small, large], shapes(tree)), tree)
-  program = jax.jit(_byte_buffer.pack_bytes).lower(tree).as_text()
+  same_bits(_exchange.unpack_bytes([small, large], shapes(tree)), tree)
+  program = jax.jit(_exchange.pack_bytes).lower(tree).as_text()
   assert f"{items}x4xui8" not in program
 
 
 def test_an_array_is_large_by_the_bytes_of_all_its_rows():
-  half = _byte_buffer.ALONE_BYTES // 2
+  half = _exchange.ALONE_BYTES // 2
   tree = [make(2, half, dtype="uint8"), make(2, dtype="uint8")]
-  buffers = _byte_buffer.pack_bytes(tree, num_leading=1)
+  buffers = _exchange.pack_bytes(tree, num_leading=1)
   assert [b.shape for b in buffers] == [(2, 1), (2, half)]
-  same_bits(_byte_buffer.unpack_bytes(buffers, shapes(tree, 1), rows=2), tree)
+  same_bits(_exchange.unpack_bytes(buffers, shapes(tree, 1), rows=2), tree)

@@ -19,14 +19,13 @@ def residual_leaves(reducer, residuals, like, num_workers):
   out = jax.tree.map(lambda x: np.zeros(x.shape), like)
   if not isinstance(reducer, reducers.AllToAll):
     return jax.tree.leaves(out)
-  residuals, layout = list(residuals), reducer._layout(like, num_workers)
+  residuals = list(residuals)
+  layout, coders = reducer._layout(like, num_workers)
   buffers = [
     residuals.pop(0)
     if reducer._keeps(coder)
     else np.zeros((bucket.num_rows, bucket.row_size))
-    for bucket, coder in zip(
-      layout.buckets.buckets, reducer._coders(layout), strict=True
-    )
+    for bucket, coder in zip(layout.buckets.buckets, coders, strict=True)
   ]
   assert not residuals
   return jax.tree.leaves(layout.buckets.unpack(buffers, like))

@@ -50,6 +50,11 @@ def towards(updates: PyTree, target: PyTree, local: PyTree) -> PyTree:
   )
 
 
+def behind(anchor: PyTree, part: jax.Array, progress: PyTree) -> PyTree:
+  """Returns anchor - part * progress, with equal bits in every program."""
+  return jax.tree.map(lambda a, p: a - rounded(part * p), anchor, progress)
+
+
 def rounded(product: jax.Array) -> jax.Array:
   """A product that is rounded before anything is added to it.
 
@@ -309,12 +314,14 @@ def apply_updates(
   >>> apply_updates({"w": jnp.array(1.0)}, {"w": jnp.array(-0.5)})["w"].item()
   0.5
   """
+  found = find_rounds(state)
   workers.check_alike(updates, params, "`updates`")
+  if found is not None and not workers.same_form(found.anchor, params):
+    check_anchor(found.anchor, params)
   there = jax.tree.map(
     lambda p, u: moved(p, u).astype(p.dtype) if is_trained(p) else p,
     *jax.tree.map(jnp.asarray, (params, updates)),
   )
-  found = find_rounds(state)
   if found is None:
     return there
   exact = found.clock.synchronized
@@ -322,7 +329,6 @@ def apply_updates(
     # With a part of its own progress the worker stands beside the anchor on
     # purpose.
     exact = exact & (found.kept == 0)
-  check_anchor(found.anchor, params)
   return over(
     found.anchor, there, lambda a, p: jnp.where(exact, a.astype(p.dtype), p)
   )

@@ -83,8 +83,13 @@ class _Layout(NamedTuple):
   def pack(self, tree: PyTree) -> dict[str, jax.Array]:
     return dict(zip(self.names, self.buckets.pack(tree), strict=True))
 
-  def unpack(self, rows: dict[str, jax.Array]) -> PyTree:
-    return self.buckets.unpack([rows[name] for name in self.names], self.like)
+  def unpack(self, *each: dict[str, jax.Array]) -> Any:
+    """Returns a tree, or several."""
+    trees = [
+      self.buckets.unpack([rows[name] for name in self.names], self.like)
+      for rows in each
+    ]
+    return trees if len(trees) > 1 else trees[0]
 
 
 class ChunkedStream:
@@ -144,7 +149,7 @@ class ChunkedStream:
       progress=new.message if keeps else (),
       loss=loss,
       sent=sent,
-      position=tuple(jnp.zeros((), jnp.int32) for _ in sent),
+      position=tuple([jnp.zeros((), jnp.int32) for _ in sent]),
     )
 
   def own(self, state: SyncState) -> Any:
@@ -165,7 +170,7 @@ class ChunkedStream:
       layout.names, layout.buckets.buckets, held.position, strict=True
     ):
       whole = held.sent[name]
-      number, size = self._cut(bucket, whole, steps, memory)
+      number, size = self._cut(bucket, whole, steps)
       parts, length = [], whole.shape[self._dim]
       for _ in range(number):
         # The last one begins earlier, so that all have one size.
@@ -267,7 +272,8 @@ class ChunkedStream:
     have: Any = held.arrived, held.shares, (), held.mean_loss
     if self.compression is not None:
       have = held.arrived, held.shares, memory.reducer, held.mean_loss
-      present = _anchor.either(late, self.own(state), present)
+      own = self.own(state)
+      present = own if late is True else _anchor.either(late, own, present)
       prepared, feedback = self.compression.prepare(present.message, memory)
     wanted = held.sent
     if steps is None:
@@ -292,10 +298,10 @@ class ChunkedStream:
     if self.compression is None:
       return layout.unpack(means), memory
     if self._feeds_back:
-      shares, wanted = map(layout.unpack, (shares, wanted))
-    mean, feedback = self.compression.finish(
-      layout.unpack(means), shares, wanted, feedback
-    )
+      mean, shares, wanted = layout.unpack(means, shares, wanted)
+    else:
+      mean = layout.unpack(means)
+    mean, feedback = self.compression.finish(mean, shares, wanted, feedback)
     mean = optax.tree.cast_like(mean, layout.like)
     new = memory._replace(
       step=optax.safe_increment(memory.step), reducer=states, feedback=feedback
@@ -377,9 +383,7 @@ class ChunkedStream:
       means[name], shares[name], states[name] = found
     return means, shares if keeps else (), states
 
-  def _cut(
-    self, bucket: Any, whole: jax.Array, steps: int, memory: Any
-  ) -> tuple[int, int]:
+  def _cut(self, bucket: Any, whole: jax.Array, steps: int) -> tuple[int, int]:
     """Returns the number of a bucket's parts in a step, and their size."""
     if self._exact:
       return self._stream.cut(

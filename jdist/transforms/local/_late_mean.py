@@ -80,7 +80,7 @@ class LateMean:
     if self.delay.mix is not None:
       kept = state.flight.in_flight.astype(jnp.float32)
     held = self.sender.own(state).message
-    return self._behind(state.anchor, kept, held)
+    return _anchor.behind(state.anchor, kept, self.rule.progress_in(held))
 
   def end(
     self, end: Round, state: SyncState, steps: int | None
@@ -161,11 +161,11 @@ class LateMean:
       return end.local, self._hold(present, late, keep, state)
     rho = delay.carry
     if rho is None:
-      rho = 1 / end.num_workers
+      rho = 1 / collectives.size(self.axis)
     keep = jnp.where(late, _anchor.scalar(rho), 0.0)
     # Without a delay the round's progress is in the anchor already.
     left = jax.tree.map(lambda p: jnp.where(late, p, 0.0), present.message)
-    target = self._behind(state.anchor, keep, left)
+    target = _anchor.behind(state.anchor, keep, rule.progress_in(left))
     return target, self._hold(present._replace(message=left), late, keep, state)
 
   def arrive(
@@ -273,14 +273,6 @@ class LateMean:
     message = self.rule.message(end, self.relative)
     return _sender.Contribution(message, state.clock.mean_loss())
 
-  def _behind(self, anchor: PyTree, kept: jax.Array, message: PyTree) -> PyTree:
-    """Returns anchor - kept * progress."""
-    # Rounded in between, so that both programs that compute it give its bits.
-    return jax.tree.map(
-      lambda a, p: a - _anchor.rounded(kept * p),
-      anchor, self.rule.progress_in(message),
-    )  # fmt: skip
-
   def _move_if(self, flag: jax.Array, end: Round, mean: PyTree) -> Round:
     return change_if(
       flag,
@@ -333,10 +325,10 @@ class LateMean:
   # Streams.
 
   def stream_steps(self, control: _control.Control) -> int | None:
-    """Returns in how many steps the message is sent of which this is one."""
+    """Returns in how many steps the present message is streamed."""
     delay, constant = self.delay, self.policy.constant
-    if delay.stream is None or control.stream_steps != "fixed":
-      return check_stream_steps(control, delay.stream is not None)
+    if control.stream_steps != "fixed":
+      return control.stream_steps
     if delay.after_step is None:
       reason = "the delay begins with the first long round"
     elif delay.after_step:
@@ -359,15 +351,6 @@ class LateMean:
       "round's end."
     )
 
-  def receive(self, step: Step, sent: Any, *, write_back: bool = True) -> Step:
-    """Stores what was sent in this step."""
-    if sent is None:
-      return step
-    state = self.sender.receive(  # type: ignore[union-attr]
-      step.sync, sent, write_back=write_back
-    )
-    return step._replace(sync=state)
-
   def receive_last(self, step: Step, sent: Any) -> Step:
     """Stores what was sent, on CPUs not before the updates are computed.
 
@@ -384,7 +367,10 @@ class LateMean:
       return collectives.varying(pair, self.axis)
 
     def received(write_back: bool) -> tuple[Any, Any]:
-      return parts(self.receive(step, sent, write_back=write_back))
+      state = self.sender.receive(  # type: ignore[union-attr]
+        step.sync, sent, write_back=write_back
+      )
+      return parts(step._replace(sync=state))
 
     def behind(updates: PyTree) -> tuple[Any, Any]:
       return jax.lax.cond(
@@ -425,18 +411,6 @@ class LateMean:
     return _with_held(
       step, held._replace(arrived=arrived), step.sync.compression
     )
-
-
-def check_stream_steps(control: _control.Control, streams: bool) -> int | None:
-  """Returns the host's number of steps; raises a ValueError if not streamed."""
-  steps = control.stream_steps
-  if not streams and steps not in ("fixed", None):
-    raise ValueError(
-      "`stream_steps` must be left out of the control of a method that "
-      f"streams nothing, got {steps}. Build it with "
-      "`overlap=Delayed(stream=Stream())` to stream."
-    )
-  return steps if streams else None  # type: ignore[return-value]
 
 
 def change_if(

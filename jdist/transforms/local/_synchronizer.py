@@ -100,12 +100,12 @@ class Synchronizer:
       residuals = control.drain == "residuals"
       step = self.drain(state.inner, sync, params, residuals)
       return step.updates, LocalStepsState(step.inner, step.sync)
+    # First in a step and from the state: nothing that is sent waits for the
+    # gradients of this step, and they do not wait for it.
+    sending = self.send(sync, control)
     collectives.check_local(updates, self.axis, what="`updates`", like=params)
     if not collectives.same_form(sync.anchor, params):
       _anchor.check_anchor(sync.anchor, params)
-    # First in a step and from the state: nothing waits for the gradients of
-    # this step, and they wait for nothing.
-    sending = self.send(sync, control)
     updates, memory = self.rule.correct(updates, sync.memory, sync.clock.step)
     clock = sync.clock.advance(extra_args.get("loss"))
     extra_args |= {
@@ -121,8 +121,14 @@ class Synchronizer:
 
   def send(self, state: SyncState, control: _control.Control) -> Sending:
     """Starts the next parts of a streamed message."""
-    if self.late is None:
-      return Sending(_late_mean.check_stream_steps(control, False), None)
+    if self.late is None or self.late.delay.stream is None:
+      if control.stream_steps not in ("fixed", None):
+        raise ValueError(
+          "`stream_steps` must be left out of the control of a method that "
+          f"streams nothing, got {control.stream_steps}. Build it with "
+          "`overlap=Delayed(stream=Stream())` to stream."
+        )
+      return Sending(None, None)
     steps = self.late.stream_steps(control)
     if steps is None:
       return Sending(None, None)
@@ -138,24 +144,24 @@ class Synchronizer:
   ) -> Step:
     """Ends the round if it is over, after the local step."""
     late, (steps, sent), ends = self.late, sending, control.round_ends
-    over = step.sync.clock.is_over()
     if late is None:
-      return self._end_if(over, step, params, control)
+      return self._end_if(step, params, control)
     if late.delay.steps is not None:
       step = late.receive_last(step, sent)
       step = self._arrive_if_due(step, params, steps, control)
-      over &= ~step.sync.flight.in_flight
-      return self._end_if(over, step, params, control, steps)
+      there = ~step.sync.flight.in_flight
+      return self._end_if(step, params, control, steps, there)
     if ends is None:
+      over = step.sync.clock.is_over()
       if steps is not None:
         over &= late.sender.complete(step.sync, sent)
       # What was sent is stored in the conditional: see `ChunkedStream.receive`.
       return jax.lax.cond(
         collectives.agreed(over, self.axis),
         lambda step, sent, params: self._end(
-          late.receive(step, sent), params, steps
+          self._received(step, sent), params, steps
         ),
-        lambda step, sent, params: self._go_on(late.receive(step, sent)),
+        lambda step, sent, params: self._go_on(self._received(step, sent)),
         step,
         sent,
         params,
@@ -165,21 +171,29 @@ class Synchronizer:
       step = late.lost_unless_there(step)
     elif ends and late.delay.stream is None:
       step = late.move_last(step)
-    return self._end_if(over, step, params, control, steps)
+    return self._end_if(step, params, control, steps)
+
+  def _received(self, step: Step, sent: Any) -> Step:
+    """Stores what was sent in this step."""
+    if self.late is None or sent is None:
+      return step
+    sender: Any = self.late.sender
+    return step._replace(sync=sender.receive(step.sync, sent))
 
   def _end_if(
     self,
-    over: jax.Array,
     step: Step,
     params: optax.Params,
     control: _control.Control,
     steps: int | None = None,
+    there: jax.Array | bool = True,
   ) -> Step:
     """Ends the round where the host says so, or by a conditional."""
     if control.round_ends is not None:
       if control.round_ends:
         return self._end(step, params, steps)
       return self._go_on(step)
+    over = step.sync.clock.is_over() & there
     return jax.lax.cond(
       collectives.agreed(over, self.axis),
       lambda step, params: self._end(step, params, steps),

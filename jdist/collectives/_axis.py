@@ -1,16 +1,24 @@
-"""JAX's typing rules for values along the workers' axis.
+"""The workers' axis: its names, its types, and all-reduces over it.
 
-In a `shard_map` with `check_vma=True` JAX types every value as *varying* over a
-mesh axis or equal along it; under `vmap` and with `check_vma=False` it does
-not.  The convention of this library: **everything a worker holds varies over
-the axis**.  Results of collectives are equal on all workers but typed as
-varying, so that a `lax.cond` or a `scan` carry takes them together with a
-worker's own values.
+A step is written for one worker and communicates only through functions of this
+room and an *axis*:
+
+| axis | means | substrate |
+|---|---|---|
+| `None` | one worker, no communication | none |
+| `"worker"` | the workers along this name | `vmap` or `shard_map` |
+| `(inner, outer)` | several workers a device | `vmap` in `shard_map` |
+
+Trees hold arrays, each worker its own.  In a `shard_map` with `check_vma=True`
+JAX types every value as *varying* over a mesh axis or equal along it; under
+`vmap` and with `check_vma=False` it does not.  The convention of this library:
+**everything a worker holds varies over the axis**.  Results of collectives are
+equal on all workers but typed as varying, so that a `lax.cond` or a `scan`
+carry takes them together with a worker's own values.
 """
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -19,9 +27,12 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks
+from jdist.collectives import _buckets, _leaf_order, _retraced
 
 PyTree: TypeAlias = Any
 Axis: TypeAlias = str | tuple[str, str] | None
+# As PyTorch's DistributedDataParallel: beyond it latency hardly counts.
+_BUCKET_BYTES = 25 * 2**20
 # The axis of the team whose step is traced; None outside, and where its
 # workers are meant to stay apart.
 _team: contextvars.ContextVar[Axis] = contextvars.ContextVar(
@@ -193,44 +204,9 @@ def same_form(tree: PyTree, like: PyTree) -> bool:
 
 
 def check_alike(tree: PyTree, like: PyTree, what: str) -> None:
-  """Raises a ValueError unless a tree has the leaves of another, by shape.
-
-  Whatever stands for the gradient of an integer is right.
-  """
-  if same_form(tree, like):
-    return
-  structures = [jax.tree.structure(t) for t in (tree, like)]
-  for name, one in ((what.strip("`"), tree), ("params", like)):
-    checks.check_arrays(name, one)
-  if [jnp.shape(x) for x in jax.tree.leaves(tree)] == [
-    jnp.shape(x) for x in jax.tree.leaves(like)
-  ] and str(structures[0]) == str(structures[1]):
-    return
-  named, wanted = map(checks.named_leaves, (tree, like))
-  ours = {
-    name: jnp.shape(x)
-    for name, x in wanted.items()
-    if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-  }
-  rest = wanted.keys() - ours.keys()
-  rule = f"{what} must be a tree like the parameters, but"
-  remedy = "Take the loss's gradient by these very parameters."
-  given = {name: x for name, x in named.items() if name not in rest}
-  checks.check_shapes(rule, remedy, given, ours)
-  # In place of an integer's gradient there may be nothing.
-  left_out = _left_out(tree), _left_out(like)
-  if not rest or left_out[0] != left_out[1]:
-    raise ValueError(
-      f"{rule} it is {checks.show(structures[0])} and not "
-      f"{checks.show(structures[1])}. {remedy}"
-    )
-
-
-def _left_out(tree: PyTree) -> Any:
-  """Returns a tree's structure, with leaves where nothing stands for one."""
-  return jax.tree.structure(
-    tree, is_leaf=lambda x: x is None or isinstance(x, optax.MaskedNode)
-  )
+  """Raises a ValueError unless a tree has the leaves of another, by shape."""
+  if not same_form(tree, like):
+    _leaf_order.check_leaves(tree, like, what)
 
 
 def agreed(flag: jax.Array, axis: Axis) -> jax.Array:
@@ -256,9 +232,162 @@ def agreed(flag: jax.Array, axis: Axis) -> jax.Array:
   return flag
 
 
-# Functions of others, traced again so that every value varies over an axis: a
-# `lax.cond` whose one branch gives a constant and whose other a worker's own
-# value has branches of unlike types under `shard_map`.
+def index(axis: Axis) -> jax.Array:
+  """Returns this worker's number, from 0, as an int32 scalar.
+
+  With (inner, outer) the workers of one device are neighbours:
+  `outer_index * inner_size + inner_index`.
+
+  >>> jax.vmap(lambda x: x + index("worker"), axis_name="worker")(
+  ...   jnp.array([10, 20])
+  ... ).tolist()
+  [10, 21]
+  """
+  worker, stride = jnp.zeros((), jnp.int32), 1
+  for name in bound_names(axis):
+    worker = worker + jax.lax.axis_index(name) * stride
+    stride *= jax.lax.axis_size(name)
+  return worker
+
+
+def size(axis: Axis) -> int:
+  """Returns the number of workers, a Python int; 1 without an axis."""
+  number = 1
+  for name in bound_names(axis):
+    number *= jax.lax.axis_size(name)
+  return number
+
+
+def mean(tree: PyTree, axis: Axis) -> PyTree:
+  """Averages every leaf over the workers.
+
+  The averages are equal on all workers to the bit, and in the leaves' dtypes;
+  integers give floats.  The sum is taken in that dtype: in float16 it overflows
+  above 65504, and the mean is then infinite.
+
+  >>> double = lambda x: mean({"w": x}, "worker")["w"]
+  >>> jax.vmap(double, axis_name="worker")(jnp.array([1.0, 3.0])).tolist()
+  [2.0, 2.0]
+  """
+  tree = arrays(tree)
+  if axis is None:  # The same dtypes as with others.
+    return jax.tree.map(
+      lambda x: (
+        x if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.mean(x[None], 0)
+      ),
+      tree,
+    )
+  return _all_reduce(jax.lax.pmean, tree, axis)
+
+
+def start_mean(tree: PyTree, axis: Axis) -> PyTree:
+  """Takes a mean but for its last division; see `finish_mean`.
+
+  For a mean of floats that other work is to hide: dividing at once would free
+  the sum, and whatever XLA's CPU compiler puts into its memory would wait for
+  the mean.
+  """
+  names = bound_names(axis)
+  for name in names[:-1]:
+    tree = _all_reduce(jax.lax.pmean, tree, name)
+  if names:
+    tree = _all_reduce(jax.lax.psum, tree, names[-1])
+  return varying(tree, axis)
+
+
+def finish_mean(tree: PyTree, axis: Axis) -> PyTree:
+  """Divides the result of `start_mean`, which gives the bits of `mean`.
+
+  >>> def both(x):
+  ...   return finish_mean(start_mean(x, "worker"), "worker")
+  >>> jax.vmap(both, axis_name="worker")(jnp.array([1.0, 3.0])).tolist()
+  [2.0, 2.0]
+  """
+  names = bound_names(axis)
+  number = jax.lax.axis_size(names[-1]) if names else 1
+  return jax.tree.map(lambda x: x / number, tree)
+
+
+def sum(tree: PyTree, axis: Axis) -> PyTree:
+  """Adds every leaf over the workers; see `mean`.  Bools give integers."""
+  if axis is None:  # The same dtypes as with others.
+    return jax.tree.map(
+      lambda x: x.astype(jnp.int32) if x.dtype == bool else x, arrays(tree)
+    )
+  return _all_reduce(jax.lax.psum, tree, axis)
+
+
+def _all_reduce(
+  reduce: Callable[[PyTree, str], PyTree], tree: PyTree, axis: Axis
+) -> PyTree:
+  tree = arrays(tree)
+  # An empty tree has nothing to send, and some JAX versions object to it.
+  if not jax.tree.leaves(tree):
+    return tree
+  dtypes = jax.tree.map(lambda x: x.dtype, tree)
+  if must_widen():
+    tree = jax.tree.map(widened, tree)
+  buckets, leaves = None, tree
+  if len(jax.tree.leaves(tree)) > 1 and _sends_leaf_by_leaf():
+    buckets = _buckets.Buckets.of(tree, max_bytes=_BUCKET_BYTES)
+    leaves = buckets.pack(tree)
+  for name in bound_names(axis):
+    # A value that is already equal on all workers would be refused, or
+    # reduced twice without a word, depending on the JAX version.
+    leaves = reduce(varying(leaves, name), name)
+  tree = leaves if buckets is None else buckets.unpack(leaves, tree)
+  tree = jax.tree.map(as_before, tree, dtypes)
+  return varying(tree, axis)
+
+
+def arrays(tree: PyTree) -> PyTree:
+  """Makes numbers arrays; raises a ValueError for what is neither."""
+  if all(isinstance(x, jax.Array) for x in jax.tree.leaves(tree)):
+    return tree
+  checks.check_arrays("tree", tree)
+  return jax.tree.map(jnp.asarray, tree)
+
+
+def _sends_leaf_by_leaf() -> bool:
+  """Returns whether small leaves had better share a buffer.
+
+  Compilers for GPUs put many all-reduces into one message.  Between CPU hosts
+  gloo takes one array after the other, each with the latency of a whole ring:
+  for the ten leaves of LeNet ten times as long as for one buffer of them.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  device = mesh.abstract_device
+  return (
+    device is not None
+    and device.platform == "cpu"
+    and len(mesh.manual_axes) == len(mesh.axis_names)
+    and jax.process_count() > 1
+  )
+
+
+def must_widen() -> bool:
+  """Returns whether to sum 16-bit floats as float32.
+
+  XLA's CPU compiler does so anyway, but aborts the process where the mesh has
+  automatic axes beside the workers' (seen in jax 0.10.2 to 0.12.0).
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  device = mesh.abstract_device
+  return (
+    device is not None
+    and device.platform == "cpu"
+    and 0 < len(mesh.manual_axes) < len(mesh.axis_names)
+  )
+
+
+def widened(x: jax.Array) -> jax.Array:
+  narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+  return x.astype(jnp.float32) if narrow else x
+
+
+def as_before(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  # pmean of integers is a float on purpose; only floats go back.
+  return x.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else x
 
 
 def for_workers(
@@ -279,71 +408,8 @@ def for_workers(
     except TypeError as error:
       if "manual axis types do not match" not in str(error):
         raise
-    arrays = {k: v for k, v in extra_args.items() if _is_array_tree(v)}
-    static = {k: v for k, v in extra_args.items() if k not in arrays}
-
-    return _retraced(
-      lambda updates, state, params, arrays: optimizer.update(
-        updates, state, params, **arrays, **static
-      ),
-      updates,
-      state,
-      params,
-      arrays,
+    return _retraced.update_as_varying(
+      optimizer, varying_like, (updates, state, params), extra_args
     )
 
   return optax.GradientTransformationExtraArgs(optimizer.init, update)
-
-
-def _is_array_tree(value: Any) -> bool:
-  leaves = jax.tree.leaves(value)
-  return bool(leaves) and all(hasattr(x, "dtype") for x in leaves)
-
-
-def _retraced(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
-  shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args
-  )
-  traced, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
-  leaves = jax.tree.leaves(args)
-  vary = functools.partial(varying_like, like=leaves)
-  found = _evaluate(traced.jaxpr, traced.consts, leaves, vary)
-  return jax.tree.unflatten(jax.tree.structure(out), found)
-
-
-def _evaluate(jaxpr: Any, consts: Any, args: Any, vary: Any) -> list[Any]:
-  """Runs a traced function on values that all vary."""
-  values: dict[Any, Any] = {}
-
-  def read(atom: Any) -> Any:
-    value = atom.val if hasattr(atom, "val") else values[atom]
-    return vary(jnp.asarray(value))
-
-  values.update(zip(jaxpr.constvars, consts, strict=True))
-  values.update(zip(jaxpr.invars, args, strict=True))
-  for eqn in jaxpr.eqns:
-    given = [read(atom) for atom in eqn.invars]
-    found = _apply(eqn, given, vary)
-    values.update(zip(eqn.outvars, found, strict=True))
-  return [read(atom) for atom in jaxpr.outvars]
-
-
-def _apply(eqn: Any, given: list[Any], vary: Any) -> list[Any]:
-  name, params = eqn.primitive.name, eqn.params
-  if name in ("pcast", "pvary"):
-    return given
-  if name == "cond":
-    branches = [
-      _evaluate(x.jaxpr, x.consts, given[1:], vary) for x in params["branches"]
-    ]
-    which = jnp.clip(given[0].astype(jnp.int32), 0, len(branches) - 1)
-    return [
-      jax.lax.select_n(jnp.broadcast_to(which, cases[0].shape), *cases)
-      for cases in zip(*branches, strict=True)
-    ]
-  for key in ("jaxpr", "call_jaxpr"):
-    if name not in ("scan", "while") and (body := params.get(key)) is not None:
-      inside = getattr(body, "jaxpr", body)
-      return _evaluate(inside, getattr(body, "consts", ()), given, vary)
-  found = eqn.primitive.bind(*given, **params)
-  return list(found) if eqn.primitive.multiple_results else [found]

@@ -1,4 +1,4 @@
-"""Payloads of any dtypes as one buffer of bytes.
+"""Rows that workers exchange, and payloads as buffers of bytes.
 
 A codec's payload mixes dtypes and is only copied, so that `_buckets` would not
 do:
@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist.collectives import _axis
+
 PyTree: TypeAlias = Any
 
 ALONE_BYTES = 1 << 20
@@ -28,6 +30,122 @@ _UNSIGNED: dict[int, np.dtype] = {
   1: np.dtype(np.uint8),
   2: np.dtype(np.uint16),
 }
+
+
+def gather(tree: PyTree, axis: _axis.Axis) -> PyTree:
+  """Collects arrays [...] of all workers on every worker: an all-gather.
+
+  They are [workers, ...], in the order of `index`.
+
+  >>> rows = jax.vmap(lambda x: gather(x, "worker"), axis_name="worker")(
+  ...   jnp.array([1, 3])
+  ... )
+  >>> rows.tolist()
+  [[1, 3], [1, 3]]
+  """
+
+  def one(x: jax.Array) -> jax.Array:
+    rows = x[None]
+    for name in _axis.bound_names(axis):
+      # [inner, ...], then [outer, inner, ...], then one axis of workers.
+      rows = jax.lax.all_gather(_axis.varying(rows, name), name)
+      rows = rows.reshape(-1, *x.shape)
+    return _axis.varying(rows, axis)
+
+  return jax.tree.map(one, _axis.arrays(tree))
+
+
+def reduce_scatter(tree: PyTree, axis: _axis.Axis) -> PyTree:
+  """Averages rows over the workers; worker j gets row j: a reduce-scatter.
+
+  `gather` of the result is `mean`; each of the two sends half of its bytes.
+
+  Args:
+    tree: arrays [workers, ...] of floats, on every worker values for all rows,
+      of which it gets one, [...].
+    axis: the workers' axis.
+
+  Raises:
+    ValueError: when a leaf's first dimension is not the number of workers.
+
+  >>> jax.vmap(lambda x: reduce_scatter(x, "worker"), axis_name="worker")(
+  ...   jnp.array([[1.0, 2.0], [3.0, 6.0]])
+  ... ).tolist()
+  [2.0, 4.0]
+  """
+  num_workers, names = _axis.size(axis), _axis.bound_names(axis)
+  manual = jax.sharding.get_abstract_mesh().manual_axes
+  widen = _axis.must_widen()
+
+  def one(x: jax.Array) -> jax.Array:
+    y = _by_name(_axis.widened(x) if widen else x, names)
+    for dim, name in zip(reversed(range(len(names))), names, strict=True):
+      if name in manual:
+        y = jax.lax.psum_scatter(
+          _axis.varying(y, name),
+          name,
+          scatter_dimension=dim,
+          tiled=False,
+        )
+      else:  # Nothing is sent, and inside shard_map vmap has no rule for it.
+        y = jax.lax.psum(y, name)
+        y = jax.lax.dynamic_index_in_dim(
+          y, jax.lax.axis_index(name), dim, keepdims=False
+        )
+    return _axis.varying(_axis.as_before(y / num_workers, x.dtype), axis)
+
+  return jax.tree.map(one, _axis.arrays(tree))
+
+
+def _by_name(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+  """Splits rows, one a worker, by the names of an axis: [outer, inner, ...]."""
+  sizes = [jax.lax.axis_size(name) for name in reversed(names)]
+  if x.ndim == 0 or x.shape[0] != math.prod(sizes):
+    raise ValueError(
+      "`tree` must hold one row a worker in the first dimension of every "
+      f"leaf: {math.prod(sizes)} rows, got shape {x.shape}."
+    )
+  return x.reshape(*sizes, *x.shape[1:])
+
+
+def all_to_all(tree: PyTree, axis: _axis.Axis) -> PyTree:
+  """Sends row j of every leaf to worker j: an all-to-all.
+
+  Args:
+    tree: arrays [workers, ...]; row j is what this worker sends to worker j.
+    axis: the workers' axis.
+
+  Returns:
+    Arrays [workers, ...]; row i is what worker i sent to this one.
+
+  Raises:
+    ValueError: when a leaf's first dimension is not the number of workers.
+
+  >>> jax.vmap(lambda x: all_to_all(x, "worker"), axis_name="worker")(
+  ...   jnp.array([[11, 12], [21, 22]])
+  ... ).tolist()
+  [[11, 21], [12, 22]]
+  """
+  names = _axis.bound_names(axis)
+
+  def one(x: jax.Array) -> jax.Array:
+    y = _by_name(x, names)
+    for dim, name in zip(reversed(range(len(names))), names, strict=True):
+      y = jax.lax.all_to_all(_mapped(y, name), name, dim, dim)
+    return _axis.varying(y.reshape(x.shape), axis)
+
+  return jax.tree.map(one, _axis.arrays(tree))
+
+
+def _mapped(x: jax.Array, name: str) -> jax.Array:
+  """Makes a value mapped under vmap, or varying under shard_map.
+
+  JAX's all-to-all returns a wrong shape under vmap for a value that is not
+  mapped.
+  """
+  if name in jax.sharding.get_abstract_mesh().manual_axes:
+    return _axis.varying(x, name)
+  return jnp.where(jax.lax.axis_index(name) >= 0, x, x)
 
 
 def pack_bytes(tree: PyTree, *, num_leading: int = 0) -> tuple[jax.Array, ...]:
