@@ -390,7 +390,7 @@ def test_leaves_share_a_message_between_cpu_hosts(monkeypatch, name):
 
   alone, wanted = program()
   monkeypatch.setattr(jax, "process_count", lambda: 2)
-  monkeypatch.setattr(collectives._operations, "_BUCKET_BYTES", 48)
+  monkeypatch.setattr(collectives._axis, "_BUCKET_BYTES", 48)
   merged, found = program()
   chex.assert_trees_all_equal_shapes_and_dtypes(found, wanted)
   chex.assert_trees_all_close(found, wanted, rtol=1e-6)

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives, reducers, states
-from jdist.transforms.local import _anchor, _sender, _stream, _sync_state
+from jdist.transforms.local import _anchor, _sender, _stream
 
 PyTree = Any
-SyncState: TypeAlias = _sync_state.SyncState
+SyncState: TypeAlias = _sender.SyncState
 
 
 @states.declare(shared=("arrived", "mean_loss", "position"), streams=True)

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from jdist import collectives, reducers
-from jdist.transforms.local import _anchor, _sync_state
+from jdist.transforms.local import _anchor
 
 PyTree = Any
-SyncState = _sync_state.SyncState
+# A `SyncState`, whose module stands above this one.
+SyncState = Any
 
 
 class Contribution(NamedTuple):
