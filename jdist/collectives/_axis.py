@@ -31,10 +31,11 @@ from jdist.collectives import _buckets, _leaf_order, _retraced
 
 PyTree: TypeAlias = Any
 Axis: TypeAlias = str | tuple[str, str] | None
-# As PyTorch's DistributedDataParallel: beyond it latency hardly counts.
+# The default of PyTorch's DistributedDataParallel.  Latency hardly matters for
+# larger messages.
 _BUCKET_BYTES = 25 * 2**20
-# The axis of the team whose step is traced; None outside, and where its
-# workers are meant to stay apart.
+# The axis of the team whose step is being traced.  It is None outside of one,
+# and where its workers are meant to train independently.
 _team: contextvars.ContextVar[Axis] = contextvars.ContextVar(
   "team", default=None
 )
@@ -42,9 +43,9 @@ _team: contextvars.ContextVar[Axis] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def team_of(axis: Axis) -> Iterator[None]:
-  """Traces what one worker of several does, who speak over an axis.
+  """Traces the step of one of several workers, which communicate over an axis.
 
-  With None nobody objects to a worker that speaks to nobody.
+  With `None`, workers are allowed not to communicate.
   """
   token = _team.set(axis)
   try:
@@ -71,10 +72,9 @@ def check_axis(axis: Axis) -> None:
 
 
 def axis_names(axis: Axis) -> tuple[str, ...]:
-  """Returns the names to reduce over one after the other, innermost first.
-
-  Some of JAX's collectives refuse a tuple of a vmap and a shard_map name.
-  """
+  """Returns the names to reduce over one after the other, innermost first."""
+  # One after the other, because some of JAX's collectives refuse a tuple of a
+  # vmap and a shard_map name.
   check_axis(axis)
   if axis is None:
     return ()
@@ -82,10 +82,11 @@ def axis_names(axis: Axis) -> tuple[str, ...]:
 
 
 def bound_names(axis: Axis) -> tuple[str, ...]:
-  """Returns the names, of which each must be one of a step's workers."""
+  """Returns the names; raises a ValueError unless all of them are bound."""
   for name in (names := axis_names(axis)):
     try:
       jax.lax.axis_size(name)
+    # JAX raises another type under each substrate.
     except (NameError, AssertionError, KeyError):
       known = _team.get()
       here = f"the workers' is {known!r}" if known else "there is none"
@@ -102,24 +103,24 @@ def _varying_over(x: Any) -> frozenset[str]:
 
 
 def _tracks_varying(name: str) -> bool:
-  """Returns whether values are typed as varying or not over `name`.
-
-  Read off a worker's index, which always varies where anything does.
-  """
+  """Returns whether values are typed as varying or not over `name`."""
+  # Under vmap, and for other names, there is nothing to track; this saves the
+  # index below.
   if name not in jax.sharding.get_abstract_mesh().manual_axes:
     return False
+  # A worker's index always varies where anything does.
   return name in _varying_over(jax.lax.axis_index(name))
 
 
 def varying(tree: PyTree, axis: Axis) -> PyTree:
   """Types every leaf as a worker's own value; moves no data.
 
-  For constants and shared inputs that are combined with varying values;
-  outside a `shard_map` with `check_vma=True` it returns `tree`.
+  Use it for constants and shared inputs that are combined with varying values.
+  Outside a `shard_map` with `check_vma=True` it returns `tree`.
   """
   for name in axis_names(axis):
     if _tracks_varying(name):
-      # jax reports a repeated cast as an error, hence the test per leaf.
+      # JAX refuses a repeated cast, hence the test of each leaf.
       tree = jax.tree.map(
         lambda x, name=name: (
           x
@@ -134,8 +135,8 @@ def varying(tree: PyTree, axis: Axis) -> PyTree:
 def varying_like(tree: PyTree, like: PyTree) -> PyTree:
   """Types every leaf as varying over all axes that leaves of `like` vary over.
 
-  For the carry of a loop over the shards of a worker, which varies over the
-  mesh's other axes, too.
+  Use it for the carry of a loop over the shards of a worker, which varies over
+  the mesh's other axes, too.
   """
   names = frozenset[str]().union(*map(_varying_over, jax.tree.leaves(like)))
   return jax.tree.map(
@@ -153,13 +154,18 @@ def check_local(
 ) -> None:
   """Raises a ValueError if a leaf is typed as equal on all workers.
 
-  Under `shard_map` the gradient with respect to parameters that are *shared*
-  over the axis is already **summed** over it: a mean of it would send
-  everything a second time and leave the sum.  `what` names the tree in the
-  error.  So it does for a tree that is not like `like`, if that is given, for
-  what JAX gives of integers, for an axis that is not bound, and for no axis
-  where several workers run.
+  It also refuses a tree that is not like `like`, gradients of integers, an
+  axis that is not bound, and no axis where several workers run.
+
+  Args:
+    tree: this worker's, its gradients for instance.
+    axis: the workers' axis.
+    what: the name of the tree in errors.
+    like: the parameters, if they are known.
   """
+  # Under `shard_map` the gradient with respect to parameters that are *shared*
+  # over the axis is already **summed** over it.  A mean of it would send
+  # everything a second time and leave the sum.
   if like is not None:
     check_alike(tree, like, what)
   if any(
@@ -210,7 +216,7 @@ def check_alike(tree: PyTree, like: PyTree, what: str) -> None:
 
 
 def agreed(flag: jax.Array, axis: Axis) -> jax.Array:
-  """Makes a flag one that vmap knows to be the same on all workers.
+  """Tells vmap that a flag is the same on all workers.
 
   A `lax.cond` on a mapped flag becomes a select under vmap: both branches run
   in every step, with their collectives.  On an agreed flag it stays a
@@ -227,6 +233,8 @@ def agreed(flag: jax.Array, axis: Axis) -> jax.Array:
   """
   manual = jax.sharding.get_abstract_mesh().manual_axes
   for name in bound_names(axis):
+    # The result of a reduction is not mapped.  Over devices a flag is never
+    # mapped, and a reduction would send something.
     if name not in manual:
       flag = jax.lax.pmax(flag.astype(jnp.int32), name) > 0
   return flag
@@ -270,7 +278,7 @@ def mean(tree: PyTree, axis: Axis) -> PyTree:
   [2.0, 2.0]
   """
   tree = arrays(tree)
-  if axis is None:  # The same dtypes as with others.
+  if axis is None:  # The dtypes must be those of a mean of several workers.
     return jax.tree.map(
       lambda x: (
         x if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.mean(x[None], 0)
@@ -281,12 +289,12 @@ def mean(tree: PyTree, axis: Axis) -> PyTree:
 
 
 def start_mean(tree: PyTree, axis: Axis) -> PyTree:
-  """Takes a mean but for its last division; see `finish_mean`.
+  """Takes a mean of floats without its last division; see `finish_mean`.
 
-  For a mean of floats that other work is to hide: dividing at once would free
-  the sum, and whatever XLA's CPU compiler puts into its memory would wait for
-  the mean.
+  It is for a mean that other computation is to hide.
   """
+  # To divide at once would free the sum, and whatever XLA's CPU compiler then
+  # put into its memory would wait for the mean.
   names = bound_names(axis)
   for name in names[:-1]:
     tree = _all_reduce(jax.lax.pmean, tree, name)
@@ -310,7 +318,7 @@ def finish_mean(tree: PyTree, axis: Axis) -> PyTree:
 
 def sum(tree: PyTree, axis: Axis) -> PyTree:
   """Adds every leaf over the workers; see `mean`.  Bools give integers."""
-  if axis is None:  # The same dtypes as with others.
+  if axis is None:  # The dtypes must be those of a sum of several workers.
     return jax.tree.map(
       lambda x: x.astype(jnp.int32) if x.dtype == bool else x, arrays(tree)
     )
@@ -321,7 +329,7 @@ def _all_reduce(
   reduce: Callable[[PyTree, str], PyTree], tree: PyTree, axis: Axis
 ) -> PyTree:
   tree = arrays(tree)
-  # An empty tree has nothing to send, and some JAX versions object to it.
+  # Some versions of JAX refuse an empty tree.
   if not jax.tree.leaves(tree):
     return tree
   dtypes = jax.tree.map(lambda x: x.dtype, tree)
@@ -332,8 +340,8 @@ def _all_reduce(
     buckets = _buckets.Buckets.of(tree, max_bytes=_BUCKET_BYTES)
     leaves = buckets.pack(tree)
   for name in bound_names(axis):
-    # A value that is already equal on all workers would be refused, or
-    # reduced twice without a word, depending on the JAX version.
+    # Some versions of JAX refuse a value that is equal on all workers, and
+    # others reduce it twice without an error.
     leaves = reduce(varying(leaves, name), name)
   tree = leaves if buckets is None else buckets.unpack(leaves, tree)
   tree = jax.tree.map(as_before, tree, dtypes)
@@ -341,7 +349,7 @@ def _all_reduce(
 
 
 def arrays(tree: PyTree) -> PyTree:
-  """Makes numbers arrays; raises a ValueError for what is neither."""
+  """Converts numbers to arrays; raises a ValueError for other leaves."""
   if all(isinstance(x, jax.Array) for x in jax.tree.leaves(tree)):
     return tree
   checks.check_arrays("tree", tree)
@@ -349,12 +357,10 @@ def arrays(tree: PyTree) -> PyTree:
 
 
 def _sends_leaf_by_leaf() -> bool:
-  """Returns whether small leaves had better share a buffer.
-
-  Compilers for GPUs put many all-reduces into one message.  Between CPU hosts
-  gloo takes one array after the other, each with the latency of a whole ring:
-  for the ten leaves of LeNet ten times as long as for one buffer of them.
-  """
+  """Returns whether small leaves should share a buffer."""
+  # Compilers for GPUs put many all-reduces into one message.  Between CPU hosts
+  # gloo sends one array after the other, each with the latency of a whole ring:
+  # the ten leaves of LeNet take ten times as long as one buffer of them.
   mesh = jax.sharding.get_abstract_mesh()
   device = mesh.abstract_device
   return (
@@ -366,11 +372,9 @@ def _sends_leaf_by_leaf() -> bool:
 
 
 def must_widen() -> bool:
-  """Returns whether to sum 16-bit floats as float32.
-
-  XLA's CPU compiler does so anyway, but aborts the process where the mesh has
-  automatic axes beside the workers' (seen in jax 0.10.2 to 0.12.0).
-  """
+  """Returns whether to sum 16-bit floats as float32."""
+  # XLA's CPU compiler does so anyway, but aborts the process where the mesh has
+  # automatic axes next to the workers' (seen in jax 0.10.2 to 0.12.0).
   mesh = jax.sharding.get_abstract_mesh()
   device = mesh.abstract_device
   return (
@@ -381,22 +385,24 @@ def must_widen() -> bool:
 
 
 def widened(x: jax.Array) -> jax.Array:
+  """Returns a 16-bit float as float32."""
   narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
   return x.astype(jnp.float32) if narrow else x
 
 
 def as_before(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  # pmean of integers is a float on purpose; only floats go back.
+  """Undoes `widened` after a reduction."""
+  # A mean of integers is a float on purpose, and stays one.
   return x.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else x
 
 
 def for_workers(
   optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-  """Lets a worker run an optimizer whose branches give constants.
+  """Lets a worker run an optimizer whose branches return constants.
 
-  Where JAX refuses its types it is traced without them, and its conditionals
-  become selections; else it is run as it is.
+  Where JAX refuses the types of its conditionals, they become selections;
+  otherwise it runs as it is.
   """
   optimizer = optax.with_extra_args_support(optimizer)
 

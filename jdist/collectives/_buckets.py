@@ -1,8 +1,8 @@
 """Buckets: a tree's leaves one after the other in flat buffers.
 
-A collective costs its latency whatever it carries, so small leaves share a
-buffer; a large one is cut, so that an urgent leaf need not wait behind it.  The
-layout is plain data, made without arrays.
+A collective costs its latency whatever its size, so small leaves share a
+buffer.  A large leaf is cut, so that an urgent one need not wait for all of it.
+The layout is plain data, made without arrays.
 
 References:
   Peng et al., A Generic Communication Scheduler for Distributed DNN Training
@@ -134,11 +134,11 @@ class Buckets:
   """The buckets of a tree; made by `Buckets.of`.
 
   Attributes:
-    buckets: the most urgent one first.
+    buckets: the buckets, the most urgent one first.
     paths: the path of each leaf of the tree, for instance `dense/kernel`.
     shapes: the shape of each leaf.
     dtypes: the name of the dtype of each leaf.
-    specs: how each leaf is split over the mesh's axes beside the workers'.
+    specs: how each leaf is split over the mesh's axes other than the workers'.
   """
 
   buckets: tuple[Bucket, ...]
@@ -167,25 +167,25 @@ class Buckets:
 
     Args:
       tree: one worker's arrays or `jax.ShapeDtypeStruct`.
-      order: `"front_first"`, that of the tree's leaves; `"back_first"`, its
-        reverse, in which gradients become ready; a function from a leaf's path,
-        such as `"layer10/kernel"`, to something that sorts, because dict keys
-        sort **alphabetically** (`layer10` before `layer2`); or the leaves'
-        numbers, each once.
-      max_bytes: the size of a bucket, at the most; None for one bucket a kind.
-      num_rows: the number of rows of a buffer, which ends in zeros.
-      max_row_bytes: the size of a row, at the most: there are then several
-        times `num_rows` rows where needed.
-      specs: how leaves are split over the mesh's axes beside the workers', a
-        tree of PartitionSpec; in a step only, where the mesh is known.  Every
-        device packs its own parts.
+      order: `"front_first"` is the order of the tree's leaves, and
+        `"back_first"` its reverse, in which gradients become ready.  A function
+        from a leaf's path, such as `"layer10/kernel"`, to a key sorts by it:
+        dict keys sort **alphabetically** (`layer10` before `layer2`).  A
+        sequence has the number of each leaf once.
+      max_bytes: the largest size of a bucket; None makes one for each kind.
+      num_rows: the number of rows of a buffer, which is padded with zeros.
+      max_row_bytes: the largest size of a row; a buffer has a multiple of
+        `num_rows` rows where that is needed.
+      specs: how leaves are split over the mesh's axes other than the workers',
+        a tree of PartitionSpec, for use in a step, where the mesh is known.
+        Every device packs its own parts.
 
     Raises:
       ValueError: when an argument is not as described.
 
     >>> dense = {"bias": jnp.zeros(5), "kernel": jnp.zeros((3, 5))}
     >>> tree = {"conv": jnp.zeros((4, 10)), "dense": dense}
-    >>> found = Buckets.of(tree, max_bytes=80)  # Of 20 floats each.
+    >>> found = Buckets.of(tree, max_bytes=80)  # Each holds 20 floats.
     >>> [len(bucket.pieces) for bucket in found.buckets]
     [1, 1, 2]
     """
@@ -200,6 +200,7 @@ class Buckets:
       order = _leaf_order.leaf_order(tree, order)
     order = _leaf_order.check_numbers(order, len(empty.shapes))
     for leaf in order:
+      # A device packs its own part of a leaf, so this is the size of a part.
       size = math.prod(_shard_shape(empty.shapes[leaf], empty.specs[leaf]))
       if not size:
         continue
@@ -216,6 +217,7 @@ class Buckets:
           found.append((kind, of_kind.setdefault(kind, [])))
         of_kind[kind].append(Piece(leaf, 0, size))
         continue
+      # Pieces of nearly equal size, so that the last is not a tiny message.
       parts = -(-size // (max_bytes // itemsize))
       for i in range(parts):
         piece = Piece(leaf, i * size // parts, (i + 1) * size // parts)
@@ -243,7 +245,7 @@ class Buckets:
   def given(
     cls, tree: PyTree, buckets: Sequence[Bucket], specs: PyTree = None
   ) -> "Buckets":
-    """Takes buckets of a tree's leaves that another rule than `of`'s made."""
+    """Returns buckets of a tree that were not made by `of`."""
     paths, leaves = _leaf_order.leaf_paths(tree), jax.tree.leaves(tree)
     for path, leaf in zip(paths, leaves, strict=True):
       _check_leaf(path, leaf)
@@ -251,7 +253,7 @@ class Buckets:
       buckets=tuple(buckets),
       paths=paths,
       shapes=tuple(tuple(leaf.shape) for leaf in leaves),
-      # As JAX holds it: float64 of NumPy is usually float32.
+      # JAX usually holds a float64 of NumPy as float32.
       dtypes=tuple(
         jax.dtypes.canonicalize_dtype(leaf.dtype).name for leaf in leaves
       ),
@@ -267,11 +269,11 @@ class Buckets:
       tree: arrays of the shapes and dtypes for which the buckets were made.
 
     Returns:
-      A buffer for each bucket, `[num_rows, row_size]`, of a worker that is
+      A buffer for each bucket, `[num_rows, row_size]`; for a worker that is
       itself sharded `[shards * num_rows, row_size]`.
 
     Raises:
-      ValueError: when the tree is another one.
+      ValueError: when the tree has other shapes or dtypes.
 
     >>> tree = [jnp.array([1, 2]), jnp.array(3), jnp.array([[4, 5], [6, 7]])]
     >>> [x.tolist() for x in Buckets.of(tree, max_bytes=12).pack(tree)]
@@ -310,7 +312,7 @@ class Buckets:
         are used; those of a shape are zeros.
 
     Raises:
-      ValueError: when buffers or `like` are others.
+      ValueError: when buffers or `like` do not fit the buckets.
 
     >>> tree = [jnp.array([1, 2]), jnp.array(3), jnp.array([[4, 5], [6, 7]])]
     >>> buckets = Buckets.of(tree, max_bytes=12)
@@ -325,6 +327,8 @@ class Buckets:
         f"`buffers` must be one for each of the {len(self.buckets)} buckets, "
         f"got {len(buffers)}."
       )
+    # All buckets that are split alike are unpacked in one map over the shards,
+    # because a leaf may have pieces in several of them.
     of_axes: dict[tuple[str, ...], dict[int, jax.Array]] = {}
     for i, (bucket, buffer) in enumerate(
       zip(self.buckets, buffers, strict=True)

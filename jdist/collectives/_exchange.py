@@ -1,16 +1,16 @@
 """Rows that workers exchange, and payloads as buffers of bytes.
 
-A codec's payload mixes dtypes and is only copied, so that `_buckets` would not
-do:
+`_buckets` needs one dtype, and a codec's payload mixes them.  It is only
+copied, and so can be sent as bytes:
 
-- arrays of less than `ALONE_BYTES` become one uint8 buffer, those of the widest
-  items first: every array begins at a multiple of its own item size, **without
-  padding**.
-- a larger one is sent in its own shape, which saves the copy; 16-bit and 8-bit
+- Arrays smaller than `ALONE_BYTES` share one uint8 buffer.  Those with the
+  widest items come first, so that every array begins at a multiple of its own
+  item size, **without padding**.
+- A larger array is sent in its own shape, which saves a copy; 16-bit and 8-bit
   floats as unsigned integers of the same bits, because XLA's CPU compiler
   widens such floats in collectives.
 
-Nothing is rounded: all of it is `bitcast_convert_type`.
+Nothing is rounded, because every conversion is a `bitcast_convert_type`.
 """
 
 import math
@@ -33,9 +33,9 @@ _UNSIGNED: dict[int, np.dtype] = {
 
 
 def gather(tree: PyTree, axis: _axis.Axis) -> PyTree:
-  """Collects arrays [...] of all workers on every worker: an all-gather.
+  """Gathers arrays [...] of all workers on every worker: an all-gather.
 
-  They are [workers, ...], in the order of `index`.
+  The results are [workers, ...], in the order of `index`.
 
   >>> rows = jax.vmap(lambda x: gather(x, "worker"), axis_name="worker")(
   ...   jnp.array([1, 3])
@@ -47,7 +47,8 @@ def gather(tree: PyTree, axis: _axis.Axis) -> PyTree:
   def one(x: jax.Array) -> jax.Array:
     rows = x[None]
     for name in _axis.bound_names(axis):
-      # [inner, ...], then [outer, inner, ...], then one axis of workers.
+      # The shapes are [inner, ...], then [outer, inner, ...], which becomes one
+      # axis of workers.
       rows = jax.lax.all_gather(_axis.varying(rows, name), name)
       rows = rows.reshape(-1, *x.shape)
     return _axis.varying(rows, axis)
@@ -61,8 +62,8 @@ def reduce_scatter(tree: PyTree, axis: _axis.Axis) -> PyTree:
   `gather` of the result is `mean`; each of the two sends half of its bytes.
 
   Args:
-    tree: arrays [workers, ...] of floats, on every worker values for all rows,
-      of which it gets one, [...].
+    tree: floats [workers, ...]; every worker has values for all rows, and gets
+      the mean of one row, [...].
     axis: the workers' axis.
 
   Raises:
@@ -87,7 +88,7 @@ def reduce_scatter(tree: PyTree, axis: _axis.Axis) -> PyTree:
           scatter_dimension=dim,
           tiled=False,
         )
-      else:  # Nothing is sent, and inside shard_map vmap has no rule for it.
+      else:  # Inside shard_map vmap has no rule for a scatter; nothing is sent.
         y = jax.lax.psum(y, name)
         y = jax.lax.dynamic_index_in_dim(
           y, jax.lax.axis_index(name), dim, keepdims=False
@@ -98,7 +99,7 @@ def reduce_scatter(tree: PyTree, axis: _axis.Axis) -> PyTree:
 
 
 def _by_name(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-  """Splits rows, one a worker, by the names of an axis: [outer, inner, ...]."""
+  """Splits rows, one for each worker, by an axis: [outer, inner, ...]."""
   sizes = [jax.lax.axis_size(name) for name in reversed(names)]
   if x.ndim == 0 or x.shape[0] != math.prod(sizes):
     raise ValueError(
@@ -138,11 +139,9 @@ def all_to_all(tree: PyTree, axis: _axis.Axis) -> PyTree:
 
 
 def _mapped(x: jax.Array, name: str) -> jax.Array:
-  """Makes a value mapped under vmap, or varying under shard_map.
-
-  JAX's all-to-all returns a wrong shape under vmap for a value that is not
-  mapped.
-  """
+  """Makes a value mapped under vmap, or varying under shard_map."""
+  # JAX's all-to-all returns a wrong shape under vmap for a value that is not
+  # mapped.  The selection below changes no number.
   if name in jax.sharding.get_abstract_mesh().manual_axes:
     return _axis.varying(x, name)
   return jnp.where(jax.lax.axis_index(name) >= 0, x, x)
@@ -153,8 +152,8 @@ def pack_bytes(tree: PyTree, *, num_leading: int = 0) -> tuple[jax.Array, ...]:
 
   Args:
     tree: arrays [..., *shape] of any dtypes of whole bytes.
-    num_leading: leading dimensions that all arrays share and keep, for instance
-      1 for a row a worker.
+    num_leading: how many leading dimensions all arrays share and keep, for
+      instance 1 for a row for each worker.
 
   Returns:
     The buffer of the small arrays, uint8 [..., bytes], if there are any; then
@@ -180,11 +179,11 @@ def unpack_bytes(
   """Undoes `pack_bytes`, also after leading dimensions were added or changed.
 
   Args:
-    buffers: of `pack_bytes`, perhaps gathered since.
+    buffers: what `pack_bytes` returned, perhaps gathered since.
     like: the packed tree, arrays or `jax.ShapeDtypeStruct`, without its leading
       dimensions.
-    rows: the number of rows that were packed, if there was a dimension of them:
-      an array is large by the bytes of all its rows.
+    rows: the number of rows that were packed, if there was a dimension of
+      them; the size of an array is that of all its rows.
 
   >>> tree = {"codes": jnp.uint8([7, 8]), "scale": jnp.float32(1.0)}
   >>> unpack_bytes(pack_bytes(tree), tree)["scale"].item()
@@ -218,7 +217,7 @@ def _order(leaves: Sequence[Any], rows: int) -> tuple[list[int], list[int]]:
   for i, leaf in enumerate(leaves):
     num_bytes = _num_bytes(leaf) * max(rows, 1)
     (large if num_bytes >= ALONE_BYTES else small).append(i)
-  # The sort is stable: of equal widths the first comes first.
+  # The sort is stable, so that both ends agree on the order.
   small.sort(key=lambda i: -np.dtype(leaves[i].dtype).itemsize)
   return small, large
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 PyTree = Any
 
-# Odd numbers: multiplying by one loses no bit modulo 2**32.
+# They are odd, and a product with an odd number loses no bit modulo 2**32.
 _MULTIPLIERS = (0x9E3779B1, 0x85EBCA77)
 
 
@@ -39,8 +39,8 @@ def _hash(x: jax.Array) -> jax.Array:
     x = x.astype(jnp.uint8)
   width = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
   words = jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
-  # Positions per dimension and not of the flattened array: a sharded leaf
-  # would have to be gathered to be flattened.
+  # Positions are computed along each dimension, because a sharded leaf would
+  # have to be gathered before it is flattened.
   position = jnp.zeros(words.shape, jnp.uint32)
   stride = 1
   for dim in reversed(range(words.ndim)):

@@ -1,4 +1,4 @@
-"""The paths of a tree's leaves, and their order by urgency."""
+"""The paths of a tree's leaves, and their order by priority."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
@@ -27,9 +27,10 @@ def leaf_paths(tree: PyTree) -> tuple[str, ...]:
 
 
 def check_order(order: Order) -> None:
-  """Raises a ValueError unless leaves can be ordered so."""
+  """Raises a ValueError unless `order` orders leaves."""
   named = isinstance(order, str) and order in ("front_first", "back_first")
-  if not named and not callable(order):  # Also a type, as `str`.
+  # A type such as `str` is callable, and orders leaves by their paths.
+  if not named and not callable(order):
     raise ValueError(
       "`order` must be 'front_first', 'back_first' or a function of a leaf's "
       f"path, got {checks.show(order)}."
@@ -37,7 +38,7 @@ def check_order(order: Order) -> None:
 
 
 def check_numbers(order: Any, num_leaves: int) -> list[int]:
-  """Returns the leaves' numbers; a ValueError unless each is there once."""
+  """Returns the leaves' numbers; raises unless each occurs once."""
   numbers = checks.check_list("order", order, "the leaves' numbers")
   if not all(isinstance(x, int | np.integer) for x in numbers) or sorted(
     numbers
@@ -51,7 +52,7 @@ def check_numbers(order: Any, num_leaves: int) -> list[int]:
 
 
 def leaf_order(tree: PyTree, order: Order) -> tuple[int, ...]:
-  """Sorts the numbers of a tree's leaves, the most urgent one first.
+  """Sorts the numbers of a tree's leaves, the most urgent leaf first.
 
   >>> leaf_order({"a": 1, "b": 2}, "back_first")
   (1, 0)
@@ -94,7 +95,7 @@ def check_leaves(tree: PyTree, like: PyTree, what: str) -> None:
   remedy = "Take the loss's gradient by these very parameters."
   given = {name: x for name, x in named.items() if name not in rest}
   checks.check_shapes(rule, remedy, given, ours)
-  # In place of an integer's gradient there may be nothing.
+  # An integer's gradient may be missing.
   left_out = _left_out(tree), _left_out(like)
   if not rest or left_out[0] != left_out[1]:
     raise ValueError(
@@ -104,7 +105,7 @@ def check_leaves(tree: PyTree, like: PyTree, what: str) -> None:
 
 
 def _left_out(tree: PyTree) -> Any:
-  """Returns a tree's structure, with leaves where nothing stands for one."""
+  """Returns a tree's structure, in which missing leaves are leaves."""
   return jax.tree.structure(
     tree, is_leaf=lambda x: x is None or isinstance(x, optax.MaskedNode)
   )

@@ -1,7 +1,7 @@
-"""Devices and meshes, which are made here only.
+"""Devices and meshes; the rest of the library makes none.
 
-JAX reads the number of virtual CPU devices, the size of their thread pool and
-how they share them once, when its backend starts.
+JAX reads the number of virtual CPU devices and the size of their thread pool
+once, when its backend starts.
 """
 
 import os
@@ -28,21 +28,21 @@ def make_cpu_devices(num_devices: int) -> int:
   programs with collectives deadlock on a busy machine.
 
   Args:
-    num_devices: 1 or more; of several calls the highest number counts.
+    num_devices: 1 or more; the highest number of several calls counts.
 
   Returns:
     The number of CPU devices that this process will have.
   """
   num_devices = checks.check_int("num_devices", num_devices, 1)
-  # -1 when nobody has asked before.
+  # It is -1 if it was never set.
   asked_before = jax.config.values["jax_num_cpu_devices"]
   num_devices = max(num_devices, asked_before)
   try:
     jax.config.update("jax_num_cpu_devices", num_devices)
-  except RuntimeError:  # The backend runs: its devices are what there is.
+  except RuntimeError:  # The backend has started, and keeps its devices.
     try:
       return len(jax.local_devices(backend="cpu"))
-    except RuntimeError:  # JAX was told to use no CPU, JAX_PLATFORMS=cuda.
+    except RuntimeError:  # JAX has no CPU backend under JAX_PLATFORMS=cuda.
       return 0
   wanted = max(_POOL_THREADS_PER_DEVICE * num_devices, os.cpu_count() or 1)
   os.environ.setdefault(_POOL_VARIABLE, str(wanted))
@@ -60,9 +60,9 @@ def make_mesh(
   inputs; the workers' runner needs automatic ones.
 
   Args:
-    shape: devices along each axis, for instance `(4, 2)`.
-    names: one name each, for instance `("worker", "fsdp")`.
-    devices: all of the process by default.
+    shape: the number of devices along each axis, for instance `(4, 2)`.
+    names: the name of each axis, for instance `("worker", "fsdp")`.
+    devices: the devices to use, by default all of the process.
 
   Raises:
     ValueError: when names and sizes do not match or there are too few devices.

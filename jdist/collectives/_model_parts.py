@@ -1,4 +1,4 @@
-"""A model whose leaves lie on several devices: sums over all of it."""
+"""Sums over all leaves of a model that is split over several devices."""
 
 import contextlib
 import contextvars
@@ -15,13 +15,13 @@ _AXIS: contextvars.ContextVar[_axis.Axis] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def model_parts(axis: _axis.Axis) -> Iterator[None]:
-  """Names the axis over which the leaves lie that an optimizer sees in parts.
+  """Names the axis over which the leaves of one model are distributed.
 
-  For the updates that are traced in it: a pipeline's, whose devices have the
-  leaves of their own stages.
+  Updates that are traced in this context see a part of the leaves: those of a
+  pipeline, whose devices hold the leaves of their own stages.
 
   Args:
-    axis: of the devices of one model; None where each has all of it.
+    axis: the axis of the devices of one model; None where each holds all of it.
 
   >>> def update(gradient):
   ...   with model_parts("stage"):
@@ -38,10 +38,10 @@ def model_parts(axis: _axis.Axis) -> Iterator[None]:
 
 
 def sum_of_parts(x: jax.Array) -> jax.Array:
-  """Adds up what each device found in its part of the model.
+  """Adds a number over the devices that hold parts of one model.
 
-  What decides by all leaves at once, a norm or a flag, decides alike on all
-  devices with it.  A device with all of the model sends nothing.
+  A norm or a flag of all leaves is then equal on all devices.  A device that
+  holds all of the model sends nothing.
 
   >>> sum_of_parts(jax.numpy.array(2.0)).item()
   2.0

@@ -16,7 +16,7 @@ import jax
 from jdist import checks
 
 _NAME = re.compile(r"jdist_phase_from_(\d+)_to_(\d+|end)")
-# What JAX calls a branch in the names of a compiled program.
+# The name of a branch in the names of a compiled program.
 _BRANCH = re.compile(r"/branch_\d+_fun")
 
 

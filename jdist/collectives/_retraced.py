@@ -1,7 +1,7 @@
-"""Optimizers of others, traced again so that every value varies over an axis.
+"""Optimizers traced again, so that every value in them varies over an axis.
 
-Under `shard_map` a `lax.cond` has branches of unlike types where one returns a
-constant and the other a worker's own value.
+Under `shard_map` the branches of a `lax.cond` have different types where one
+returns a constant and the other a worker's own value.
 """
 
 import functools
@@ -54,6 +54,7 @@ def _is_array_tree(value: Any) -> bool:
 
 def _evaluate(jaxpr: Any, consts: Any, args: Any, vary: Any) -> list[Any]:
   """Runs a traced function on values that all vary."""
+  # As `jax.core.eval_jaxpr`, which cannot be told to cast what it reads.
   values: dict[Any, Any] = {}
 
   def read(atom: Any) -> Any:
@@ -71,9 +72,11 @@ def _evaluate(jaxpr: Any, consts: Any, args: Any, vary: Any) -> list[Any]:
 
 def _apply(eqn: Any, given: list[Any], vary: Any) -> list[Any]:
   name, params = eqn.primitive.name, eqn.params
+  # Every value varies already, and JAX refuses a repeated cast.
   if name in ("pcast", "pvary"):
     return given
   if name == "cond":
+    # Both branches run.  They hold no collective: an optimizer has none.
     branches = [
       _evaluate(x.jaxpr, x.consts, given[1:], vary) for x in params["branches"]
     ]
@@ -82,6 +85,8 @@ def _apply(eqn: Any, given: list[Any], vary: Any) -> list[Any]:
       jax.lax.select_n(jnp.broadcast_to(which, cases[0].shape), *cases)
       for cases in zip(*branches, strict=True)
     ]
+  # Calls are inlined, since a cast of their arguments changes their types.
+  # Loops keep their bodies.
   for key in ("jaxpr", "call_jaxpr"):
     if name not in ("scan", "while") and (body := params.get(key)) is not None:
       inside = getattr(body, "jaxpr", body)

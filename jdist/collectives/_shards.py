@@ -1,7 +1,7 @@
 """Shards: the parts of a worker's leaves on its devices.
 
-A worker may itself be spread over the mesh's axes beside the workers'.  Its
-leaves are then split as a PartitionSpec says, without the axis of workers.
+A worker may itself be spread over the mesh's other axes.  Its leaves are then
+split as a PartitionSpec says, which leaves the axis of workers out.
 """
 
 import math
@@ -21,10 +21,10 @@ def spec_leaves(
 
   Args:
     specs: a tree of PartitionSpec, like the parameters.
-    tree: the parameters, if they are known; None skips the count.
+    tree: the parameters; None if they are not known, which skips the count.
 
   Raises:
-    ValueError: for what is not a spec, or not one for each leaf.
+    ValueError: unless there is one spec for each leaf.
   """
   leaves = jax.tree.leaves(
     specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
@@ -92,16 +92,16 @@ def map_shards(
   """Maps a function over a worker's devices, inside the workers' own step.
 
   Args:
-    function: of one device's parts.
-    axes: the mesh axes over which they are split; with none it is returned as
-      it is.
-    in_specs: of its arguments, as of `jax.shard_map`.
-    out_specs: of its results.
+    function: a function of one device's parts.
+    axes: the mesh axes over which they are split; with none the function is
+      returned as it is.
+    in_specs: the specs of its arguments, as in `jax.shard_map`.
+    out_specs: the specs of its results.
   """
   names = set(axes)
   if not names:
     return function
-  num_shards(names)
+  num_shards(names)  # Refuses axes that the mesh does not have.
   return jax.shard_map(
     function, in_specs=in_specs, out_specs=out_specs, axis_names=names
   )

@@ -10,8 +10,8 @@ from jdist import checks
 from jdist.collectives import _axis, _mesh, _workers
 
 Substrate = Literal["auto", "none", "vmap", "shard_map"]
-# A thousand logical workers need no thousand devices, each of which brings
-# threads along.
+# A thousand logical workers share devices, because each device has threads of
+# its own.
 _MOST_CPU_DEVICES = 64
 
 
@@ -24,24 +24,25 @@ def workers(
 ) -> _workers.Workers:
   """Makes the workers of a run and chooses how they run.
 
-  With `substrate="auto"`: the user's mesh if there is one; else one device
-  each, if there are enough; else an equal number of workers on each device;
-  one worker on one device needs no axis.  Without GPUs, and before JAX has
-  started, the process splits its CPU into one virtual device a worker, where
-  small networks ran 2.5 to 6 times faster than under `vmap`.
+  With `substrate="auto"` the workers share the user's mesh if there is one.
+  Otherwise each gets a device, if there are enough, or every device gets an
+  equal number of workers; one worker on one device needs no axis.  Without
+  GPUs, and before JAX has started, the process splits its CPU into one virtual
+  device for each worker: small networks ran 2.5 to 6 times faster on them than
+  under `vmap`.
 
   Args:
-    num_workers: how many workers, over all processes.
+    num_workers: the number of workers, over all processes.
     substrate: `"auto"`, `"none"` (one worker), `"vmap"` (all on one device)
       or `"shard_map"`.
     mesh: the user's mesh, whose axis `axis` the workers share; its other axes
-      stay automatic, so that a worker may itself be sharded.  Explicit axes, as
-      `jax.make_mesh` gives them, become automatic: place arrays on the mesh
-      that the workers then have, by `replicate`, `place` and `shard`.
+      stay automatic, so that a worker may itself be sharded.  Explicit axes,
+      which `jax.make_mesh` makes by default, become automatic: place arrays on
+      the mesh of the workers, by `replicate`, `place` and `shard`.
     axis: the name of the workers' axis.
 
   Raises:
-    ValueError: when the workers cannot be spread so.
+    ValueError: when the workers cannot be spread over the devices.
 
   >>> import numpy as np
   >>> from jdist import collectives
@@ -84,8 +85,8 @@ def workers(
     if num_workers == 1 and substrate == "auto":
       return _workers.Workers(1, "none", None)
     return _workers.Workers(num_workers, "vmap", axis)
-  # As many devices as share the workers evenly; all of them in a run of
-  # several processes, where each must take part.
+  # The largest number of devices that divides the workers.  A run of several
+  # processes needs all devices, since each process must take part.
   used = next(
     d
     for d in range(min(num_devices, num_workers), 0, -1)
@@ -106,7 +107,7 @@ def _on_mesh(num_workers: int, mesh: Mesh, axis: str) -> _workers.Workers:
       f"{axis!r}."
     )
   if any(kind != AxisType.Auto for kind in mesh.axis_types):
-    # As `jax.make_mesh` gives them: their `shard_map` refuses unsharded inputs.
+    # The `shard_map` of explicit axes refuses unsharded inputs.
     mesh = Mesh(mesh.devices, mesh.axis_names)
   along = mesh.shape[axis]
   if num_workers % along:

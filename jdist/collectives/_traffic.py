@@ -93,7 +93,7 @@ class Traffic:
     found = {c.phase for c in self.collectives if c.phase is not None}
     return tuple(
       sorted(
-        # In a short phase, later ones that stand in it are never reached.
+        # A phase inside a shorter one may never be reached.
         (p for p in found if p.stop is None or p.stop > p.start),
         key=lambda p: (p.start, p.stop is None, p.stop, p.unit),
       )
@@ -109,7 +109,7 @@ class Traffic:
   ) -> float:
     """Counts the bytes that a worker sends in steps, some of which end rounds.
 
-    The steps and rounds of the run before them decide on the phase.
+    The steps and rounds of the run before them determine the phase.
     """
     sent = steps * self.bytes_per_step + rounds * self.bytes_per_round
     for phase in self.phases:
@@ -186,7 +186,7 @@ def traffic(
       in_specs=PartitionSpec(),
       out_specs=PartitionSpec(),
       axis_names=set(names),
-      check_vma=False,  # Traced to be read and never run: types do not matter.
+      check_vma=False,  # It is traced only, so that types do not matter.
     )
   )(*args)
   sizes = dict(zip(names, shape, strict=True))
@@ -233,11 +233,14 @@ def _bodies(eqn: Any) -> Iterator[Any]:
 
 
 class _Place(NamedTuple):
-  """The place of an equation in a program, in a conditional or not.
+  """The place of an equation in a program.
 
-  `rare` in one whose branch names no phase.  `phase` is that of the branch
-  around it, counted in the run, and `before` the place of the innermost
-  conditional until its branch names one.
+  Attributes:
+    conditional: whether it is in a conditional.
+    rare: whether that is one whose branch names no phase.
+    phase: the phase of the branch around it, counted in steps of the run.
+    before: the place of the innermost conditional, until its branch names a
+      phase.
   """
 
   conditional: bool = False
@@ -272,7 +275,7 @@ def _walk(
 ) -> Iterator[Collective]:
   for eqn in jaxpr.eqns:
     name = eqn.primitive.name
-    # Names in a branch begin anew.
+    # The name stack is empty again at the start of a branch.
     place = around.named(str(eqn.source_info.name_stack))
     if name in _KINDS:
       axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -291,7 +294,7 @@ def _walk(
         )
     inside = place.branch() if name == "cond" else place
     times = count * eqn.params["length"] if name == "scan" else count
-    if name == "shard_map":  # On each of a worker's devices.
+    if name == "shard_map":  # It runs on each of a worker's devices.
       manual = eqn.params["newly_axis"]
       times *= math.prod(n for axis, n in inner.items() if axis in manual)
     for body in _bodies(eqn):

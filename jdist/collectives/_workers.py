@@ -28,10 +28,8 @@ _UNSPLIT = PartitionSpec()
 def _spread(
   num_workers: int, shardings: tuple[jax.sharding.Sharding, ...]
 ) -> Callable[[list[Any]], list[jax.Array]]:
-  """Returns a program that gives every worker a copy of each leaf.
-
-  A program and not a device_put: it never holds all copies in one place.
-  """
+  """Returns a program that gives every worker a copy of each leaf."""
+  # A device_put would hold all copies in one place first.
 
   def spread(leaves: list[Any]) -> list[jax.Array]:
     shapes = [(num_workers, *jnp.shape(x)) for x in leaves]
@@ -41,10 +39,9 @@ def _spread(
 
 
 def _strong(x: Any) -> Any:
-  """Gives a number that is weakly typed its dtype for good.
-
-  Else a step, whose results have theirs, would be compiled again for them.
-  """
+  """Returns an array whose dtype is not weak."""
+  # The results of a step are never weakly typed: a step whose first arguments
+  # are would be compiled twice.
   if getattr(x, "weak_type", False):
     return jax.lax.convert_element_type(x, x.dtype)
   return x
@@ -73,7 +70,7 @@ class Workers:
 
   @property
   def inner_axes(self) -> dict[str, int]:
-    """The mesh's other axes, over which a worker lies, and their sizes."""
+    """The mesh's other axes, over which a worker is split, and their sizes."""
     if self.mesh is None:
       return {}
     shape = dict(self.mesh.shape)
@@ -92,8 +89,8 @@ class Workers:
     """The numbers of the workers that run in this process."""
     if self.mesh is None:
       return tuple(range(self.num_workers))
-    # The devices of one worker may lie in several processes; the process
-    # that owns any of them feeds the worker.
+    # The devices of one worker may belong to several processes.  Each process
+    # that owns one of them feeds the worker.
     dim = self.mesh.axis_names.index(self.mesh_axis)
     rows = np.moveaxis(self.mesh.devices, dim, 0)
     mine = jax.process_index()
@@ -111,8 +108,8 @@ class Workers:
     """
     if self.mesh is None:
       return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    # Without trailing None, as compiled programs write the sharding of their
-    # results: a sharding that is written otherwise compiles the step again.
+    # Compiled programs return shardings without a trailing None.  One that is
+    # written in another way would compile the step again.
     dims = list(spec)
     while dims and dims[-1] is None:
       dims.pop()
@@ -143,9 +140,9 @@ class Workers:
       donate_argnums: the arguments whose memory the results may reuse.
       out_specs: how the results are split over the mesh's other axes: a
         `PartitionSpec`, or None where the compiler may choose, for each result
-        or for whole subtrees.  Of a state that is returned it must be given,
-        `(team.specs(state), None)`: the compiler may split a leaf that came
-        unsplit, and the next call would compile again.
+        or for whole subtrees.  A step that returns a state should give it,
+        `(team.specs(state), None)`: otherwise the compiler may split a leaf
+        that was not, and the next call compiles again.
 
     Returns:
       A jitted function of pytrees of arrays `[workers, ...]`, with JAX's
@@ -180,8 +177,9 @@ class Workers:
       in_specs=spec,
       out_specs=spec,
       axis_names={self.mesh_axis},
-      # vmap inside shard_map cannot be typed.  Nothing is lost as long as
-      # the differentiated function holds no collective, which a test checks.
+      # JAX cannot type vmap inside shard_map.  Without types a gradient is
+      # still right unless the differentiated function holds a collective,
+      # which a test checks.
       check_vma=not several,
     )
 
@@ -193,7 +191,7 @@ class Workers:
     return self._checked(in_context)
 
   def _checked(self, mapped: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Refuses arguments without their axis of workers, once they are traced."""
+    """Refuses arguments without an axis of workers, while they are traced."""
 
     @functools.wraps(mapped)
     def checked(*args: PyTree) -> PyTree:
@@ -213,7 +211,7 @@ class Workers:
     return checked
 
   def _in_team(self, step: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Lets a step know that it is one of several workers'."""
+    """Traces a step with the axis of its team, for `check_local`."""
     axis = self.axis if self.num_workers > 1 else None
 
     @functools.wraps(step)
@@ -229,12 +227,13 @@ class Workers:
     """Gives every worker a copy of `tree`: arrays `[workers, ...]`.
 
     Args:
-      tree: one worker's arrays; on several processes the same in each.
+      tree: one worker's arrays, equal in all processes.
       specs: how the arrays are split over the mesh's other axes: one
         `PartitionSpec` for all, or a tree of them like `tree`.
     """
     checks.check_arrays("tree", tree)
-    if jax.process_count() > 1:  # Only host arrays may enter such a program.
+    # A program over several processes takes arrays of the host only.
+    if jax.process_count() > 1:
       tree = jax.tree.map(_to_host, tree)
     leaves, structure = jax.tree.flatten(tree)
     if isinstance(specs, PartitionSpec):
@@ -249,8 +248,8 @@ class Workers:
     """Puts arrays that already have their axis of workers onto the devices.
 
     Args:
-      tree: host arrays `[local workers, ...]`, the rows of `local_workers`;
-        they become `[workers, ...]`.
+      tree: host arrays `[local workers, ...]`, the rows of `local_workers`,
+        which become `[workers, ...]`.
     """
     rows = len(self.local_workers)
 
@@ -288,7 +287,7 @@ class Workers:
 
     def split(x: Any) -> Any:
       if _is_explicit(getattr(getattr(x, "sharding", None), "mesh", None)):
-        x = _to_host(x)  # JAX would ask how to split what comes out.
+        x = _to_host(x)  # JAX would ask how to shard the reshaped array.
       if jnp.ndim(x) == 0 or jnp.shape(x)[0] % rows:
         raise ValueError(
           f"`batch` must divide evenly over {rows} workers, got an array of "
@@ -354,10 +353,10 @@ def _check_context() -> None:
 def _squeezed(step: Callable[..., PyTree]) -> Callable[..., PyTree]:
   """Runs `step` on the only row and adds a leading axis to its results."""
 
-  @functools.wraps(step)  # Its name is what profiles and programs show.
+  @functools.wraps(step)  # Profiles and programs show its name.
   def on_row(*args: PyTree) -> PyTree:
     row = jax.tree.map(lambda x: jnp.squeeze(x, 0), args)
-    # What a step returns unchanged is not touched at all.
+    # An array that a step returns unchanged needs no copy.
     rows = zip(jax.tree.leaves(row), jax.tree.leaves(args), strict=True)
     given = {id(x): whole for x, whole in rows}
     return jax.tree.map(
@@ -368,22 +367,22 @@ def _squeezed(step: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def _as_row(x: jax.Array) -> jax.Array:
-  # Without the barrier XLA may fuse the new shape into what made the value and
-  # compute it twice where the step also goes on with the old shape: a
-  # momentum, for instance, which then cannot be updated in place. Compiled
-  # for 8 H200, a step has 3 copies with it and 9 without. XLA's CPU compiler
-  # drops barriers before it fuses, and keeps such copies. One barrier a leaf:
-  # nothing waits for anything else.
+  # Without the barrier XLA may fuse the new shape with the computation of the
+  # value, and compute that twice where the step also uses the old shape: a
+  # momentum, for instance, cannot be updated in place then.  Compiled for 8
+  # H200, a step has 3 copies with the barrier and 9 without.  XLA's CPU
+  # compiler drops barriers before it fuses, and keeps such copies.  Each leaf
+  # has a barrier of its own, so that none of them waits for another.
   return jnp.expand_dims(jax.lax.optimization_barrier(x), 0)
 
 
 def _row(x: jax.Array, worker: int) -> jax.Array:
-  """Returns row `worker` of an array of which this process has that row."""
+  """Returns row `worker` of an array, which this process must hold."""
   if not isinstance(x, jax.Array) or x.is_fully_addressable:
     return x[worker]
   parts: dict[tuple[tuple[int, int], ...], jax.Array] = {}
   for shard in x.addressable_shards:
-    # Bounds, because slices have no hash before Python 3.12.
+    # Slices have no hash before Python 3.12, bounds do.
     (start, stop), *box = (
       side.indices(length)[:2]
       for side, length in zip(shard.index, x.shape, strict=True)
@@ -397,7 +396,7 @@ def _row(x: jax.Array, worker: int) -> jax.Array:
     )
   if len(parts) == 1:
     return next(iter(parts.values()))
-  # The worker is itself sharded: put its pieces together on the host.
+  # A worker that is itself sharded is put together on the host.
   whole = np.empty(x.shape[1:], x.dtype)
   for bounds, part in parts.items():
     whole[tuple(slice(*side) for side in bounds)] = np.asarray(part)

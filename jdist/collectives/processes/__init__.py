@@ -1,4 +1,4 @@
-"""The processes of a run: joined, and ended together."""
+"""The processes of a run, which start and end together."""
 
 from jdist.collectives.processes._process_group import (
   await_verdict as await_verdict,

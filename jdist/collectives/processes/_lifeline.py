@@ -1,10 +1,10 @@
-"""Connections by which the processes of a run see each other end.
+"""Connections by which the processes of a run notice when one of them ends.
 
-JAX notices a dead process by missing heartbeats, after minutes, and where that
-is process 0, whose service coordinates the others, its runtime aborts them
-with a stack of C++.  Here every process keeps one idle connection to process
-0: the kernel closes it when its process ends, however that ends, and each of
-the others says in one line who was lost, and ends.
+JAX notices a dead process by missing heartbeats, after minutes.  If that is
+process 0, whose service coordinates the others, its runtime aborts them with a
+C++ stack trace.  Here every process keeps one idle connection to process 0.
+The kernel closes it when the process ends, for any reason; each of the others
+then prints one line that names the lost process, and exits.
 
     process 1 -- lifeline ------------------> port of the coordinator (hub)
     process 1 -- relay of its own -- bytes -> the same port -> JAX's service
@@ -28,19 +28,19 @@ from typing import Any
 
 from jdist.collectives.processes import _stop_agreement, _streams
 
-# EX_TEMPFAIL, as of the watchdog: run it again, it resumes.
+# EX_TEMPFAIL, as the watchdog's: the run can be started again, and resumes.
 EXIT_STATUS = 75
 _HELLO = b"jdist lifeline 1\n"
-# So long the others may take to end by themselves with a status of their own:
+# The time in which the other processes may exit with a status of their own:
 # usually all of them have met the same error.
 _GRACE_S = 8.0
 
 
 class Lifeline:
-  """One process's connections; a thread of its own serves them."""
+  """The connections of one process, served by a thread of their own."""
 
   def __init__(self, address: str, num_processes: int, process_id: int):
-    """Prepares it; `join` connects.
+    """Prepares the connections, which `join` opens.
 
     Args:
       address: `host:port` of process 0.
@@ -55,7 +55,7 @@ class Lifeline:
     self._host, self._port = host.strip("[]"), int(port)
     self._num, self._id = num_processes, process_id
     self._loop = asyncio.new_event_loop()
-    # Of the hub: the others' connections, and how they call themselves.
+    # In process 0, the hub: the others' connections and names.
     self._members: dict[int, asyncio.StreamWriter] = {}
     self._names: dict[int, str] = {}
     self._hub: _streams.Stream | None = None
@@ -74,15 +74,15 @@ class Lifeline:
     """Connects to all other processes.
 
     Args:
-      timeout_s: after which an error says who is missing.
+      timeout_s: the time after which an error names the missing processes.
 
     Returns:
-      The addresses for JAX: that of its service, and of process 0 the one that
-      its service listens at.
+      The addresses for JAX: that of its service, and in process 0 the one at
+      which its service listens.
 
     Raises:
-      TimeoutError: when not all of them have joined.
-      ValueError: when two have the same number, for instance.
+      TimeoutError: when not all processes have joined.
+      ValueError: when two processes have the same number, for instance.
     """
     self._thread.start()
     work = self._serve if self._id == 0 else self._connect
@@ -91,7 +91,7 @@ class Lifeline:
     return found
 
   def leave(self, status: int, reason: str = "") -> None:
-    """Tells the others that this process ends, and how."""
+    """Announces that this process exits, with its status."""
     if self._leaving:
       return
     self._leaving = True
@@ -102,11 +102,11 @@ class Lifeline:
   def stops_after(self, step: int, wanted: bool) -> bool:
     """Returns whether all processes stop after this step.
 
-    Once one of them wants to, each says which step it has asked for last and
-    asks for no other before all know the highest; they stop one step later.
+    Once one of them wants to stop, each reports the last step for which it has
+    asked, and waits until all know the highest.  They stop one step later.
 
     Args:
-      step: that every process asks for, in order.
+      step: the number of the step; every process asks for each, in order.
       wanted: whether this process wants to stop.
     """
     if wanted and self._agreement.want():
@@ -118,10 +118,10 @@ class Lifeline:
 
   def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
     task = self._loop.create_task(work)
-    self._tasks.add(task)  # The loop itself does not keep it.
+    self._tasks.add(task)  # The loop holds a weak reference only.
     task.add_done_callback(self._tasks.discard)
 
-  # Of process 0.
+  # Methods of process 0.
 
   async def _serve(self, timeout_s: float) -> tuple[str, str]:
     service_port = _streams.free_port()
@@ -168,7 +168,7 @@ class Lifeline:
   async def _admit(
     self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
   ) -> None:
-    """Takes in another process, and watches it until it ends."""
+    """Admits another process, and watches it until it ends."""
     hello = json.loads(await reader.readline())
     number = hello["process"]
     wrong = None
@@ -210,7 +210,7 @@ class Lifeline:
       await self._lose(number, "has died")
 
   async def _lose_later(self, number: int, note: dict[str, Any]) -> None:
-    # Status 1 is an error that was not foreseen: nobody else has it.
+    # Status 1 is an unexpected error, which the others do not share.
     await asyncio.sleep(0.0 if note["status"] == 1 else _GRACE_S)
     reason = f": {note['reason']}" if note["reason"] else ""
     await self._lose(number, f"has ended with status {note['status']}{reason}")
@@ -220,7 +220,7 @@ class Lifeline:
     await self._send({"lost": lost})
     self._end(lost)
 
-  # Of the others.
+  # Methods of the other processes.
 
   async def _connect(self, timeout_s: float) -> tuple[str, None]:
     reader, writer = self._hub = await self._reach(timeout_s)
@@ -246,7 +246,7 @@ class Lifeline:
     self._spawn(self._listen(reader))
     server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    self._server = server  # Closed when it is no longer referred to.
+    self._server = server  # A server without a reference is closed.
     return f"127.0.0.1:{port}", None
 
   async def _reach(self, timeout_s: float) -> _streams.Stream:
@@ -256,7 +256,7 @@ class Lifeline:
       try:
         async with asyncio.timeout(max(0.1, end_s - time.monotonic())):
           return await asyncio.open_connection(self._host, self._port)
-      except OSError as error:  # A TimeoutError, too.
+      except OSError as error:  # A TimeoutError is one, too.
         if time.monotonic() > end_s:
           raise TimeoutError(
             f"process 0 did not answer at {self._host}:{self._port} within "
@@ -270,7 +270,8 @@ class Lifeline:
   ) -> None:
     with contextlib.suppress(OSError):
       other = await asyncio.open_connection(self._host, self._port)
-      # Its end is not passed on: whether process 0 has died, the lifeline says.
+      # The end of the connection is not passed on to JAX, because the lifeline
+      # reports the death of process 0.
       await _streams.relay((reader, writer), other, both_ends=False)
 
   async def _listen(self, reader: asyncio.StreamReader) -> None:
@@ -291,7 +292,7 @@ class Lifeline:
     if not ended:
       self._end(f"{self._names[0]} has died")
 
-  # Of all.
+  # Methods of all processes.
 
   async def _send(self, note: dict[str, Any]) -> None:
     writers = list(self._members.values())
@@ -305,7 +306,7 @@ class Lifeline:
     if self._leaving:
       return
     command = " ".join(shlex.join(sys.orig_argv).split())
-    # In one piece, so that no other line gets into it.
+    # It is written at once, so that no other line is printed inside it.
     message = (
       f"jdist: {lost}; this process ends, too, with status {EXIT_STATUS}. To "
       f"go on from the last checkpoint start all again: {command}\n"
@@ -314,7 +315,7 @@ class Lifeline:
       sys.stdout.flush()
     with contextlib.suppress(OSError):
       os.write(2, message.encode())
-    # Not sys.exit: the main thread waits in a collective.
+    # The main thread waits in a collective, which sys.exit cannot interrupt.
     os._exit(EXIT_STATUS)
 
 

@@ -1,4 +1,4 @@
-"""Joins the processes of one run, and sees to it that they end together."""
+"""Joins the processes of one run, and ends them together."""
 
 import threading
 
@@ -8,7 +8,7 @@ from jdist import checks
 from jdist.collectives import _mesh
 from jdist.collectives.processes import _lifeline
 
-# JAX's own, which ends a run in its own words.
+# JAX must not end a run before the lifeline does.
 _HEARTBEAT_S = 24 * 3600
 _lifelines: list[_lifeline.Lifeline] = []
 
@@ -27,16 +27,15 @@ def start_processes(
   under Slurm, Open MPI and Kubernetes.  GPUs use NCCL, CPUs gloo.
 
   Where the three are given, processes watch each other: when one dies, the
-  others say so in a line, with the command that goes on, and end with status
-  75 within seconds.  Where JAX finds them it is JAX that ends the others, in
-  its own words.
+  others print one line with the command that resumes the run, and exit with
+  status 75 within seconds.  Where JAX finds them, JAX ends the others.
 
   Args:
     coordinator_address: `host:port` of process 0.
     num_processes: the number of processes.
-    process_id: the number of this one, from 0.
+    process_id: the number of this process, from 0.
     cpu_devices_per_process: virtual devices of each process without GPUs.
-    timeout_s: after which an error says which processes are missing.
+    timeout_s: the time after which an error names the missing processes.
 
   Raises:
     TimeoutError: when process 0 does not answer, or others do not join.
@@ -56,23 +55,22 @@ def start_processes(
   address, bind = lifeline.join(checks.check_number("timeout_s", timeout_s))
   jax.distributed.initialize(
     address, num_processes, process_id, coordinator_bind_address=bind,
-    # The lifeline says who has died; a process that was only stopped, as with
-    # its machine, for minutes goes on.
+    # The lifeline reports dead processes.  One that was only suspended for some
+    # minutes, with its machine for instance, must be able to continue.
     heartbeat_timeout_seconds=_HEARTBEAT_S,
   )  # fmt: skip
   _lifelines.append(lifeline)
 
 
 def leave_processes(status: int, reason: str = "") -> None:
-  """Tells the other processes that this one ends with a status other than 0.
+  """Announces that this process exits with a status other than 0.
 
-  They end, too, if they do not by themselves.  A process that has none does
-  nothing.
+  The other processes then exit, too.  Without others it does nothing.
 
   Args:
-    status: the exit status; upon 1, an error that nobody foresaw, the others
-      end at once.
-    reason: in a line.
+    status: the exit status; after 1, an unexpected error, the others exit at
+      once.
+    reason: the reason, in one line.
   """
   for lifeline in _lifelines:
     lifeline.leave(status, reason)
@@ -86,19 +84,17 @@ def watches_processes() -> bool:
 def processes_stop(step: int, wanted: bool) -> bool:
   """Returns whether all processes stop after this step, as one of them wants.
 
-  Of processes that watch each other.
+  The processes must watch each other.
 
   Args:
-    step: that every process asks for, in order.
+    step: the number of the step; every process asks for each, in order.
     wanted: whether this process wants to stop.
   """
   return _lifelines[-1].stops_after(step, wanted)
 
 
 def await_verdict(timeout_s: float = 5.0) -> None:
-  """Waits until this process is ended because another one has died, if so.
-
-  An error of a collective comes before it is known whose fault it is.
-  """
+  """Waits until the lifeline ends this process, if another one has died."""
+  # A collective fails before the lifeline knows which process was lost.
   if _lifelines:
     threading.Event().wait(timeout_s)

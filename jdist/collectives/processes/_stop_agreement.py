@@ -1,4 +1,4 @@
-"""The step after which all processes of a run stop, as one of them wants to."""
+"""Agreement on the step after which all processes of a run stop."""
 
 import threading
 from collections.abc import Awaitable, Callable
@@ -6,19 +6,19 @@ from typing import Any
 
 Note = dict[str, Any]
 
-# So long a process may take for an answer about its step.
+# The time in which a process must answer which step it has begun.
 _LIMIT_S = 60.0
 
 
 class StopAgreement:
-  """One process's part in it.
+  """One process's part in the agreement.
 
       any       {"stop": "wanted"}            to process 0
-      process 0 {"stop": "asked"}             to all: nobody begins a new step
-      each      {"stop": "told", "step": s}   the last that it has begun
+      process 0 {"stop": "asked"}             to all: begin no new step
+      each      {"stop": "told", "step": s}   the last step that it has begun
       process 0 {"stop": "agreed", "step": n} one later than the highest
 
-  Steps are begun by the main thread, notes are handled by another.
+  The main thread begins steps, and another thread handles notes.
   """
 
   def __init__(
@@ -27,17 +27,17 @@ class StopAgreement:
     process_id: int,
     send: Callable[[Note], Awaitable[None]],
   ):
-    """Prepares it.
+    """Prepares one process's part.
 
     Args:
       num_processes: the number of processes.
-      process_id: the number of this one.
+      process_id: the number of this process.
       send: sends a note to process 0, and from there to all others.
     """
     self._num, self._id, self._send = num_processes, process_id, send
     self._lock = threading.Lock()
     self._step, self._stop_step, self._wanted = 0, 0, False
-    # Cleared while it is open whether another step may be begun.
+    # Cleared while the stop step is being negotiated.
     self._known = threading.Event()
     self._known.set()
     self._steps: dict[int, int] = {}
@@ -64,7 +64,7 @@ class StopAgreement:
     """Returns whether all stop after this step, once that is known.
 
     Args:
-      step: that every process asks for, in order.
+      step: the number of the step; every process asks for each, in order.
 
     Raises:
       TimeoutError: when the others do not answer.
@@ -74,7 +74,8 @@ class StopAgreement:
         if self._known.is_set():
           self._step = step
           return 0 < self._stop_step <= step
-      # Not for ever: whoever does not answer has died, and ends this process.
+      # A process that does not answer has died, and its lifeline ends this one
+      # before the limit.
       if not self._known.wait(_LIMIT_S):
         raise TimeoutError(
           f"The processes did not agree within {_LIMIT_S:g} s after which step "
@@ -94,7 +95,7 @@ class StopAgreement:
       self._stop_at(note["step"])
 
   async def _ask(self) -> None:
-    """Of process 0: asks all for their steps, once."""
+    """Asks all processes for their steps, once; called in process 0."""
     if self._steps:
       return
     self._steps[0] = self._last_step()

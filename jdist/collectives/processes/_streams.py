@@ -1,4 +1,4 @@
-"""Connections of lines and bytes: notes sent, bytes relayed, ends noticed."""
+"""Connections: sends notes as lines, relays bytes, and notices their ends."""
 
 import asyncio
 import contextlib
@@ -6,9 +6,9 @@ import json
 import socket
 from typing import Any
 
-# A host without power: the kernel of the other end sends probes after 3 s, 2 s
-# apart, and gives up after the third.  A process that is only slow, or
-# stopped, answers them, as its kernel does.
+# If a host loses power, the kernel of the other end sends probes after 3 s, 2 s
+# apart, and gives up after the third.  The kernel of a process that is slow or
+# stopped still answers them.
 _PROBES = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 _CHUNK = 1 << 16
 
@@ -22,7 +22,7 @@ async def write(writer: asyncio.StreamWriter, note: dict[str, Any]) -> None:
 
 
 async def relay(a: Stream, b: Stream, *, both_ends: bool = True) -> None:
-  """Copies bytes both ways until the first, or either of two, ends."""
+  """Copies bytes both ways until `a` ends, or either one with `both_ends`."""
 
   async def copy(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -43,7 +43,7 @@ async def relay(a: Stream, b: Stream, *, both_ends: bool = True) -> None:
 
 
 def probe(writer: asyncio.StreamWriter) -> None:
-  """Lets the kernel find out when the other machine is gone."""
+  """Lets the kernel notice a machine that does not answer any more."""
   connection = writer.get_extra_info("socket")
   connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
   for name, value in _PROBES.items():
@@ -53,7 +53,7 @@ def probe(writer: asyncio.StreamWriter) -> None:
 
 
 def free_port() -> int:
-  """Returns a port of this machine that nobody listens at."""
+  """Returns a free port of this machine."""
   with socket.socket() as found:
     found.bind(("127.0.0.1", 0))
     return int(found.getsockname()[1])

@@ -1,1 +1,1 @@
-"""Local steps: one round engine and the rules that end its rounds."""
+"""Local steps: the synchronizer and the rules that end its rounds."""

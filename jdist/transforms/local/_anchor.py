@@ -1,10 +1,10 @@
-"""The anchor: a float32 copy that moves, and workers that go to it or near it.
+"""The anchor: the parameters on which all workers agree, and its arithmetic.
 
-It is found in the state of any chain, however deep.
+It is found in the state of any chain, at any depth.
 
-An anchor is float32 whatever the parameters are, and a buffer of its own.
-What a worker computes with, its local parameters, is widened in the same way,
-after the cast to the dtype in which the worker really holds them.
+An anchor is float32, or wider, whatever the dtype of the parameters is, and a
+buffer of its own.  A worker's local parameters are widened in the same way,
+after the cast to the dtype in which the worker holds them.
 """
 
 import collections
@@ -23,28 +23,27 @@ PyTree = Any
 
 
 def wide(x: jax.Array) -> jax.Array:
-  """At least float32."""
+  """Returns at least float32."""
   return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 def wide_copy(x: jax.Array) -> jax.Array:
-  """At least float32, and a copy: parameters and state may both be donated."""
+  """Returns a copy, at least float32."""
+  # A copy, because parameters and state may both be donated.
   return jnp.array(wide(jnp.asarray(x)), copy=True)
 
 
 def moved(params: jax.Array, updates: jax.Array) -> jax.Array:
   """Returns the parameters after `optax.apply_updates`, in float32."""
   there = wide(params) + wide(updates)
-  # The cast is what the worker really holds afterwards.
+  # The cast rounds as the worker's own parameters are rounded.
   return wide(there.astype(params.dtype))
 
 
 def towards(updates: PyTree, target: PyTree, local: PyTree) -> PyTree:
-  """Updates that lead to `target`, where `updates` alone lead to `local`.
-
-  Not `target - params`: where both are the same, the updates stay what they
-  are to the bit.
-  """
+  """Returns updates that lead to `target`, where `updates` lead to `local`."""
+  # Not `target - params`: where target and local are equal, the updates must
+  # not change a bit.
   return jax.tree.map(
     lambda u, t, w: (wide(u) + (t - w)).astype(u.dtype), updates, target, local
   )
@@ -56,37 +55,38 @@ def behind(anchor: PyTree, part: jax.Array, progress: PyTree) -> PyTree:
 
 
 def rounded(product: jax.Array) -> jax.Array:
-  """A product that is rounded before anything is added to it.
-
-  Else a compiler may merge both into one instruction that rounds once, in one
-  form of a program and not in another, and their bits would differ.  It does
-  not see that nothing is selected here, and does so within the same pass over
-  the arrays.  (`optimization_barrier` and `reduce_precision` are gone before
-  LLVM merges, and would cost a pass on GPUs.)
+  """Returns a product that is rounded before anything is added to it.
 
   >>> rounded(jnp.float32(0.7) * jnp.float32(3.0)).item()
   2.0999999046325684
   """
+  # Otherwise a compiler may merge product and sum into one instruction that
+  # rounds once, in one form of a program and not in another, and their bits
+  # would differ.  It cannot know that this selects nothing, which costs no pass
+  # over the arrays.  `optimization_barrier` and `reduce_precision` are gone
+  # before LLVM merges, and would cost a pass on GPUs.
   return jnp.where(product == 0, jnp.zeros_like(product), product)
 
 
 def onto(anchor: PyTree, params: PyTree) -> PyTree:
-  """Updates that lead from the parameters to the anchor."""
+  """Returns updates that lead from the parameters to the anchor."""
   return jax.tree.map(
     lambda a, p: (a - wide(p)).astype(p.dtype), anchor, params
   )
 
 
 def scalar(x: jax.typing.ArrayLike) -> jax.Array:
-  """As float32: injected hyper-parameters come in the parameters' dtype."""
+  """Returns a number as float32."""
+  # Injected hyper-parameters have the parameters' dtype.
   if isinstance(x, jax.Array):
     return x.astype(jnp.float32)
-  return jnp.asarray(np.asarray(x, np.float32))  # Also of large integers.
+  # By NumPy, because JAX refuses integers beyond int32.
+  return jnp.asarray(np.asarray(x, np.float32))
 
 
 def either(which: jax.Array | bool, yes: PyTree, no: PyTree) -> PyTree:
   """Chooses between two trees, leaf by leaf."""
-  if which is True:  # Known now: the program need not wait for `no`.
+  if which is True:  # The program need not wait for `no`.
     return yes
   return optax.tree.where(which, yes, no)
 
@@ -101,19 +101,19 @@ def check_params(params: Any, method: str) -> None:
 
 
 def declares(name: str) -> Callable[[Any], bool]:
-  """Returns a test of what a state's class declares, see `jdist.states`."""
+  """Returns a test of a flag that states declare, see `jdist.states`."""
   return lambda x: bool(getattr(type(x), name, False))
 
 
 def contains(state: PyTree, is_one: Callable[[Any], bool]) -> bool:
-  """Returns whether a state, or a part of it, is such a one."""
+  """Returns whether a state, or a part of it, passes a test."""
   return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))
 
 
 def find_rounds(state: PyTree) -> Any:
   """Finds the outermost state with rounds in a chain's state, or None.
 
-  Of `local_steps` it is what the engine keeps, without the inner optimizer's.
+  For `local_steps` it is the synchronizer's part of the state.
 
   Raises:
     ValueError: when there are several side by side, or something between it and
@@ -134,12 +134,10 @@ def find_rounds(state: PyTree) -> Any:
 
 
 def _check_last(state: PyTree) -> None:
-  """Raises a ValueError unless a method's updates reach the parameters as is.
-
-  The anchor takes them as done.  A chain's state shows what stands behind it;
-  what stands around it must be known to pass updates on, or say so by
-  `states.declare`.
-  """
+  """Raises a ValueError unless a method's updates reach the parameters."""
+  # The anchor assumes that the updates are applied unchanged.  A chain's state
+  # shows what follows the method.  A wrapper must be one of Optax's that pass
+  # updates on, or say so by `states.declare`.
   rounds = declares("rounds")
   while not rounds(state):
     kind = type(state)
@@ -195,7 +193,7 @@ def _not_last(what: str) -> ValueError:
 
 
 def is_trained(x: Any) -> bool:
-  """Returns whether a leaf is of numbers that a gradient moves."""
+  """Returns whether a leaf has numbers that a gradient can change."""
   dtype = getattr(x, "dtype", None)
   if dtype is None:
     return isinstance(x, float | complex)
@@ -207,15 +205,14 @@ def only_floats(
 ) -> optax.GradientTransformationExtraArgs:
   """Leaves integers and bools among the parameters alone.
 
-  They are neither sent nor given a state, whatever stands for their gradients;
-  their updates are zeros.  All methods of `jdist.methods` do this by
-  themselves.
+  They are neither sent nor given a state, and their updates are zeros.  All
+  methods of `jdist.methods` do this already.
 
   Args:
     optimizer: any Optax chain.
 
   Returns:
-    A transformation, the same to the bit where all leaves are of floats.
+    A transformation, equal to the bit where all leaves are floats.
 
   >>> optimizer = only_floats(optax.sgd(0.5))
   >>> w = {"steps": jnp.array(3), "w": jnp.array(1.0)}
@@ -269,7 +266,7 @@ def check_anchor(anchor: PyTree, params: PyTree) -> None:
 
 
 def over(anchor: PyTree, params: PyTree, one: Callable[..., Any]) -> PyTree:
-  """Maps both trees; what the anchor has no part in stays as in `params`."""
+  """Maps both trees; leaves that the anchor lacks stay as in `params`."""
   masked: Callable[[Any], bool] = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
   return jax.tree.map(
     lambda a, p: p if masked(a) else one(a, p), anchor, params, is_leaf=masked
@@ -281,8 +278,8 @@ def anchor(state: PyTree, params: optax.Params) -> optax.Params:
 
   Args:
     state: the optimizer's state.
-    params: the parameters, whose dtypes the anchor gets; returned when the
-      method keeps the workers equal all the time and needs no anchor.
+    params: the parameters, whose dtypes the result has.  They are returned
+      for a method that keeps the workers equal and needs no anchor.
 
   >>> from jdist import transforms
   >>> optimizer = transforms.local_steps(optax.sgd(1.0), 8, axis=None)
@@ -302,8 +299,9 @@ def apply_updates(
 ) -> optax.Params:
   """Adds updates to the parameters, and ends rounds exactly on the anchor.
 
-  An update is a difference, and after a round the sum may miss the anchor by a
-  rounding.  Here it does not: equal parameters stay equal to the bit.
+  An update is a difference, and after a round the sum may differ from the
+  anchor by a rounding.  This function returns the anchor itself, so that equal
+  parameters stay equal to the bit.
 
   Args:
     params: the parameters; the new ones have their dtypes.
@@ -326,8 +324,7 @@ def apply_updates(
     return there
   exact = found.clock.synchronized
   if not isinstance(found.kept, tuple):
-    # With a part of its own progress the worker stands beside the anchor on
-    # purpose.
+    # A worker that keeps a part of its own progress is not on the anchor.
     exact = exact & (found.kept == 0)
   return over(
     found.anchor, there, lambda a, p: jnp.where(exact, a.astype(p.dtype), p)
@@ -355,20 +352,19 @@ def pull_to_anchor(
   with the anchor a and the interval H of the present round.  Under plain SGD
   with the learning rate :math:`\eta_t` a worker loses beta/H of its distance
   in each of H steps, about :math:`1 - e^{-\beta}` of it in a round, whatever
-  the rate and the interval.  A momentum m in front of it multiplies that by
-  1/(1-m).
+  the rate and the interval.  A momentum m multiplies that by 1/(1-m).
 
-  Stands in the inner chain of `local_steps`, which gives it the anchor and
-  `interval_steps=`.
+  It belongs in the inner chain of `local_steps`, which passes the anchor and
+  `interval_steps=` to it.
 
   Args:
-    strength: beta >= 0; 0 is no pull.
-    learning_rate: the inner optimizer's, a number or a schedule of the local
-      step.
+    strength: beta >= 0, where 0 is no pull.
+    learning_rate: the inner optimizer's learning rate, a number or a schedule
+      of the local step.
 
   Raises:
-    ValueError: when an argument is out of its range; at trace time, when it
-      does not stand inside `local_steps`.
+    ValueError: when an argument is out of its range; at trace time, when it is
+      not inside `local_steps`.
 
   References:
     Ju et al., multi-step delayed parameter update (2025, doi
@@ -393,7 +389,7 @@ def pull_to_anchor(
       learning_rate
     )  # fmt: skip
     distance = scalar(interval_steps) * scalar(rate)
-    # A schedule may end at zero, where nothing moves and nothing is pulled.
+    # A schedule may end at zero, where the quotient would be infinite.
     factor = jnp.where(distance > 0, scalar(strength) / distance, 0.0)
     return factor, PullToAnchorState(optax.safe_increment(state.step))
 
@@ -409,7 +405,7 @@ def pull(
   factor: Callable[[Any, Any], tuple[jax.Array, Any]],
   needs_interval: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """Adds `factor(state, interval_steps)` times the way from the anchor."""
+  """Adds `factor(state, interval_steps)` times the distance from the anchor."""
 
   def update_fn(
     updates: optax.Updates,
@@ -431,7 +427,7 @@ def pull(
     by, state = factor(state, interval_steps)
 
     def pulled(g: jax.Array, w: jax.Array, a: jax.Array) -> jax.Array:
-      # In the anchor's dtype, which is at least float32.
+      # The anchor's dtype is at least float32.
       pull = by.astype(a.dtype) * (w.astype(a.dtype) - a)
       return (g.astype(a.dtype) + pull).astype(g.dtype)
 

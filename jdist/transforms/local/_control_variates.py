@@ -1,4 +1,4 @@
-"""Control variates: how a worker's gradient differs from all workers'."""
+"""Control variates: estimates of how a worker's gradient is biased."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -19,11 +19,11 @@ class ControlVariatesState(NamedTuple):
 
   Attributes:
     own: this worker's control variate, float32.
-    mean: the mean of all workers', float32.
+    mean: the mean of all workers' control variates, float32.
     distance: sum of the learning rates of this round's steps, float32 scalar.
-    lag: sum over this round's steps of their learning rate times the mean with
-      which they were corrected less `mean`, float32: zero but where a late mean
-      has arrived in the round.
+    lag: sum over this round's steps of their learning rate times (the mean with
+      which they were corrected - `mean`), float32; zero unless a late mean was
+      applied within the round.
   """
 
   own: PyTree
@@ -34,7 +34,7 @@ class ControlVariatesState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ControlVariates(_round.SyncRule):
-  r"""SCAFFOLD's: gradients are corrected for the drift of unequal workers.
+  r"""Corrects gradients for the drift of unequal workers, as SCAFFOLD does.
 
   .. math:: g_i &\leftarrow g_i - c_i + c \text{ in every step; at the end} \\
             c_i &\leftarrow c_i + \frac{\Delta_i - \sum_s \eta_s c_s}
@@ -42,15 +42,15 @@ class ControlVariates(_round.SyncRule):
             c \leftarrow \tfrac1N \sum_j c_j, \qquad
             a \leftarrow a - \eta_g \tfrac1N \sum_j \Delta_j
 
-  where :math:`c_s` is the c of step s, in all of a round the same unless a late
-  mean arrives within it.  A message is twice as long as the parameters.  By few
-  bytes the *change* of the variates is sent, as in the paper; a late one moves
-  c when it arrives.
+  where :math:`c_s` is the c of step s, constant in a round unless a late mean is
+  applied within it.  A message is twice as long as the parameters.  With a
+  compression the *change* of the variates is sent, as in the paper; a late
+  change moves c when it is applied.
 
   Attributes:
-    learning_rate: the inner optimizer's, a number or a schedule of the local
-      step.
-    global_learning_rate: eta_g > 0; 1 makes the anchor the mean.
+    learning_rate: the inner optimizer's learning rate, a number or a schedule
+      of the local step.
+    global_learning_rate: eta_g > 0; with 1 the anchor becomes the mean.
 
   Source and departures: `methods.scaffold`.
   """
@@ -71,7 +71,7 @@ class ControlVariates(_round.SyncRule):
   def correct(
     self, updates: PyTree, memory: ControlVariatesState, step: jax.Array
   ) -> tuple[PyTree, ControlVariatesState]:
-    # Where own and mean agree nothing is added, to the bit.
+    # In this order equal variates add exactly zero.
     updates = jax.tree.map(
       lambda g, own, all_: (g.astype(own.dtype) + (all_ - own)).astype(g.dtype),
       updates, memory.own, memory.mean,
@@ -82,7 +82,7 @@ class ControlVariates(_round.SyncRule):
     return updates, memory._replace(distance=distance)
 
   def message(self, end: _round.Round, relative: bool) -> tuple[PyTree, PyTree]:
-    """The parameters and the variate, or the changes of both."""
+    """Returns the parameters and the variate, or the changes of both."""
     renewed = _renewed(end)
     if not relative:
       return end.local, renewed
@@ -96,7 +96,8 @@ class ControlVariates(_round.SyncRule):
     return message[0]
 
   def depart(self, end: _round.Round) -> ControlVariatesState:
-    """The worker's own variate is new at once."""
+    """Returns the state with the worker's new variate."""
+    # Only the mean of the variates waits for the other workers.
     memory = end.memory
     return memory._replace(
       own=_renewed(end),
@@ -117,7 +118,7 @@ class ControlVariates(_round.SyncRule):
     if relative:
       first = jax.tree.map(jnp.subtract, end.anchor, first)
       variate = jax.tree.map(jnp.add, memory.mean, variate)
-      # The steps of this round so far were corrected with the mean of before.
+      # The steps of this round so far were corrected with the old mean.
       lag = jax.tree.map(
         lambda x, old, new: x + memory.distance.astype(x.dtype) * (old - new),
         memory.lag, memory.mean, variate,
@@ -131,9 +132,9 @@ class ControlVariates(_round.SyncRule):
 
 
 def _renewed(end: _round.Round) -> PyTree:
-  """This worker's control variate after the round."""
+  """Returns this worker's control variate after the round."""
   memory, distance = end.memory, end.memory.distance
-  # A schedule may end at zero, where nothing moves and nothing is learned.
+  # A schedule may end at zero, where the quotient would be infinite.
   per_rate = jnp.where(distance > 0, 1.0 / distance, 0.0)
 
   def one(

@@ -1,4 +1,4 @@
-"""Elastic rules: the workers stay beside the anchor and are pulled to it."""
+"""Elastic rules: the workers keep a distance from the anchor, which pulls."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
@@ -13,19 +13,19 @@ PyTree = Any
 
 
 class _Beside(_round.SyncRule):
-  """Sends where a worker is."""
+  """Sends a worker's position."""
 
   beside: ClassVar[bool] = True
 
   def message(self, end: _round.Round, relative: bool) -> PyTree:
-    """The parameters, or how far the anchor is from them."""
+    """Returns the parameters, or their distance from the anchor."""
     if not relative:
       return end.local
     return jax.tree.map(jnp.subtract, end.anchor, end.local)
 
 
 def _positions(end: _round.Round, mean: PyTree, relative: bool) -> PyTree:
-  """The mean of the workers' positions."""
+  """Returns the mean of the workers' positions."""
   if not relative:
     return mean
   return jax.tree.map(jnp.subtract, end.anchor, mean)
@@ -33,12 +33,12 @@ def _positions(end: _round.Round, mean: PyTree, relative: bool) -> PyTree:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Elastic(_Beside):
-  r"""EASGD's: springs between every worker and the anchor.
+  r"""Connects every worker to the anchor by a spring, as EASGD does.
 
   .. math:: w_i \leftarrow w_i - \tfrac{\beta}{N} (w_i - a), \qquad
             a \leftarrow a + \beta (\tfrac1N \sum_j w_j - a)
 
-  A drain lets the springs relax, to :math:`(a + \sum_i w_i) / (N + 1)`.
+  A drain relaxes the springs, to :math:`(a + \sum_i w_i) / (N + 1)`.
 
   Attributes:
     moving_rate: beta in [0, 1].
@@ -63,7 +63,8 @@ class Elastic(_Beside):
     return end._replace(anchor=anchor)
 
   def place(self, before: _round.Round, after: _round.Round) -> PyTree:
-    """The worker's end: both ends feel the old positions."""
+    """Returns the worker, moved along its spring."""
+    # The old anchor, because both ends of a spring are moved at once.
     del after
     alpha = _anchor.scalar(self.moving_rate) / before.num_workers
     return jax.tree.map(
@@ -74,7 +75,7 @@ class Elastic(_Beside):
   def settle(
     self, end: _round.Round, mean: PyTree, exact: PyTree, relative: bool
   ) -> _round.Round:
-    """The springs at rest: the mean of the workers and the anchor."""
+    """Returns the springs at rest, at the mean of all workers and the anchor."""
     del exact
     part = end.num_workers / (end.num_workers + 1)
     mean = _positions(end, mean, relative)
@@ -95,14 +96,14 @@ class PulledAnchorState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PulledAnchor(_Beside):
-  r"""Overlap-Local-SGD's: workers are pulled to a mean with momentum.
+  r"""Pulls the workers to a mean with momentum, as Overlap-Local-SGD does.
 
   .. math:: v \leftarrow \mu v + \tfrac1N \sum_j w_j - z, \qquad
             z \leftarrow z + v, \qquad
             w_i \leftarrow (1 - \alpha) w_i + \alpha z
 
-  with the anchor z.  The method sends the w that were pulled, and receives
-  their mean one round late.
+  with the anchor z.  The method sends the pulled w, and receives their mean
+  one round late.
 
   Attributes:
     pull: alpha in [0, 1].
@@ -138,7 +139,7 @@ class PulledAnchor(_Beside):
     return end._replace(anchor=anchor, memory=PulledAnchorState(velocity))
 
   def place(self, before: _round.Round, after: _round.Round) -> PyTree:
-    """A part of the way to the new anchor."""
+    """Returns a part of the way to the new anchor."""
     alpha = _anchor.scalar(self.pull)
     return jax.tree.map(
       lambda w, a: w + alpha.astype(a.dtype) * (a - w),

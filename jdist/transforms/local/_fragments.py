@@ -1,4 +1,4 @@
-"""Fragments of the parameters, each with rounds of its own."""
+"""Fragments of the parameters, each of which has its own rounds."""
 
 import math
 import operator
@@ -15,7 +15,7 @@ from jdist.transforms.local import _anchor, _round, _sync_state, _synchronizer
 
 PyTree = Any
 Fragments = int | Callable[[str], int]
-# For errors: whoever reads them has written the one or the other.
+# Errors name both, because a user has written one of them.
 _NAME = "`fragment_steps` (also as `streaming_diloco`)"
 
 
@@ -24,13 +24,13 @@ class FragmentsState(NamedTuple):
   """State of `fragment_steps`.
 
   Attributes:
-    clock: of rounds in which all fragments come together once: it counts them
-      when the last fragment arrives.
+    clock: the clock of rounds in which every fragment is synchronized once; it
+      counts a round when the mean of the last fragment is applied.
     inner: the inner optimizer's state, each worker its own.
     fragments: a state for each fragment, in whose trees `optax.MaskedNode()`
-      stands for the leaves of others.
-    kept: whether the workers stand beside the anchor, 1, or on it after a
-      `drain`, 0; float32 scalar.
+      replaces the leaves of the others.
+    kept: 1 where the workers keep a distance from the anchor, 0 after a
+      `drain`; float32 scalar.
   """
 
   clock: _round.RoundClock
@@ -39,7 +39,7 @@ class FragmentsState(NamedTuple):
   kept: jax.Array
 
   def label(self, walk: Any) -> tuple[Any, bool]:
-    """Each fragment's state says it for itself."""
+    """Labels each fragment's state by its own declaration."""
     del walk
     parts = tuple(map(_shared.label_fields, self.fragments))
     return _shared.label_fields(self)._replace(fragments=parts), False
@@ -69,35 +69,32 @@ def fragment_steps(
   overlap: Any = None,
   compression: reducers.Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Takes local steps, and brings the workers together in fragments.
+  r"""Takes local steps, and synchronizes the parameters in fragments.
 
-  Fragment p of P has rounds of its own, of H steps, which end after the local
+  Fragment p of P has its own rounds of H steps, which end after the local
   steps t = t_p, t_p + H, t_p + 2H, ... with
-  :math:`t_p = \lfloor H (p+1) / P \rfloor`: so the network is used evenly.
-  Each ends as a round of `local_steps` does, with a sync rule's state, an
-  overlap and a compression of its own.
+  :math:`t_p = \lfloor H (p+1) / P \rfloor`, so that the network is used
+  evenly.  Each ends as a round of `local_steps` does, with its own state of the
+  sync rule, overlap and compression.
 
   With `overlap=Delayed(steps=tau, stream=Stream())` a fragment that has ended
-  its round is sent in the next tau steps, and nothing waits for it; the host
-  says which step sends what (`training.Trainer`), so that nothing stands in a
-  conditional.
+  its round is sent in the next tau steps, and nothing waits for it.  The host
+  decides which step sends what (`training.Trainer`), so that no collective is
+  in a conditional.
 
-  Schedules, extra arguments and the place in a chain are as of `local_steps`;
-  an outer schedule counts a fragment's rounds.
-
-  Where the device ends rounds, one is counted, with its bytes, when its last
-  fragment arrives.
+  Schedules, extra arguments and the place in a chain are those of
+  `local_steps`; an outer schedule counts a fragment's rounds.
 
   Args:
-    inner: any Optax optimizer, run by each worker for itself.
-    interval: H, local steps of a fragment's round.
-    fragments: P at most the interval: leaves in the order of the tree, split
-      into P runs of about equal size; or a function from a leaf's path
-      ("block_0/kernel") to its fragment, from 0.
+    inner: any Optax optimizer, which each worker runs with its own gradients.
+    interval: H, the number of local steps in a fragment's round.
+    fragments: P, at most the interval, splits the leaves in the order of the
+      tree into P runs of about equal size; a function maps a leaf's path
+      ("block_0/kernel") to the number of its fragment, from 0.
     axis: the workers' axis: None, a name, or (inner, outer).
-    rule: as of `local_steps`.
-    overlap: as of `local_steps`, with `steps` below the interval.
-    compression: as of `local_steps`.
+    rule: how a round ends, as in `local_steps`.
+    overlap: a `transforms.Delayed` with `steps` below the interval, or None.
+    compression: a `jdist.Compression`; None takes means exactly.
 
   Raises:
     ValueError: when an argument is out of its range; at `init`, when there
@@ -215,7 +212,7 @@ def fragment_steps(
     parts: list[_synchronizer.Synchronizer],
     control: _control.Control,
   ) -> tuple[optax.Updates, FragmentsState]:
-    """Brings in all fragments: what is under way, and what is not."""
+    """Brings all fragments into the anchor, sent or not."""
     residuals = control.drain == "residuals"
     steps = [
       one.drain((), state.fragments[p], _part(params, labels, p), residuals)
@@ -238,7 +235,7 @@ def fragment_steps(
   def staggered(
     one: _synchronizer.Synchronizer, own: _sync_state.SyncState
   ) -> _sync_state.SyncState:
-    """Lets a round that begins anywhere end at the fragment's next step."""
+    """Lets a round that begins after a drain end at the fragment's next turn."""
     left, _ = one.policy.next((), own.clock.step, None)
     following = jnp.full_like(left, interval)
     clock = own.clock._replace(interval=left, next_interval=following)
@@ -250,21 +247,21 @@ def fragment_steps(
 
 
 def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
-  """The fragment of every leaf, in the order of the tree.
+  """Returns the fragment of every leaf, in the order of the tree.
 
   Args:
     tree: parameters, or their shapes.
-    fragments: as of `fragment_steps`.
+    fragments: the number of fragments, or a function, as in `fragment_steps`.
 
   Raises:
-    ValueError: when there are no leaves or fewer than fragments, or a
-      function's fragments are no ints or not all of 0, 1, 2, ...
+    ValueError: when there are no leaves or fewer than fragments, or when the
+      results of a function are no ints or not all of 0, 1, 2, ...
 
   >>> tree = {"a": jnp.ones(4), "b": jnp.ones(2), "c": jnp.ones(2)}
   >>> fragments_of(tree, 2), fragments_of(tree, lambda path: int(path == "b"))
   ((0, 1, 1), (0, 1, 0))
   """
-  # Python's floats, too, of which a state may be made.
+  # `jnp.shape` also takes Python's floats, of which a state may be made.
   sizes = [math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(tree)]
   if not sizes:
     raise ValueError(
@@ -289,10 +286,12 @@ def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
   cut: list[int] = []
   before = label = 0
   for number, size in enumerate(sizes):
-    # Where its middle lies, but no fragment is left without a leaf.
+    # A leaf belongs to the run in which its middle lies, unless a fragment
+    # would then have no leaf.
     middle = (before + size / 2) / max(total, 1)
     wanted = min(int(middle * fragments), fragments - 1)
-    last = fragments - (len(sizes) - number)  # One for each that follows.
+    # Each fragment that follows needs one of the remaining leaves.
+    last = fragments - (len(sizes) - number)
     label = max(last, min(wanted, label + 1 if number else 0), label)
     cut.append(label)
     before += size
@@ -300,7 +299,7 @@ def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
 
 
 def _label(fragments: Callable[[str], int], path: str) -> int:
-  """The fragment of one leaf, as a function says."""
+  """Returns the fragment of one leaf by a user's function."""
   label = checks.call("fragments", fragments, path)
   try:
     return operator.index(label)
@@ -320,7 +319,7 @@ def _check_number(fragments: int, interval: int) -> None:
 
 
 def _part(tree: PyTree, labels: tuple[int, ...], fragment: int) -> PyTree:
-  """The tree with nothing in place of other fragments' leaves."""
+  """Returns the tree without the leaves of other fragments."""
   leaves, treedef = jax.tree.flatten(tree)
   kept = [
     leaf if label == fragment else optax.MaskedNode()
@@ -330,13 +329,13 @@ def _part(tree: PyTree, labels: tuple[int, ...], fragment: int) -> PyTree:
 
 
 def _merge(parts: Sequence[PyTree]) -> PyTree:
-  """Puts the leaves of all fragments into one tree."""
+  """Returns one tree with the leaves of all fragments."""
 
   def masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
   def one(*leaves: Any) -> Any:
-    # What stands around may have left a leaf out of all.
+    # A wrapper, as `optax.masked`, may have left a leaf out of all parts.
     return next((x for x in leaves if not masked(x)), leaves[0])
 
   return jax.tree.map(one, *parts, is_leaf=masked)
@@ -345,14 +344,14 @@ def _merge(parts: Sequence[PyTree]) -> PyTree:
 def _arrived(
   before: _sync_state.SyncState, after: _sync_state.SyncState
 ) -> jax.Array:
-  """Returns whether a fragment's mean has arrived in this step."""
+  """Returns whether a fragment's mean was applied in this step."""
   if before.flight == ():
     return after.clock.synchronized
   return before.flight.in_flight & ~after.flight.in_flight
 
 
 def _staggered(first: int, interval: int) -> intervals.IntervalPolicy:
-  """Rounds that end after the local steps first, first + interval, ..."""
+  """Returns rounds that end after steps first, first + interval, ..."""
 
   def next_fn(
     state: Any, start_step: jax.Array, loss: jax.Array | None
@@ -367,7 +366,7 @@ def _staggered(first: int, interval: int) -> intervals.IntervalPolicy:
 def _controls_of(
   control: _control.Control, number: int
 ) -> tuple[_control.Control, ...]:
-  """Returns the host's control of each fragment."""
+  """Returns the control of each fragment."""
   found = control.fragments
   if found is None:
     if name := control.of_host:

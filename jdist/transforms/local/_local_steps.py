@@ -1,4 +1,4 @@
-"""Local steps: many updates of a worker's own, then a round ends together."""
+"""Local steps: workers train alone, and synchronize at the end of a round."""
 
 from typing import Any
 
@@ -18,58 +18,58 @@ def local_steps(
   overlap: Any = None,
   compression: reducers.Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Takes local steps with `inner`, and brings the workers together.
+  r"""Takes local steps with `inner`, and synchronizes the workers in rounds.
 
   Every worker i updates its own parameters with its own gradients,
   :math:`w_i \leftarrow w_i + \mathrm{inner}(g_i)`.  After the H-th step of a
   round the sync rule moves the anchor a, the parameters on which all workers
-  agree, and says where each worker goes on from; with an outer optimizer
+  agree, and places each worker; with an outer optimizer
 
   .. math:: \Delta_i = a - w_i, \qquad
             a \leftarrow a + \mathrm{outer}(\tfrac1N \sum_i \Delta_i), \qquad
             w_i \leftarrow a
 
   The mean of the messages (the pseudo-gradients :math:`\Delta_i`) is taken at
-  the round's end; with `overlap` while the next round is computed; with
-  `compression` by few bytes, where all workers decode the same ones, so that
-  anchors stay equal to the bit.  The loss of an adaptive interval is averaged
-  exactly.  With a compression the first state may depend on the number of
-  workers: make it where the axis is bound.
+  the round's end, or with `overlap` while the next round is computed.  With
+  `compression` all workers decode the same bytes, so that anchors stay equal to
+  the bit.  The loss of an adaptive interval is averaged exactly.  With a
+  compression the first state may depend on the number of workers: make it where
+  the axis is bound.
 
   The device decides whether a step ends its round, in a conditional, in which
-  nothing overlaps; or the host says so by the static `control=` of `update`
-  (`transforms.rounds_ahead`), as `training.Trainer` does.  What the host says
-  holds; of a streamed round that ends before everything has arrived the mean is
-  NaN.
+  nothing overlaps.  The host can decide instead, by the static `control=` of
+  `update` (`transforms.rounds_ahead`), as `training.Trainer` does.  If it ends
+  a streamed round before everything was received, the mean is NaN.
 
   Inner schedules count local steps, outer schedules count rounds.  Extra
   arguments of `update` reach the inner optimizer, and with them `anchor`
-  (float32) and `interval_steps` (int32 scalar).  Stands last in a chain: the
-  anchor takes the updates as done, and what changes them behind it is refused.
+  (float32) and `interval_steps` (int32 scalar).  It must be the last
+  transformation of a chain, because the anchor assumes that its updates are
+  applied unchanged.
 
   An Optax update is a difference, so after a round the local parameters equal
   the anchor up to rounding; `jdist.apply_updates` makes them equal to the bit.
   Evaluate on the anchor: `jdist.anchor(state, params)`.
 
   Args:
-    inner: any Optax optimizer, run by each worker for itself.
-    interval: local steps of a round, or a policy from
+    inner: any Optax optimizer, which each worker runs with its own gradients.
+    interval: the number of local steps in a round, or a policy from
       `jdist.transforms.intervals`.
     axis: the workers' axis: None, a name, or (inner, outer).
-    rule: how a round ends, a `transforms.SyncRule`; an Optax optimizer is the
-      outer one, fed with the mean pseudo-gradient once a round; None averages
-      parameters.
+    rule: how a round ends, a `transforms.SyncRule`.  An Optax optimizer becomes
+      the outer optimizer, which gets the mean pseudo-gradient once a round;
+      None averages parameters.
     overlap: a `transforms.Delayed` for a mean that is late, streamed or not;
       None for a mean at the round's end.
-    compression: `jdist.Compression(...)`; None takes the mean exactly.
+    compression: a `jdist.Compression`; None takes the mean exactly.
 
   Returns:
-    A transformation; `update` takes `loss=` (this worker's, float32 scalar)
-    when the interval policy needs it, and needs `params`.
+    A transformation; `update` needs `params`, and takes `loss=` (this worker's,
+    float32 scalar) when the interval policy needs it.
 
   Raises:
-    ValueError: when an argument is of another kind, or two do not go together;
-      at trace time, when `params`, or a needed `loss`, is missing.
+    ValueError: when an argument is of another kind, or two of them cannot be
+      combined; at trace time, when `params`, or a needed `loss`, is missing.
 
   >>> import jax.numpy as jnp
   >>> optimizer = local_steps(optax.sgd(0.1), 2, axis=None)

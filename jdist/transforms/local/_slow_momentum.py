@@ -1,4 +1,4 @@
-"""Slow momentum: a momentum of the rounds around the steps' own."""
+"""Slow momentum: a momentum over rounds, around the inner optimizer's."""
 
 import dataclasses
 import typing
@@ -20,8 +20,8 @@ class SlowMomentumState(NamedTuple):
   """State of `SlowMomentum`.
 
   Attributes:
-    velocity: the slow momentum times the learning rate of the round that made
-      it, float32: in units of parameters, so that no rate of zero divides.
+    velocity: the slow momentum times the learning rate of its last round,
+      float32, so that nothing is divided by a rate of zero.
     learning_rate: that rate, float32 scalar.
   """
 
@@ -31,22 +31,22 @@ class SlowMomentumState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SlowMomentum(_round.Average):
-  r"""SlowMo's: a momentum of the rounds' mean progress.
+  r"""Adds a momentum to the mean progress of rounds, as SlowMo does.
 
   .. math:: u \leftarrow \beta u + \frac1\gamma (a - \tfrac1N \sum_j w_j),
             \qquad a \leftarrow a - \alpha \gamma u, \qquad w_i \leftarrow a
 
-  with the learning rate :math:`\gamma` of the round's last step; of a late mean
-  that of the round in which it arrives.
+  with the learning rate :math:`\gamma` of the round's last step; a late mean is
+  applied with that of the round in which it is due.
 
   Attributes:
-    learning_rate: the inner optimizer's, a number or a schedule of the local
-      step.
+    learning_rate: the inner optimizer's learning rate, a number or a schedule
+      of the local step.
     slow_learning_rate: alpha > 0.
     momentum: beta in [0, 1].
     buffers: what happens to the inner optimizer's floating-point arrays after
-      a round: "maintain" leaves each worker its own, "reset" begins anew,
-      "average" takes the workers' mean, with every bit.
+      a round: "maintain" leaves each worker its own, "reset" initializes them
+      again, "average" takes the workers' mean, never compressed.
 
   Source and departures: `methods.slow_mo`.
   """
@@ -66,7 +66,7 @@ class SlowMomentum(_round.Average):
 
   @property
   def exact_parts(self) -> bool:  # type: ignore[override]
-    """Momenta are averaged with every bit."""
+    """Whether momenta are averaged."""
     return self.buffers == "average"
 
   def init(self, anchor: PyTree) -> SlowMomentumState:
@@ -74,7 +74,7 @@ class SlowMomentum(_round.Average):
     return SlowMomentumState(zeros, jnp.zeros((), jnp.float32))
 
   def exact(self, end: _round.Round) -> list[jax.Array]:
-    """The inner optimizer's momenta, if they are averaged."""
+    """Returns the inner optimizer's momenta, if they are averaged."""
     if self.buffers != "average":
       return []
     return [_anchor.wide(x) for x in _buffers(end.inner)]
@@ -86,6 +86,7 @@ class SlowMomentum(_round.Average):
     exact: list[jax.Array],
     relative: bool,
   ) -> _round.Round:
+    # The velocity holds the old rate as a factor, see `SlowMomentumState`.
     rate = self.learning_rate
     rate = _anchor.scalar(rate(end.step) if callable(rate) else rate)
     before = end.memory.learning_rate
@@ -100,7 +101,8 @@ class SlowMomentum(_round.Average):
     velocity = jax.tree.map(
       lambda v, p: mu.astype(p.dtype) * v + p, end.memory.velocity, progress
     )
-    # With no momentum and a rate of 1 the anchor is the mean to the bit.
+    # In this order the anchor is the mean to the bit without a momentum and
+    # with a slow rate of 1.
     anchor = jax.tree.map(
       lambda m, v, p: m - (slow.astype(p.dtype) * v - p),
       mean, velocity, progress,
@@ -116,7 +118,7 @@ class SlowMomentum(_round.Average):
 
 
 def _is_buffer(x: jax.Array) -> bool:
-  # Counters go on, so that schedules do.
+  # Counters stay, so that schedules continue.
   return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
