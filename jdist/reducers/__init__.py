@@ -1,7 +1,7 @@
-"""Means of the workers' trees by few bytes, with error feedback.
+"""Compressed means of the workers' trees, with error feedback.
 
-A reducer takes the mean of one tree over the axis; a feedback keeps what a
-worker wanted to send and did not.  `Compression` is both.
+A reducer takes the mean of one tree over the axis; a feedback keeps the part of
+a tree that was not sent.  A `Compression` combines both.
 """
 
 from jdist.reducers._all_to_all import AllToAll as AllToAll

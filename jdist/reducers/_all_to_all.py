@@ -6,14 +6,15 @@
 | down | all-gather, decode, unpack     | encode, keep what is left out    |
 
 Rows begin at multiples of the codec's granule, so a leaf that does not fill N
-granules would be mostly padding.  By the fewest bits each leaf goes
+granules would be mostly padding.  Each leaf is put where it takes the fewest
+bits:
 
-- into a bucket of its own, padded up to N granules;
-- into one that small leaves share, each begun at a granule, unless that saves
-  less than an eighth of the bits.  Only for codecs that take granules one by
-  one (twice the granules, twice the bits): one scale for a whole array would
-  round a small leaf to zero by its neighbour's;
-- into a bucket that is sent as it is.
+- in a bucket of its own, padded up to N granules;
+- in a bucket that small leaves share, where each begins at a granule, unless
+  that saves less than an eighth of the bits.  It is for codecs that encode
+  granules independently (twice the granules, twice the bits): with one scale
+  for a whole array a large neighbour would round a small leaf to zero;
+- in a bucket that is sent exactly.
 """
 
 import dataclasses
@@ -36,9 +37,12 @@ _exact_bits: _NumBits = codecs.Dense().num_bits
 
 
 class RowLayout(NamedTuple):
-  """Buckets of one row a worker, the `exact` ones sent without the codec.
+  """The buckets of a tree, with one row for each worker.
 
-  `draws` is the codec's `key`.
+  Attributes:
+    buckets: the buckets.
+    exact: which of them are sent without the codec.
+    draws: the codec's `key`.
   """
 
   buckets: collectives.Buckets
@@ -48,11 +52,11 @@ class RowLayout(NamedTuple):
 
 @states.declare()
 class AllToAllState(NamedTuple):
-  """State of `AllToAll`, each worker its own; `()` if owners keep nothing.
+  """State of `AllToAll`, each worker its own; `()` without residuals.
 
   Attributes:
-    residual: what the owner of a row has not sent yet, in units of the mean:
-      float32 [row] for each encoded bucket.
+    residual: the part that the owner of a row has not sent yet, in units of the
+      mean, float32 [row] for each encoded bucket.
   """
 
   residual: tuple[jax.Array, ...]
@@ -60,7 +64,7 @@ class AllToAllState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AllToAll(_reducer.Reducer):
-  """Reduces by rows that workers own; made by `compressed`, see there."""
+  """Reduces rows that workers own; made by `compressed`, which describes it."""
 
   codec: codecs.Codec
   owner_feedback: OwnerFeedback = True
@@ -94,7 +98,7 @@ class AllToAll(_reducer.Reducer):
     if [x.shape for x in old] != [row.shape for row in kept]:
       got = ", ".join(f"{row.dtype}{list(row.shape)}" for row in kept)
       raise _reducer.not_of_state(f"rows {got}")
-    # Up: row j of every bucket to worker j.
+    # Up: row j of every bucket is sent to worker j, its owner.
     payloads, finite, shares = [], [], []
     for i, rows in enumerate(layout.buckets.pack(tree)):
       keys = _row_keys(layout.draws, key, i, axis)
@@ -116,10 +120,13 @@ class AllToAll(_reducer.Reducer):
         axis,
         most_unrolled=16,
       )
+      # The residual is added after the division, so that its unit does not
+      # change with the number of workers.
       wanted = total / num_workers
       if self._keeps(coder):
         wanted = wanted + old.pop(0)
-      # As all will have it: in the leaf's dtype.
+      # All workers decode into the leaf's dtype.  What this cast loses is a
+      # part of the residual.
       narrow = wanted.astype(coder.row.dtype)
       finite.append(jnp.isfinite(narrow).all() & sound[i])
       payload = coder.encode(narrow, _owner_key(layout.draws, key, i, axis))
@@ -131,9 +138,11 @@ class AllToAll(_reducer.Reducer):
         if self._keeps(coder):
           new.append(left)
         else:
+          # The feedback around the reducer keeps it, as the difference from a
+          # smaller own share.
           own = collectives.index(axis)
           shares[i] = shares[i].at[own].add(-num_workers * left)
-    # Down: all rows to all.
+    # Down: every owner sends its row to all.
     rows, sound = to_all((payloads, jnp.stack(finite)), axis)
     means = []
     for i, coder in enumerate(coders):
@@ -166,7 +175,7 @@ class AllToAll(_reducer.Reducer):
     return residuals, jax.tree.map(jnp.zeros_like, state)
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
-    """Counts a worker's rows, each with the byte that says if it is finite."""
+    """Counts a worker's rows, each with a byte that marks it as finite."""
     _, coders = self._layout(like, num_workers)
     payload = num_workers * sum(8 + coder.num_bits() for coder in coders)
     sent = _reducer.ring_bits(payload, num_workers)
@@ -184,11 +193,11 @@ class AllToAll(_reducer.Reducer):
     return _lay_out(self.codec, structure, kinds, num_workers)
 
   def _keeps(self, coder: "_Coder") -> bool:
-    """Returns whether owners have a residual."""
+    """Returns whether owners keep a residual of these rows."""
     return self.owner_feedback is True and self._leaves_out(coder)
 
   def _leaves_out(self, coder: "_Coder") -> bool:
-    """Exact rows of float32 leave nothing out that could be kept."""
+    """Returns whether rows lose something; exact ones of float32 do not."""
     return bool(self.owner_feedback) and (
       coder.codec is not None or coder.row.dtype != np.float32
     )
@@ -199,6 +208,7 @@ def _lay_out(
   codec: codecs.Codec, structure: Any, kinds: tuple[Any, ...], num_workers: int
 ) -> tuple[RowLayout, tuple["_Coder", ...]]:
   """Lays out leaves once, however often a program is traced."""
+  # The cache holds shapes and no arrays.
   likes = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
   tree = jax.tree.unflatten(structure, likes)
   _reducer.check_leaves(f"compressed({codec})", tree, codecs.Dense().check)
@@ -213,10 +223,7 @@ def _lay_out(
 def make_layout(
   tree: PyTree, num_rows: int, granule: int, num_bits: _NumBits
 ) -> RowLayout:
-  """Chooses a bucket for every leaf, by a codec's `granule` and `num_bits`.
-
-  Of a leaf without elements there is nothing to send.
-  """
+  """Chooses a bucket for every leaf, by a codec's `granule` and `num_bits`."""
   likes = jax.tree.leaves(tree)
 
   def bucket(leaves: Sequence[int], granule: int) -> collectives.Bucket:
@@ -233,6 +240,7 @@ def make_layout(
         places[_place(like, num_rows, granule, num_bits)].append(i)
     own = [bucket([i], granule) for i in places["own"]]
     if places["shared"]:
+      # Together they may still be mostly padding, if they are few.
       shared = bucket(places["shared"], granule)
       plain_bits = sum(_exact_bits(likes[i]) for i in places["shared"])
       if num_rows * num_bits(shared.row) < plain_bits:
@@ -257,6 +265,7 @@ def _place(
 
   fewest = num_rows * bits(padded(num_rows * granule) // num_rows)
   place: Literal["own", "shared"] = "own"
+  # A codec with a header, or one scale for an array, fails this test.
   if num_rows > 1 and bits(2 * granule) == 2 * bits(granule):
     shared = bits(padded(granule))
     if fewest > 1.125 * shared:
@@ -265,7 +274,7 @@ def _place(
 
 
 class _Coder(NamedTuple):
-  """Encodes and decodes a row, or leaves it as it is without a codec."""
+  """Encodes and decodes a row, or passes it on without a codec."""
 
   codec: codecs.Codec | None
   row: jax.ShapeDtypeStruct
@@ -309,6 +318,8 @@ def add_rows(
   most_unrolled: int,
 ) -> jax.Array:
   """Adds every worker's row, in the order of the workers."""
+  # The order is fixed, so that all workers get the same bits.  Unrolled sums
+  # are fused into one pass over the memory; long ones take too long to compile.
   if num_rows <= most_unrolled:
     for i in range(num_rows):
       total = add(total, jax.tree.map(lambda x, i=i: x[i], rows))
@@ -337,18 +348,18 @@ def to_all(sent: PyTree, axis: collectives.Axis) -> PyTree:
   return collectives.unpack_bytes(buffers, sent)
 
 
-# A reduction has one key, the same on all workers.
+# A reduction has one key, which is equal on all workers.
 
 
 def own_key(draws: str, key: jax.Array, axis: collectives.Axis) -> jax.Array:
-  """Returns this worker's key, or the same on all where the codec needs it."""
+  """Returns this worker's key, or that of all if the codec needs one key."""
   if draws != "worker":
     return key
   return jax.random.fold_in(key, collectives.index(axis))
 
 
 def leaf_key(draws: str, key: jax.Array, number: int) -> jax.Array | None:
-  """Returns the key of a leaf; None for a codec that draws nothing."""
+  """Returns the key of a leaf; None for a codec without random numbers."""
   return None if draws == "none" else jax.random.fold_in(key, number)
 
 

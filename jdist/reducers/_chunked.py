@@ -1,4 +1,4 @@
-"""Chunks: a tree reduced in parts of one size, each with its own state."""
+"""Chunks: parts of a tree, equal in size, each reduced with its own state."""
 
 import dataclasses
 import functools
@@ -26,20 +26,22 @@ class Chunked(_reducer.Reducer):
   .. math:: M = m \left\lceil \frac{\text{bytes}}{m \cdot
             \text{max\_bytes}} \right\rceil
 
-  with m the `multiple`.  Chunk i has a state of its own and a key into which i
-  is folded, so that a mean that is streamed, some chunks in every step, has the
-  bits of one that is sent at once.
+  with m the `multiple`.  Chunk i has its own state, and a key into which i is
+  folded, so that a mean has the same bits whether all chunks are sent at once
+  or some in every step.
 
-  What a codec takes for one array is a chunk.
+  A codec sees a chunk as one array: the k largest entries, or a scale, are
+  those of a chunk and not of a leaf.
 
   Attributes:
-    reducer: for a chunk, a vector; for instance
+    reducer: the reducer of a chunk, which is a vector, for instance
       `compressed(codecs.Quantize(4))`.
-    max_bytes: the size of a chunk before it is encoded, at the most; 4 MiB by
+    max_bytes: the largest size of a chunk before it is encoded; 4 MiB by
       default.
-    order: which leaves come first, as of `collectives.Buckets.of`.
-    multiple: m; the number of steps in which a whole tree is sent, or one that
-      all such numbers divide, so that every step sends equally many chunks.
+    order: which leaves are first, see `collectives.Buckets.of`.
+    multiple: m, the number of steps in which a whole tree is sent, or a
+      multiple of all such numbers, so that every step sends equally many
+      chunks.
 
   Raises:
     ValueError: when built, for settings out of range and for a reducer that
@@ -104,10 +106,11 @@ class Chunked(_reducer.Reducer):
   ) -> _reducer.Reduced:
     """Takes the mean of a row of a bucket; a collective operation.
 
-    The row's `number` is the same on all workers, the state is the chunk's own,
-    and the key is of the whole tree.
+    The row's `number` is equal on all workers, the state is that of the chunk,
+    and the key that of the whole tree.
     """
-    # By name and not by position, so that another dtype changes nothing.
+    # The name is folded in and not a position, so that leaves of another dtype
+    # do not change the random numbers of these.
     name = np.uint32(zlib.crc32(bucket.dtype.encode()))
     key = jax.random.fold_in(jax.random.fold_in(key, name), number)
     reduced = self.reducer.reduce(row, state, key, axis)
@@ -127,6 +130,7 @@ class Chunked(_reducer.Reducer):
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
   ) -> _reducer.Reduced:
     """Takes the mean of one chunk after the other."""
+    # In a loop, which holds the buffers of one chunk at a time.
     wanted, found = self.pack(tree), {}
     if wanted.keys() != state.keys():
       raise _reducer.not_of_state(f"leaves of {', '.join(wanted)}")

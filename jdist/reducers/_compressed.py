@@ -52,29 +52,30 @@ def compressed(
 
   **Not finite.**  A leaf (a row, in an all-to-all) that holds a NaN or an
   infinity at one worker, or in the sum, is NaN on all workers, whatever the
-  codec makes of it: a byte for each is sent along.  Over the `sum` wire it is
-  the sum of the payloads; where they hold chosen entries only, NaN for all of
-  these.  Entries of the owner's residual that would not be finite become zero.
+  codec does with it: a byte for each leaf is sent along.  The `sum` wire adds
+  payloads; if these hold chosen entries only, all of them are NaN.  Entries of
+  the owner's residual that would not be finite become zero.
 
   Args:
-    codec: the encoding.  Its random numbers have a key of their own for each
-      leaf, row, worker (unless they share it) and owner.
-    wire: None, by the codec: `"sum"` for a linear one, `"gather"` for a sparse
-      one (N - 1 payloads for each worker), else `"all_to_all"` (codecs without
-      state only).  `"all_to_all"` sums a linear codec of 16 bits in float32.
-    owner_feedback: what becomes of what an owner leaves out; only for an
-      all-to-all.  True (default): it keeps it, e, which costs 1/N of the tree
-      in float32 a worker.  `"own_share"`: its own share has N e less, and no
-      state is needed: the error feedback around the reducer keeps it, in that
-      one worker, whose message is the more uneven for it.  False: it is lost,
-      and the law does not hold.
+    codec: the encoding.  Its random numbers have their own key for each leaf,
+      row, worker (unless they share it) and owner.
+    wire: how payloads are sent.  None chooses `"sum"` for a linear codec,
+      `"gather"` for a sparse one (N - 1 payloads for each worker), and
+      `"all_to_all"` otherwise, which takes codecs without state only.
+      `"all_to_all"` sums a linear codec of 16 bits in float32.
+    owner_feedback: what happens to the part that an owner leaves out, in an
+      all-to-all only.  With True (default) the owner keeps it, e, which costs
+      1/N of the tree in float32 a worker.  With `"own_share"` it is subtracted
+      N times from the owner's share: no state is needed, and the error feedback
+      around the reducer keeps it, in one worker, whose messages become larger.
+      With False it is lost, and the law does not hold.
 
   Raises:
     ValueError: when built, for a wire that does not suit the codec or has no
-      owners; at `init`, for a leaf that the codec does not suit or that is not
-      of floats.  `PerLeaf` sends such leaves another way.
+      owners; at `init`, for a leaf that does not suit the codec or has no
+      floats.  `PerLeaf` sends such leaves in another way.
 
-  References: the all-to-all is the two-sided compression of DoubleSqueeze (Tang
+  References: The all-to-all is the two-sided compression of DoubleSqueeze (Tang
   et al. 2019, arXiv:1905.05957, algorithm 1) with its one server spread over
   the workers by rows, as in 1-bit Adam (arXiv:2102.02888, where the owner's
   residual is the "server error").  Departures: none in the arithmetic; rows end
@@ -89,7 +90,7 @@ def compressed(
   if wire != "all_to_all" and owner_feedback is not True:
     raise ValueError(
       "`owner_feedback` is of an all-to-all only and must be left out with "
-      f"wire={wire!r}, got {owner_feedback!r}: nobody owns a part there."
+      f"wire={wire!r}, got {owner_feedback!r}: no worker owns a part there."
     )
   return by_rows if wire == "all_to_all" else Compressed(codec, wire)
 
@@ -131,7 +132,9 @@ class Compressed(_reducer.Reducer):
       payload, s = self.codec.encode(x, s, own)
       payloads.append(payload)
       states.append(s)
+    # A worker decodes its own payload: what the others will get from it.
     shares = self._decode_all(payloads, states, leaves)
+    # Codecs may hide a NaN, in a sign for instance, and so it is sent apart.
     finite = [jnp.isfinite(x).all() for x in leaves]
     if self.wire == "gather":
       totals = self._gathered(
@@ -139,7 +142,7 @@ class Compressed(_reducer.Reducer):
       )
     else:
       if self.codec.sparse:
-        # An entry that is not finite may be one of those that are not sent.
+        # An entry that is not finite may not be among those that are sent.
         payloads = list(map(_poisoned, payloads, finite))
       totals = self._decode_all(collectives.sum(payloads, axis), states, leaves)
     num_workers = collectives.size(axis)
@@ -154,7 +157,7 @@ class Compressed(_reducer.Reducer):
     )
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
-    """Counts the payload; a gather with a byte that says if all is finite."""
+    """Counts the payload; a gather adds a byte that marks it as finite."""
     self._check(like)
     leaves = _sent(like)
     payload = sum(map(self.codec.num_bits, leaves))
@@ -200,7 +203,7 @@ class Compressed(_reducer.Reducer):
 
 
 def _sent(tree: PyTree) -> list[Any]:
-  """Lists the leaves with elements; of others there is nothing to send."""
+  """Lists the leaves that have elements."""
   return [x for x in jax.tree.leaves(tree) if x.size]
 
 

@@ -1,4 +1,4 @@
-"""Compression: the workers' mean of a tree by few bytes, with feedback."""
+"""Compression: a reducer of the workers' trees, with its feedback."""
 
 import contextlib
 import contextvars
@@ -27,8 +27,8 @@ class CompressionState(NamedTuple):
   """State of a `Compression`.
 
   Attributes:
-    step: means so far, int32 scalar, equal on all workers; the random numbers
-      of the next one come from it.
+    step: the number of means so far, int32 scalar, equal on all workers, from
+      which the random numbers of the next one are drawn.
     reducer: the reducer's state.
     feedback: the feedback's state, `()` without one.
   """
@@ -40,7 +40,7 @@ class CompressionState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compression:
-  """Takes the workers' mean of a tree by few bytes.
+  """Takes the workers' mean of a tree by fewer bytes.
 
   All workers decode the same bytes in the same way, so that the mean is equal
   to the bit on all of them.  The first state may depend on the number of
@@ -48,19 +48,20 @@ class Compression:
   `workers.jit(optimizer.init)(params)`.
 
   Attributes:
-    reducer: how the mean is taken; of a codec `reducers.compressed(codec)`.
-    feedback: what becomes of the part of a tree that is not sent:
-      `ErrorFeedback()`, `EF21()`, `MomentumCorrection()`; None drops it.  With
-      `MajorityVote`, of which nothing is left out, `Smoothing()` or None.
-    seed: of codecs that draw random numbers; None is 0.
+    reducer: how the mean is taken; a codec becomes
+      `reducers.compressed(codec)`.
+    feedback: how the part of a tree that is not sent is used later:
+      `ErrorFeedback()`, `EF21()`, `MomentumCorrection()`; None drops it.
+      `MajorityVote` leaves nothing out and takes `Smoothing()` or None.
+    seed: the seed of codecs that draw random numbers; None is 0.
     specs: for workers that are themselves sharded, `Workers.specs(params)`:
-      every device then reduces its own shards, with what a feedback holds of
-      them.  With None the compiler puts leaves together first.
+      every device then reduces its own shards, with its part of a feedback's
+      state.  With None the compiler gathers leaves first.
 
   Raises:
-    ValueError: when an argument is of another kind, or the feedback means
-      nothing with the reducer; when the state is made, and the reducer does
-      not suit the parameters.
+    ValueError: when an argument is of another kind, or the feedback does not
+      suit the reducer; when the state is made, and the reducer does not suit
+      the parameters.
 
   >>> compression = Compression(codecs.TopK(k=1))
   >>> tree = {"w": jnp.array([1.0, -3.0])}
@@ -91,7 +92,8 @@ class Compression:
       _feedback.Feedback | None,
       "a feedback or None, for instance `reducers.ErrorFeedback()`",
     )
-    # Not 0 by default: `optax.inject_hyperparams` makes numbers arrays.
+    # The default is None, because `optax.inject_hyperparams` would convert a
+    # number to an array.
     seed = 0 if self.seed is None else self.seed
     seed = checks.check_structural("seed", seed, minimum=0, maximum=2**63 - 1)
     if feedback is not None and feedback.keeps_rest and not reducer.averages:
@@ -109,6 +111,8 @@ class Compression:
         "feedback=None. Take `feedback=ErrorFeedback()`, or "
         "owner_feedback=True."
       )
+    # Feedback acts on shards, too: on whole leaves the compiler would gather
+    # them before each mean.
     if self.specs is not None and not isinstance(reducer, _sharded.Sharded):
       reducer = _sharded.Sharded(reducer, self.specs)
       if feedback is not None:
@@ -119,6 +123,7 @@ class Compression:
 
   def init(self, like: PyTree, axis: collectives.Axis) -> CompressionState:
     """Returns the first state for trees like `like`; the axis must be bound."""
+    # A feedback sends at least float32, whatever the dtype of the tree.
     sent = like if self.feedback is None else jax.tree.map(_wide_shape, like)
     return CompressionState(
       step=jnp.zeros((), jnp.int32),
@@ -144,10 +149,8 @@ class Compression:
   def flush(
     self, tree: PyTree, state: CompressionState, axis: collectives.Axis
   ) -> tuple[PyTree, CompressionState]:
-    """Takes the mean with every bit, and of what is held back beside it.
-
-    Of a vote or of low ranks the state stays as it is: no mass is in it.
-    """
+    """Takes the exact mean of a tree and of all residuals."""
+    # A vote and low ranks hold no residual, and keep their state.
     wanted, feedback = self.prepare(tree, state)
     held, kept = self.reducer.flush(state.reducer, wanted, axis)
     mean = jax.tree.map(
@@ -162,10 +165,10 @@ class Compression:
   def absorb(
     self, like: PyTree, state: CompressionState, axis: collectives.Axis
   ) -> CompressionState:
-    """Moves what owners hold back into the feedback of all; collective.
+    """Moves the owners' residuals into the feedback of all; collective.
 
-    Nothing is reduced, and `step` stays.  Without a feedback that has a place
-    for it the state stays as it is.
+    Nothing is reduced, and `step` stays.  The state stays as it is without a
+    feedback that can hold residuals.
     """
     if self.feedback is None:
       return state
@@ -178,7 +181,7 @@ class Compression:
     new = state._replace(reducer=kept, feedback=feedback)
     return collectives.varying(new, axis)
 
-  # What a stream needs, which takes the mean in parts.
+  # The methods below are for streams, which take the mean in parts.
 
   def key(self, state: CompressionState) -> jax.Array:
     """Returns the random key of the next mean, equal on all workers."""
@@ -187,7 +190,7 @@ class Compression:
   def prepare(
     self, tree: PyTree, state: CompressionState
   ) -> tuple[PyTree, PyTree]:
-    """Returns what a worker wants to send, and the feedback's state."""
+    """Returns the tree that a worker should send, and the feedback's state."""
     if self.feedback is None:
       return tree, ()
     return self.feedback.prepare(tree, state.feedback)
@@ -195,7 +198,7 @@ class Compression:
   def finish(
     self, mean: PyTree, own_share: PyTree, wanted: PyTree, feedback: PyTree
   ) -> tuple[PyTree, PyTree]:
-    """Returns what comes out, and the feedback's new state."""
+    """Returns the result, and the feedback's new state."""
     if self.feedback is None:
       return mean, ()
     return self.feedback.finish(mean, own_share, wanted, feedback)
@@ -203,7 +206,7 @@ class Compression:
   def _finish(
     self, mean: PyTree, share: PyTree, wanted: PyTree, state: PyTree, like: Any
   ) -> tuple[PyTree, PyTree]:
-    """Finishes in the dtypes of `like`; the feedback keeps the rest."""
+    """Returns the result in the dtypes of `like`, and the feedback's state."""
     mean, feedback = self.finish(mean, share, wanted, state)
     out = optax.tree.cast_like(mean, like)
     pairs = zip(jax.tree.leaves(mean), jax.tree.leaves(out), strict=True)
@@ -214,6 +217,8 @@ class Compression:
       found = mean - out.astype(mean.dtype)
       return jnp.where(jnp.isfinite(found), found, 0.0)
 
+    # Without this a mean of bfloat16 parameters would lose a part of its bits
+    # in each round, which no residual would hold.
     rest = jax.tree.map(left, mean, out)
     return out, self.feedback.keep_cast(rest, feedback)
 
@@ -278,9 +283,9 @@ _OPEN: contextvars.ContextVar[list[_reducer.Bits] | None] = (
 
 @contextlib.contextmanager
 def reductions() -> Iterator[list[_reducer.Bits]]:
-  """Collects the bits of every reduction that is traced inside.
+  """Collects the bits of every reduction that is traced in this context.
 
-  Those that stand in a conditional count as well.
+  Reductions in a conditional count as well.
 
   >>> with reductions() as found:
   ...   note(_reducer.Exact(), jax.ShapeDtypeStruct((25,), "float32"), None)
@@ -298,7 +303,7 @@ def reductions() -> Iterator[list[_reducer.Bits]]:
 def note(
   reducer: _reducer.Reducer, like: PyTree, axis: collectives.Axis
 ) -> None:
-  """Adds a reduction to an open `reductions`; for callers of a reducer."""
+  """Adds a reduction to an open `reductions`; call it with a reducer."""
   found = _OPEN.get()
   if found is not None:
     found.append(reducer.num_bits(like, reducer.num_workers(axis)))

@@ -1,16 +1,16 @@
-"""Error feedback: what a message left out is fed into the next one.
+"""Error feedback: the part that a message left out is added to the next one.
 
-A feedback stands on both sides of a compressed mean:
+A feedback acts before and after a compressed mean:
 
     x --prepare--> wanted --[reducer]--> mean, own_share --finish--> output
 
-`wanted` is what a worker would send if bits were free, `own_share` what it has
-sent; the difference stays with the worker.  Feedbacks are frozen dataclasses
-without arrays, and pure functions on trees.  Their state is float32 whatever
-the parameters are, and each worker's own.
+`wanted` is the tree that an exact mean would send, `own_share` the part of it
+that was sent; the worker keeps the difference.  Feedbacks are frozen
+dataclasses without arrays, and pure functions on trees.  Their state is
+float32, or wider, whatever the dtype of the parameters, and each worker's own.
 
-What is not finite becomes zero in a state (or the old value stays, where that
-keeps workers together), and `nonfinite` counts the rounds in which that
+Numbers that are not finite become zero in a state (or the old value stays,
+where that keeps workers equal), and `nonfinite` counts the rounds in which that
 happened, int32.
 """
 
@@ -28,20 +28,19 @@ PyTree: TypeAlias = Any
 
 
 class Feedback(abc.ABC):
-  """The interface of feedback: the use of what a message leaves out.
+  """The interface of feedback, which keeps what a message leaves out.
 
   Attributes:
-    keeps_rest: whether it remembers what of `wanted` is not in `own_share`, or
-      what is; for reducers whose mean is made of the shares
-      (`Reducer.averages`) and that leave out less than a tree is
-      (`Reducer.contractive`) only.
+    keeps_rest: whether its state depends on `own_share`.  Such a feedback needs
+      a reducer whose mean is that of the shares (`Reducer.averages`) and that
+      leaves out less than the tree (`Reducer.contractive`).
   """
 
   keeps_rest: ClassVar[bool] = True
 
   @abc.abstractmethod
   def init(self, like: PyTree) -> PyTree:
-    """The first state: a NamedTuple of arrays.
+    """Returns the first state, a NamedTuple of arrays.
 
     Args:
       like: one worker's tree of floats, arrays or `jax.ShapeDtypeStruct`.
@@ -49,7 +48,7 @@ class Feedback(abc.ABC):
 
   @abc.abstractmethod
   def prepare(self, x: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns what a worker wants to send, float32 or wider, and the state."""
+    """Returns the tree that a worker should send, and the state."""
 
   @abc.abstractmethod
   def finish(
@@ -58,25 +57,24 @@ class Feedback(abc.ABC):
     """Returns the result, equal on all workers, and the state.
 
     Args:
-      mean: the workers' mean of `own_share`, as all of them know it.
-      own_share: what this worker has sent of `wanted`.
-      wanted: what `prepare` returned.
-      state: that `prepare` returned.
+      mean: the workers' mean of `own_share`, equal on all workers.
+      own_share: the part of `wanted` that this worker has sent.
+      wanted: the tree that `prepare` returned.
+      state: the state that `prepare` returned.
     """
 
   def keep_cast(self, left: PyTree, state: PyTree) -> PyTree:
-    """Takes over what the mean lost in the cast to narrower leaves.
+    """Keeps what the mean lost in the cast to narrower leaves, if it can.
 
-    By default nothing.  `left` is the mean less what came out, finite, equal on
-    all workers.
+    `left` is the mean minus the result, finite and equal on all workers.
     """
     del left
     return state
 
   def absorb(self, held: PyTree, state: PyTree) -> PyTree | None:
-    """Takes over what owners hold back (`Reducer.flush`) for a later mean.
+    """Keeps the owners' residuals (`Reducer.flush`) for a later mean.
 
-    Returns the state; None where there is no place for it.
+    Returns the state; None if it cannot hold them.
     """
     del held, state
     return None
@@ -85,12 +83,12 @@ class Feedback(abc.ABC):
 def check_contractive(
   name: str, compressor: Any, feedback: Feedback | None
 ) -> None:
-  """Raises a ValueError if what a feedback keeps of messages would grow.
+  """Raises a ValueError if the residuals of a feedback would grow.
 
   Args:
-    name: of the argument.
+    name: the name of the argument.
     compressor: a codec or a reducer.
-    feedback: of its messages.
+    feedback: the feedback around it.
   """
   if feedback is None or not feedback.keeps_rest or compressor.contractive:
     return
@@ -102,23 +100,23 @@ def check_contractive(
 
 
 def wide(x: jax.Array) -> jax.Array:
-  """At least float32."""
+  """Returns at least float32."""
   return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 def number(x: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:
-  """A hyper-parameter, in the dtype of what it multiplies."""
-  # Injected hyper-parameters come in the parameters' dtype.
+  """Returns a hyper-parameter in the dtype of its factor."""
+  # Injected hyper-parameters have the parameters' dtype.
   return jnp.asarray(x).astype(like.dtype)
 
 
 def zeros(like: PyTree) -> PyTree:
-  """Float32 zeros, or wider."""
+  """Returns zeros, at least float32."""
   return jax.tree.map(lambda x: wide(jnp.zeros(jnp.shape(x), x.dtype)), like)
 
 
 def added(tree: PyTree, held: PyTree) -> PyTree:
-  """Adds what is held to a tree."""
+  """Returns the sum of two trees, in the dtypes of the first."""
   return jax.tree.map(lambda x, h: x + h.astype(x.dtype), tree, held)
 
 
@@ -131,13 +129,13 @@ def any_nonfinite(tree: PyTree) -> jax.Array:
 
 
 def cleaned(tree: PyTree) -> tuple[PyTree, jax.Array]:
-  """Zero where a number is not finite, and whether there was one."""
+  """Returns zeros where a number is not finite, and whether there was one."""
   cleaned = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0.0), tree)
   return cleaned, any_nonfinite(tree)
 
 
 def counted(count: jax.Array, found: jax.Array) -> jax.Array:
-  """One more, if it was found."""
+  """Returns the count, one higher if something was found."""
   return jnp.where(found, optax.safe_increment(count), count)
 
 
@@ -145,7 +143,8 @@ class Residual(Feedback):
   """A feedback whose state has a `residual` of what has not been sent yet."""
 
   def keep_cast(self, left: PyTree, state: Any) -> Any:
-    """Every worker adds it to its residual: N times, as the mean lacks it."""
+    """Adds it to the residual."""
+    # The mean lacks it once, and so the sum N times: every worker adds it.
     return state._replace(residual=added(state.residual, left))
 
 
@@ -154,8 +153,8 @@ class ErrorFeedbackState(NamedTuple):
   """State of `ErrorFeedback`.
 
   Attributes:
-    residual: what has not been sent yet.
-    nonfinite: rounds after which it was not finite.
+    residual: the part that has not been sent yet.
+    nonfinite: the number of rounds after which it was not finite.
   """
 
   residual: PyTree
@@ -167,7 +166,7 @@ class ErrorFeedbackState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ErrorFeedback(Residual):
-  r"""Adds what was not sent to what is sent next.
+  r"""Adds what was not sent to the next message.
 
   .. math:: p_i = x_i + \beta e_i, \qquad e_i \leftarrow p_i - s_i
 
@@ -186,7 +185,7 @@ class ErrorFeedback(Residual):
   >>> feedback = ErrorFeedback()
   >>> state = feedback.init(jnp.zeros(2))
   >>> wanted, state = feedback.prepare(jnp.array([3.0, 1.0]), state)
-  >>> sent = jnp.array([3.0, 0.0])  # The larger one, and nobody else is there.
+  >>> sent = jnp.array([3.0, 0.0])  # One worker sends the larger entry.
   >>> output, state = feedback.finish(sent, sent, wanted, state)
   >>> feedback.prepare(jnp.array([0.5, 0.5]), state)[0].tolist()
   [0.5, 1.5]
@@ -210,7 +209,7 @@ class ErrorFeedback(Residual):
   def prepare(
     self, x: PyTree, state: ErrorFeedbackState
   ) -> tuple[PyTree, ErrorFeedbackState]:
-    """The tree and the residual."""
+    """Returns the sum of the tree and the residual."""
     wanted = jax.tree.map(
       lambda x, e: wide(x) + number(self.decay, e) * e,
       x,
@@ -230,7 +229,7 @@ class ErrorFeedback(Residual):
     return mean, ErrorFeedbackState(residual, nonfinite)
 
   def absorb(self, held: PyTree, state: ErrorFeedbackState) -> PyTree | None:
-    """Every worker adds it to its residual, before the decay."""
+    """Adds it to the residual, divided by the decay to come."""
     if self.decay == 0:
       return None
     residual = jax.tree.map(
@@ -246,9 +245,9 @@ class EF21State(NamedTuple):
   """State of `EF21`.
 
   Attributes:
-    own: what the others know of this worker.
+    own: the estimate of this worker's tree that the others have.
     mean: the mean of all workers' `own`, equal on all workers.
-    nonfinite: rounds in which something was not finite.
+    nonfinite: the number of rounds in which something was not finite.
   """
 
   own: PyTree
@@ -261,20 +260,20 @@ class EF21State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EF21(Feedback):
-  r"""Sends how far a worker is from what the others know of it.
+  r"""Sends the difference from the estimate that the others have.
 
   .. math:: p_i = x_i - h_i, \qquad h_i \leftarrow h_i + s_i, \qquad
             h \leftarrow h + \tfrac1N \sum_i s_i, \qquad \text{output } h
 
-  What comes out is an estimate of the mean that gets better while the
-  gradients change little.  An entry whose mean is not finite changes nothing on
-  any worker: :math:`h` remains the mean of the :math:`h_i`.
+  The result is an estimate of the mean that gets better while gradients change
+  little.  An entry whose mean is not finite changes nothing on any worker, so
+  that :math:`h` remains the mean of the :math:`h_i`.
 
   References:
     Richtarik et al., EF21: A New, Simpler, Theoretically Better, and
     Practically Faster Error Feedback (arXiv 2106.05203), algorithm 2.
     Departure: :math:`h_i` begins at zero and not at a compressed gradient,
-    which is one round more.
+    which takes one more round.
 
   >>> import jax.numpy as jnp
   >>> feedback = EF21()
@@ -291,7 +290,7 @@ class EF21(Feedback):
     return EF21State(zeros(like), zeros(like), jnp.zeros((), jnp.int32))
 
   def prepare(self, x: PyTree, state: EF21State) -> tuple[PyTree, EF21State]:
-    """The difference."""
+    """Returns the difference from the estimate."""
     return jax.tree.map(lambda x, h: wide(x) - h, x, state.own), state
 
   def finish(
@@ -300,7 +299,7 @@ class EF21(Feedback):
     del wanted
 
     def added(h: jax.Array, change: jax.Array, mean: jax.Array) -> jax.Array:
-      # All workers skip the same entries.
+      # The mean is equal on all workers, and so all skip the same entries.
       usable = jnp.isfinite(mean) & jnp.isfinite(change)
       return h + jnp.where(usable, wide(change), 0.0)
 
@@ -311,5 +310,6 @@ class EF21(Feedback):
     return known, EF21State(own, known, nonfinite)
 
   def absorb(self, held: PyTree, state: EF21State) -> PyTree | None:
-    """Replaces the known part of a mean by the mean of known parts."""
+    """Adds it to the mean of the estimates."""
+    # The owners had left it out of that mean.
     return state._replace(mean=added(state.mean, held))

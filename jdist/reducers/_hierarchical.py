@@ -1,4 +1,4 @@
-"""Means over two levels: fast links inside a host, slow ones between."""
+"""Means over two levels: inside a host, and between hosts."""
 
 import dataclasses
 from typing import Any, NamedTuple, TypeAlias
@@ -10,7 +10,7 @@ from jdist import checks, collectives, states
 from jdist.reducers import _chunked, _reducer
 
 PyTree: TypeAlias = Any
-_ALL_BYTES = 2**62  # No more chunks than parts.
+_ALL_BYTES = 2**62  # A size that no chunk exceeds: parts are not cut further.
 
 
 @states.declare()
@@ -18,10 +18,10 @@ class HierarchicalState(NamedTuple):
   """State of `Hierarchical`.
 
   Attributes:
-    inner: the inner reducer's, shared by a host at the most; with `parts` a
-      pair with the outer reducer's of this worker's part, a dict by dtype.
-    outer: the outer reducer's, the same on all workers of a host; with `parts`
-      `()`.
+    inner: the inner reducer's state.  With `parts` it is a pair with the outer
+      reducer's state of this worker's part, a dict by dtype.
+    outer: the outer reducer's state, equal on all workers of a host; `()` with
+      `parts`.
   """
 
   inner: PyTree
@@ -39,16 +39,16 @@ class Hierarchical(_reducer.Reducer):
   .. math:: \mathrm{own\_share} = \mathrm{own\_share}^{inner}
             - (h - \mathrm{own\_share}^{outer})
 
-  where every worker of the host bears what `outer` leaves out, so the law holds
-  over all workers.  All of them take part in the outer reduction with the same
-  bytes, which are sent once where the inner axis is `vmap`'s, and by each
-  device where it is one of the mesh.
+  where the own share of every worker of the host lacks what `outer` leaves out,
+  so that the law holds over all workers.  All of them take part in the outer
+  reduction with the same bytes, which are sent once if the inner axis is that
+  of a `vmap`, and by each device if it is one of the mesh.
 
-  In the second case (a `shard_map` of one's own over both names), with n
-  `parts`, one for each device of a host, device j reduces part j of h only, and
-  all gather the means inside the host: each sends 1/n of the bytes between
-  hosts.  With `Exact()` inside, h is taken by a reduce-scatter, and no device
-  holds all of it.  Device j alone bears what is left out of part j, n times:
+  In the second case (a user's `shard_map` over both names), with n `parts`, one
+  for each device of a host, device j reduces part j of h only, and all gather
+  the means inside the host: each sends 1/n of the bytes between hosts.  With
+  `Exact()` inside, h is taken by a reduce-scatter, and no device holds all of
+  it.  The own share of device j lacks n times what is left out of part j:
 
   .. math:: \mathrm{own\_share}_i = \mathrm{own\_share}_i^{inner}
             - [i = j] \, n (h - \mathrm{own\_share}^{outer}) \quad
@@ -57,16 +57,16 @@ class Hierarchical(_reducer.Reducer):
   Parts are the chunks of `Chunked`.
 
   Args:
-    inner: over the first name, for instance `Exact()`.
-    outer: over the second, for instance `compressed(codecs.Quantize(4))`; with
-      several parts one for vectors.
-    parts: n; 1, the default, sends all of h from every device.
+    inner: the reducer over the first name, for instance `Exact()`.
+    outer: the reducer over the second name, for instance
+      `compressed(codecs.Quantize(4))`; with several parts it must take vectors.
+    parts: n; with 1, the default, every device sends all of h.
 
   Raises:
-    ValueError: when built, for what is not a reducer, for `parts` below 1 and
-      an outer reducer that does not suit them; at `init` and `reduce`, for an
-      axis that is a single name (with None there is one worker on each level),
-      and for several parts that are not as many as the workers of a host.
+    ValueError: when built, for an argument that is no reducer, for `parts`
+      below 1 and an outer reducer that does not suit them; at `init` and
+      `reduce`, for an axis that is a single name (None is one worker on each
+      level), and if several parts are not as many as the workers of a host.
   """
 
   inner: _reducer.Reducer
@@ -100,7 +100,7 @@ class Hierarchical(_reducer.Reducer):
     state = self._with_fields(state, tree)
     first, second = jax.random.split(key)
     if outer is not None:
-      # Hosts are workers too, for what is drawn inside of them.
+      # Each host draws its own numbers, as workers do.
       first = jax.random.fold_in(first, collectives.index(outer))
     if self.parts > 1:
       return self._reduce_parts(tree, state, first, second, axis)
@@ -120,7 +120,7 @@ class Hierarchical(_reducer.Reducer):
   def flush(
     self, state: PyTree, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, PyTree]:
-    """Empties the owners' residuals of both; of the hosts' the mean."""
+    """Empties the owners' residuals of both levels."""
     inner, outer = self._levels(axis)
     state = self._with_fields(state, like)
     if self.parts > 1:
@@ -138,6 +138,8 @@ class Hierarchical(_reducer.Reducer):
       near, near_state = self.inner.flush(state.inner, like, inner)
       far, outer_state = self.outer.flush(state.outer, like, outer)
       new = HierarchicalState(near_state, outer_state)
+    # Residuals inside a host are in units of its mean, and those of all hosts
+    # are averaged.
     residuals = jax.tree.map(jnp.add, collectives.mean(near, outer), far)
     return residuals, new if jax.tree.leaves(new) else ()
 
@@ -185,6 +187,7 @@ class Hierarchical(_reducer.Reducer):
       name, row = bucket.dtype, mine[bucket.dtype]
       far = chunked.reduce_chunk(bucket, number, row, old[name], second, outer)
       means[name] = collectives.gather(far.mean, inner)
+      # One device of a host accounts for the rest, and the law counts all n.
       rest = self.parts * (_reducer.as_share(row) - far.own_share)
       rows = jnp.arange(self.parts)[:, None] == number
       left[name] = jnp.where(rows, rest, 0)
@@ -202,7 +205,7 @@ class Hierarchical(_reducer.Reducer):
     )
 
   def _with_fields(self, state: PyTree, like: PyTree) -> HierarchicalState:
-    """Returns the state with its fields, also where `init` gave `()`."""
+    """Returns the state with its fields, also if `init` returned `()`."""
     if isinstance(state, HierarchicalState):
       return state
     if self.parts == 1:

@@ -16,20 +16,21 @@ _BYTE = 8
 
 @dataclasses.dataclass(frozen=True)
 class MajorityVote(_reducer.Reducer):
-  r"""Sends signs, and takes the one that most workers have.
+  r"""Sends signs, and takes the sign of the majority.
 
   .. math:: \mathrm{mean} = \mathrm{sign}\Big(\sum_i \mathrm{sign}(x_i)\Big),
             \quad \mathrm{sign}(0) = +1
 
   so that entries are +1 or -1; **a tie is +1**, and so is a worker's vote for
-  an entry of zero.  Row j of every leaf goes to worker j, 8 signs to a byte,
-  who counts and sends the decision to all: for all leaves of less than 8 Mi
-  entries together one all-to-all and one all-gather.
+  an entry of zero.  Row j of every leaf is sent to worker j, 8 signs to a byte,
+  which counts and sends the decision to all: one all-to-all and one all-gather
+  for all leaves of less than 8 Mi entries.
 
   `own_share` is :math:`\mathrm{sign}(x_i)`, float32.  **The reducers' law does
-  not hold**: a vote is not a mean.  Every entry of the mean has the sign of
-  :math:`\sum_i \mathrm{own\_share}_i`, or that is zero.  So error feedback is
-  refused: the minority's vote is lost, and signs have lost their scale.
+  not hold**, because a vote is not a mean.  Every entry of the mean has the
+  sign of :math:`\sum_i \mathrm{own\_share}_i`, unless that is zero.  Error
+  feedback is refused: the minority's vote is lost, and signs have lost their
+  scale.
 
   A row of a leaf that holds a NaN or an infinity at a worker is NaN on all.
 
@@ -42,11 +43,11 @@ class MajorityVote(_reducer.Reducer):
 
   @property
   def averages(self) -> bool:
-    """False: a vote is no mean of the votes."""
+    """False, because a vote is not the mean of the votes."""
     return False
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
-    """Returns no state; refuses leaves that are not of floats."""
+    """Returns no state; refuses leaves without floats."""
     del axis
     _reducer.check_leaves(self, like, codecs.Dense().check)
     return ()
@@ -67,6 +68,7 @@ class MajorityVote(_reducer.Reducer):
       decided = []
       for votes, bucket in zip(signs, buckets.buckets, strict=True):
         ones = codecs.unpack(votes, 1, bucket.row_size).astype(jnp.int32)
+        # With >= a tie is +1: one bit has no third value.
         most = 2 * ones.sum(0, dtype=jnp.int32) >= num_workers
         decided.append(codecs.pack(most, 1))
       decided, finite = _all_to_all.to_all((decided, finite.all(0)), axis)
@@ -80,7 +82,7 @@ class MajorityVote(_reducer.Reducer):
     return _reducer.Reduced(means, jax.tree.unflatten(treedef, shares), state)
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
-    """Counts a bit an entry up and down; rows are whole bytes, and one more."""
+    """Counts one bit for each entry, up and down, and a byte for each row."""
     buckets = _buckets(jax.tree.leaves(like), num_workers).buckets
     payload = num_workers * sum(b.row_size + _BYTE for b in buckets)
     sent = _reducer.ring_bits(payload, num_workers)
@@ -88,7 +90,7 @@ class MajorityVote(_reducer.Reducer):
 
 
 def _buckets(likes: list[Any], num_workers: int) -> collectives.Buckets:
-  """Lays out each leaf in rows of whole bytes, one a worker."""
+  """Lays out each leaf in rows of whole bytes, one for each worker."""
   return collectives.Buckets.given(
     likes,
     [

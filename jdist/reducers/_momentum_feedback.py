@@ -1,4 +1,4 @@
-"""Feedbacks that send momenta: each worker's own, ahead of the mean."""
+"""Feedbacks that send each worker's momentum instead of its gradient."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -17,9 +17,9 @@ class MomentumCorrectionState(NamedTuple):
   """State of `MomentumCorrection`.
 
   Attributes:
-    momentum: u.
-    residual: v, what has not been sent yet.
-    nonfinite: rounds after which one of them was not finite.
+    momentum: the momentum u.
+    residual: the part v that has not been sent yet.
+    nonfinite: the number of rounds after which one of them was not finite.
   """
 
   momentum: PyTree
@@ -32,21 +32,21 @@ class MomentumCorrectionState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MomentumCorrection(_feedback.Residual):
-  r"""Accumulates a momentum, and not gradients, until it is sent.
+  r"""Accumulates a momentum instead of gradients, until it is sent.
 
   .. math:: u_i \leftarrow m u_i + x_i, \qquad p_i = v_i + u_i, \qquad
             v_i \leftarrow p_i - s_i, \qquad
             u_i \leftarrow 0 \text{ where } s_i \ne 0
 
   and with Nesterov's momentum :math:`u_i \leftarrow m (u_i + x_i)` and
-  :math:`p_i = v_i + u_i + x_i`.  The momentum is the workers' own: the
-  optimizer behind it has none.  A leaf that was sent whole keeps its momentum:
-  this is momentum SGD.
+  :math:`p_i = v_i + u_i + x_i`.  Each worker has its own momentum, and the
+  optimizer after it should have none.  A leaf that was sent whole keeps its
+  momentum, as in momentum SGD.
 
   Attributes:
-    momentum: m in [0, 1]; the paper's 0.9.
-    nesterov: whether it is Nesterov's.
-    mask: whether the momentum of what was sent is set to zero, the paper's
+    momentum: m in [0, 1]; the paper uses 0.9.
+    nesterov: whether the momentum is Nesterov's.
+    mask: whether the momentum of sent entries is set to zero, the paper's
       momentum factor masking.
 
   Raises:
@@ -65,9 +65,9 @@ class MomentumCorrection(_feedback.Residual):
 
   References:
     Lin et al., Deep Gradient Compression (arXiv 1712.01887), section 3 and
-    appendix B; Nesterov's form and leaves that go whole without masking as in
-    the authors' code.  Departure: there leaves of one dimension go whole; here
-    the reducer decides, and a leaf of which every entry was sent as it is
+    appendix B; Nesterov's form, and whole leaves without masking, as in the
+    authors' code.  Departure: there leaves of one dimension are sent whole;
+    here the reducer decides, and a leaf whose entries were all sent exactly
     counts as whole, also by chance.
   """
 
@@ -88,7 +88,7 @@ class MomentumCorrection(_feedback.Residual):
   def prepare(
     self, x: PyTree, state: MomentumCorrectionState
   ) -> tuple[PyTree, MomentumCorrectionState]:
-    """The residual, and the momentum on top."""
+    """Returns the sum of the residual and the momentum."""
 
     def moved(u: jax.Array, x: jax.Array) -> jax.Array:
       m, x = _feedback.number(self.momentum, u), _feedback.wide(x)
@@ -109,6 +109,8 @@ class MomentumCorrection(_feedback.Residual):
   ) -> tuple[PyTree, MomentumCorrectionState]:
 
     def masked(u: jax.Array, sent: jax.Array, wanted: jax.Array) -> jax.Array:
+      # An entry that was sent moves the others' parameters now: its momentum
+      # would move them a second time, in a direction that is out of date.
       partly = jnp.any(sent != wanted)
       return jnp.where(partly & (sent != 0), 0.0, u)
 
@@ -123,7 +125,7 @@ class MomentumCorrection(_feedback.Residual):
   def absorb(
     self, held: PyTree, state: MomentumCorrectionState
   ) -> PyTree | None:
-    """Every worker adds it to its residual."""
+    """Adds it to the residual."""
     return state._replace(residual=_feedback.added(state.residual, held))
 
 
@@ -132,8 +134,8 @@ class SmoothingState(NamedTuple):
   """State of `Smoothing`.
 
   Attributes:
-    momentum: m.
-    nonfinite: rounds after which it was not finite.
+    momentum: the momentum m.
+    nonfinite: the number of rounds after which it was not finite.
   """
 
   momentum: PyTree
@@ -145,14 +147,14 @@ class SmoothingState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Smoothing(_feedback.Feedback):
-  r"""Sends each worker's momentum; what is not sent of it is not remembered.
+  r"""Sends each worker's momentum, and keeps no residual.
 
   .. math:: m_i \leftarrow \mu m_i + (1 - \mu) x_i, \qquad p_i = m_i
 
-  For reducers whose error has no meaning as a number, such as a vote.
+  It is for reducers whose error is not a number of the tree, such as a vote.
 
   Attributes:
-    momentum: mu in [0, 1]; 0 sends the tree as it is, in float32.
+    momentum: mu in [0, 1]; 0 sends the tree itself, in float32.
 
   Raises:
     ValueError: when `momentum` is out of its range.

@@ -18,15 +18,15 @@ Path: TypeAlias = str | re.Pattern[str] | Callable[[str, Any], bool] | None
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """Leaves that a reducer is for.
+  """Selects leaves for a reducer.
 
   Attributes:
-    reducer: reduces them, all together.
+    reducer: the reducer, which takes all of them together.
     path: a glob that the whole path must match (`"*/kernel"`; the path of
       `tree["a"][0]` is `"a/0"`), a compiled pattern that is searched for in it,
       a function of the path and the leaf, or None for every path.
-    min_size: entries of a leaf, at the least.
-    min_ndim: dimensions of a leaf, at the least.
+    min_size: the smallest number of entries of a leaf.
+    min_ndim: the smallest number of dimensions of a leaf.
   """
 
   reducer: _reducer.Reducer
@@ -43,7 +43,7 @@ class Rule:
     checks.check_int("min_ndim", self.min_ndim, 0)
 
   def matches(self, path: str, leaf: Any) -> bool:
-    """Returns whether a leaf is one of them."""
+    """Returns whether a leaf is selected."""
     size = math.prod(leaf.shape)
     if size < self.min_size or len(leaf.shape) < self.min_ndim:
       return False
@@ -76,13 +76,12 @@ class PerLeaf(_reducer.Reducer):
   tuple with the state of each different reducer, in the order of the rules.
 
   Args:
-    rules: `Rule`s, the first match wins.
-    default: for leaves that none matches; `Exact()`, which also takes
-      integers.
+    rules: a list of `Rule`, of which the first match counts.
+    default: the reducer of all other leaves; `Exact()` also takes integers.
 
   Raises:
-    ValueError: for what is not a rule or a reducer; at `init`, what the
-      reducers raise.
+    ValueError: when an argument is of another kind; at `init`, when a leaf does
+      not suit its reducer.
 
   >>> small = PerLeaf((Rule(_reducer.Exact(), "*/bias"),))
   >>> print(small)
@@ -103,7 +102,7 @@ class PerLeaf(_reducer.Reducer):
 
   @property
   def reducers(self) -> tuple[_reducer.Reducer, ...]:
-    """The different ones, in the order of the rules."""
+    """The different reducers, in the order of the rules."""
     found = [rule.reducer for rule in self.rules]
     return tuple(dict.fromkeys([*found, self.default]))
 
@@ -127,6 +126,7 @@ class PerLeaf(_reducer.Reducer):
   ) -> _reducer.Reduced:
 
     def reduced(i: int, reducer: _reducer.Reducer, group: Any) -> Any:
+      # Without it, equal leaves of two reducers would round alike.
       own_key = jax.random.fold_in(key, i)
       return reducer.reduce(group, state[i], own_key, axis)
 
@@ -159,14 +159,14 @@ class PerLeaf(_reducer.Reducer):
     )
 
   def __str__(self) -> str:
-    """Prints the rules, one a line."""
+    """Prints the rules, one on each line."""
     lines = [*map(str, self.rules), f"else: {self.default}"]
     return "\n  ".join(["PerLeaf:", *lines])
 
   def _each(
     self, tree: PyTree, state: PyTree, call: Callable[..., Any], num_trees: int
   ) -> list[Any]:
-    """Calls each reducer that has leaves, which gives trees and its state."""
+    """Calls each reducer that has leaves; returns trees and the states."""
     named = self._named(tree)
     leaves, states = dict(named), []
     found: list[dict[str, Any]] = [{} for _ in range(num_trees)]
@@ -174,7 +174,7 @@ class PerLeaf(_reducer.Reducer):
       if not names:
         states.append(state[i])
         continue
-      # By name, so that errors name the leaf.
+      # Leaves are in a dict, so that errors name them.
       *trees, new = call(i, reducer, {name: leaves[name] for name in names})
       states.append(new)
       for one, part in zip(found, trees, strict=True):
@@ -189,6 +189,7 @@ class PerLeaf(_reducer.Reducer):
   def _named(self, tree: PyTree) -> list[tuple[str, Any]]:
     paths, leaves = collectives.leaf_paths(tree), jax.tree.leaves(tree)
     named = list(zip(paths, leaves, strict=True))
+    # A key "a/b" and a nested {"a": {"b": ...}} have the same path.
     if len(dict(named)) < len(named):
       raise ValueError(
         "`tree` must have leaves of different paths, and some are equal with "

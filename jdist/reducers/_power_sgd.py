@@ -13,9 +13,10 @@ from jdist import checks, codecs, collectives, states
 from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
-# What is added to the diagonal of a Gram matrix whose own is 1, so that its
-# Cholesky factor exists: above what float32 loses in a sum of many products
-# in the first pass, and far below what the first pass leaves in the second.
+# They are added to the diagonal of a Gram matrix, which is 1, so that its
+# Cholesky factor exists.  The first is larger than the rounding error of a long
+# sum of products in float32, and the second far smaller than the entries that
+# the first pass leaves.
 _SHIFTS = (1e-5, 1e-6)
 
 
@@ -24,8 +25,8 @@ class PowerSGDState(NamedTuple):
   """State of `PowerSGD`; equal on all workers.
 
   Attributes:
-    q: the directions that the next power iteration starts from, float32
-      [m, rank] for each compressed leaf, in the tree's order.
+    q: the start of the next power iteration, float32 [m, rank] for each
+      compressed leaf, in the tree's order.
   """
 
   q: tuple[jax.Array, ...]
@@ -35,10 +36,10 @@ class PowerSGDState(NamedTuple):
 class PowerSGD(_reducer.Reducer):
   r"""Sends rank-r approximations, by one step of power iteration.
 
-  Every leaf of two dimensions or more is taken as a matrix :math:`M_i` of
-  n x m, m its **last** dimension (in Flax the output channels of dense and
-  convolution kernels alike) and n all others together, a reshape that moves
-  nothing.  With Q of m x r from the last round, the same on all workers:
+  Every leaf of two dimensions or more is reshaped to a matrix :math:`M_i` of
+  n x m, where m is its **last** dimension (in Flax the output channels of dense
+  and convolution kernels) and n the product of all others.  With Q of m x r
+  from the last round, equal on all workers:
 
   .. math::
     P &= \frac1N \sum_i M_i Q, \quad \hat P = \mathrm{orthogonalize}(P) \\
@@ -46,44 +47,44 @@ class PowerSGD(_reducer.Reducer):
     \mathrm{mean} &= \hat P Q^\top, \quad
     \mathrm{own\_share}_i = \hat P Q_i^\top
 
-  The mean is the projection of the exact mean onto the span of :math:`\hat P`,
-  and the law holds exactly as rounding allows: the projection is linear.
+  The mean is the projection of the exact mean onto the span of :math:`\hat P`.
+  Because the projection is linear, the law holds within rounding.
 
-  **Two all-reduces** whatever the tree: all P and, exactly, all leaves that
-  are not compressed, in one float32 buffer; then all Q.  A leaf is compressed
-  if that sends less: (n + m) r < n m.
+  Any tree takes **two all-reduces**: one of all P and of all leaves that are
+  not compressed, in one float32 buffer, and one of all Q.  A leaf is
+  compressed if that sends less: (n + m) r < n m.
 
-  **Factors in fewer bits** (ours): with `factors=compressed(codecs.Quantize(8),
-  owner_feedback="own_share")` both means go through that reducer, a quarter of
-  the bytes.  The law holds whatever it does to P, of which only the span
-  matters, and for :math:`Q_i` by its own share:
-  :math:`\mathrm{own\_share}_i = \hat P\, \mathrm{own\_share}(Q_i)^\top`.
+  **Compressed factors** (an extension): with
+  `factors=compressed(codecs.Quantize(8), owner_feedback="own_share")` both
+  means are taken by that reducer, with a quarter of the bytes.  An error in P
+  does not break the law, because only its span matters, and one in :math:`Q_i`
+  is in the own share: :math:`\mathrm{own\_share}_i = \hat P\,
+  \mathrm{own\_share}(Q_i)^\top`.
 
-  The result is the same to the bit where all workers have the same kind of
-  device: each orthogonalizes for itself.  A NaN or an infinity at one worker
+  Each worker orthogonalizes by itself, so that results are equal to the bit if
+  all workers have the same kind of device.  A NaN or an infinity at one worker
   makes the mean of its leaf NaN on all, and with `factors` that of leaves whose
   factors share a block with it; Q then stays as it was.
 
   Args:
-    rank: r, 1 or more; 2 by default, which the paper uses for ResNet-18 on
+    rank: r, 1 or more.  The paper uses 2, the default, for ResNet-18 on
       CIFAR-10, and 4 for its language model.
-    seed: of the first Q, normal random numbers.
+    seed: the seed of the first Q, normal random numbers.
     factors: the reducer of P (with the leaves that are not compressed) and of
-      Q; None, the default, is two exact all-reduces.
+      Q; None, the default, takes two exact all-reduces.
 
   Raises:
     ValueError: when built, for a rank below 1 or factors that are not a
-      reducer; at `init`, for leaves that are not of floats, and for a reducer
-      that keeps a state: what it remembers would be in terms of a
-      :math:`\hat P` that is gone.
+      reducer; at `init`, for leaves without floats, and for a reducer with a
+      state, which would be in terms of an old :math:`\hat P`.
 
   Reference: Vogels et al. 2019, PowerSGD (arXiv:1905.13727), algorithm 1.
   Departures: the paper's matrices are transposed ([output channels, rest]),
-  so that P and Q change places; orthogonalization is by Cholesky's QR, for all
-  matrices at once, and not Gram-Schmidt's, column by column, and gives columns
-  also for a matrix of zeros, from which Gram-Schmidt's never recovers; leaves
-  that would grow are sent exactly, as the paper does with vectors.  Error
-  feedback and momentum (algorithm 2) are around the reducer, not in it.
+  so that P and Q change places.  Orthogonalization is by Cholesky's QR, for all
+  matrices at once, and not by Gram-Schmidt; it returns unit columns also for a
+  matrix of zeros, from which Gram-Schmidt never recovers.  Leaves that would
+  grow are sent exactly, as vectors are in the paper.  Error feedback and
+  momentum (algorithm 2) are around the reducer, not in it.
   """
 
   rank: int = 2
@@ -102,7 +103,7 @@ class PowerSGD(_reducer.Reducer):
     )
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
-    """Returns random directions for each matrix, the same on all workers."""
+    """Returns random directions for each matrix, equal on all workers."""
     _reducer.check_leaves(self, like, codecs.Dense().check)
     likes = jax.tree.leaves(like)
     if self.factors is not None:
@@ -138,8 +139,8 @@ class PowerSGD(_reducer.Reducer):
     products = [m @ q for m, q in zip(matrices, old, strict=True)]
     first = [*products, *(wide[i] for i in rest)]
     fused, sent = self._mean(first, key, 0, axis)
-    # What is not finite anywhere takes nothing away on any worker; the mean is
-    # NaN there.
+    # If a product is not finite at any worker, no worker has a share in the
+    # mean of that leaf, which is NaN, and feedback keeps all of it.
     usable = [jnp.isfinite(p).all() for p in fused[: len(low)]]
     spanned = zip(usable, orthogonalize(fused[: len(low)]), strict=True)
     bases = [jnp.where(good, p, 0.0) for good, p in spanned]
@@ -159,7 +160,7 @@ class PowerSGD(_reducer.Reducer):
       means[i] = mean.reshape(shape).astype(dtype)
       shares[i] = (p @ q_own.T).reshape(shape)
     if low:
-      # A NaN in Q would never leave.
+      # A NaN in Q would stay there for all later rounds.
       state = PowerSGDState(
         tuple(
           jnp.where(good & jnp.isfinite(q).all(), q, before)
@@ -216,7 +217,7 @@ class PowerSGD(_reducer.Reducer):
       sums = collectives.mean(buckets.pack(arrays), axis)
       return buckets.unpack(sums, arrays), arrays
     key = jax.random.fold_in(key, number)
-    # Without leaves, whatever its structure: `init` has checked that.
+    # The state has no arrays, as `init` has checked.
     state = self.factors.init(arrays, axis)
     reduced = self.factors.reduce(arrays, state, key, axis)
     return reduced.mean, reduced.own_share
@@ -230,18 +231,19 @@ def orthogonalize(matrices: Sequence[jax.Array]) -> list[jax.Array]:
   .. math::
     G = P^\top P + \epsilon I = L L^\top, \quad P \leftarrow P L^{-\top}
 
-  All matrices go in one batch; LAPACK's Householder is a call for each, with
-  threads that block each other where devices share a busy CPU.  The columns are
-  orthonormal to about 1e-5 up to a condition of 1e3.  A direction that float32
-  can hardly tell from the others comes out shorter than 1, a column of zeros as
-  a unit vector.  A NaN or an infinity makes its matrix NaN.  All are float32
-  [n, r] with n >= r, the same r for all.
+  The columns are orthonormal to about 1e-5 up to a condition of 1e3.  A
+  direction that float32 can hardly distinguish from the others becomes shorter
+  than 1, and a column of zeros a unit vector.  A NaN or an infinity makes its
+  matrix NaN.  All matrices are float32 [n, r] with n >= r and the same r.
 
   Reference: Yamamoto et al. 2015 (CholeskyQR2) and Fukaya et al. 2020 (the
   shift), doi 10.1553/etna_vol44s306 and 10.1137/18M1218212.
   """
   if not matrices:
     return []
+  # All Gram matrices are factored in one batch.  LAPACK's Householder QR is a
+  # call for each matrix, whose threads block each other where devices share a
+  # busy CPU.
   found = [_unit_columns(p) for p in matrices]
   for shift in _SHIFTS:
     gram = jnp.stack([_product(p.T, p) for p in found])
@@ -259,7 +261,8 @@ def orthogonalize(matrices: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _unit_columns(p: jax.Array) -> jax.Array:
-  """Columns of length 1, in a way that no square can overflow."""
+  """Returns columns of length 1."""
+  # They are scaled first, so that no square overflows.
   highest = jnp.max(jnp.abs(p), axis=0)
   is_zero = highest == 0
   p = p / jnp.where(is_zero, 1.0, highest)
@@ -268,5 +271,5 @@ def _unit_columns(p: jax.Array) -> jax.Array:
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-  # In full: a GPU would take ten bits of mantissa.
+  # By default a GPU would use ten bits of mantissa.
   return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

@@ -1,4 +1,4 @@
-"""The interface of reducers: the workers' mean of a tree, by few bytes."""
+"""The interface of reducers, which take the workers' mean of a tree."""
 
 import abc
 import dataclasses
@@ -17,10 +17,10 @@ class Reduced(NamedTuple):
   """The result of a reduction.
 
   Attributes:
-    mean: the workers' mean as all of them know it, equal to the bit on all
-      workers, in the tree's dtypes.
-    own_share: what this worker has contributed to it, float32, of complex
-      numbers in their dtype.  Error feedback keeps `wanted - own_share`.
+    mean: the workers' mean after compression, equal to the bit on all workers,
+      in the tree's dtypes.
+    own_share: this worker's contribution to it, float32, or the dtype of
+      complex numbers.  Error feedback keeps `wanted - own_share`.
     state: the reducer's new state.
   """
 
@@ -33,9 +33,9 @@ class Bits(NamedTuple):
   """The bits that a worker's network interface moves in one reduction.
 
   Attributes:
-    payload: of one worker's own message, as its codec counts it.
-    sent: by one worker, over a ring or an all-to-all.
-    received: by one worker.
+    payload: the bits of one worker's message, counted by its codec.
+    sent: the bits that one worker sends, over a ring or an all-to-all.
+    received: the bits that it receives.
   """
 
   payload: int
@@ -52,56 +52,54 @@ class Bits(NamedTuple):
     return cls(*map(sum, zip((0, 0.0, 0.0), *parts, strict=True)))
 
   def times(self, count: int) -> "Bits":
-    """Counts equal reductions."""
+    """Counts several equal reductions."""
     return Bits(count * self.payload, count * self.sent, count * self.received)
 
 
 class Reducer(abc.ABC):
-  r"""Takes the mean of the workers' trees, exactly or nearly.
+  r"""Takes the mean of the workers' trees, exactly or compressed.
 
-  Reducers are frozen dataclasses without arrays, like codecs; what they keep
-  is in their state, whose class declares what is shared (`jdist.states`).  The
-  law that all of them obey:
+  Reducers are frozen dataclasses without arrays, like codecs.  Their memory is
+  in their state, whose class declares its shared fields (`jdist.states`).  All
+  reducers obey the law
 
   .. math:: \sum_i x_i = N \cdot \mathrm{mean}
             + \sum_i (x_i - \mathrm{own\_share}_i)
             + N \sum_j \Delta e_j
 
   where :math:`e_j` are the residuals in the reducer's own state (those of the
-  owners of parts of the tree), if it has any: nothing is lost.
+  owners of parts of the tree), if it has any: no part of a tree is lost.
   """
 
   @property
   def reducers(self) -> "tuple[Reducer, ...]":
-    """The reducers that it is made of, by default those in its fields."""
+    """The reducers of which it is composed, by default those in its fields."""
     return tuple(x for x in vars(self).values() if isinstance(x, Reducer))
 
   @property
   def averages(self) -> bool:
-    """Returns whether the mean is that of the own shares, as the law has it.
-
-    Feedbacks that keep `wanted - own_share` are refused elsewhere.
-    """
+    """Whether the mean is that of the own shares, as the law says."""
+    # Otherwise `wanted - own_share` means nothing, and feedbacks that keep it
+    # are refused.
     return all(reducer.averages for reducer in self.reducers)
 
   @property
   def contractive(self) -> bool:
-    """Returns whether what it leaves out is smaller than the tree.
-
-    Feedbacks that keep `wanted - own_share`, which else grows, are refused
-    elsewhere.
-    """
+    """Whether the part that it leaves out is smaller than the tree."""
+    # Otherwise a residual grows from round to round, and feedbacks that keep
+    # one are refused.
     fields = vars(self).values()
     own = all(x.contractive for x in fields if isinstance(x, codecs.Codec))
     return own and all(reducer.contractive for reducer in self.reducers)
 
   @abc.abstractmethod
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
-    """Returns the first state of one worker, a tree of arrays; `()` for none.
+    """Returns the first state of one worker, a tree of arrays or `()`.
 
     Args:
       like: one worker's tree, arrays or `jax.ShapeDtypeStruct`.
-      axis: the workers' axis, bound, because shapes may depend on their number.
+      axis: the workers' axis.  It must be bound, because shapes may depend on
+        the number of workers.
 
     Raises:
       ValueError: when the reducer does not suit the tree, with the reason.
@@ -115,9 +113,9 @@ class Reducer(abc.ABC):
 
     Args:
       tree: this worker's floats.
-      state: this worker's.
-      key: a typed PRNG key, **the same on all workers**; a reducer folds the
-        worker's index in where workers are to differ.
+      state: this worker's state.
+      key: a typed PRNG key, **the same on all workers**.  A reducer folds the
+        worker's index in where workers need different numbers.
       axis: the workers' axis; None for one worker.
     """
 
@@ -128,7 +126,7 @@ class Reducer(abc.ABC):
 
     Returns:
       The owners' residuals e as one tree, float32 in units of the mean, equal
-      on all workers; and the state without them.
+      on all workers, and the state without them.
     """
     del axis
     zeros = jax.tree.map(
@@ -156,10 +154,10 @@ class Reducer(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Exact(Reducer):
-  """Takes the plain mean by an all-reduce; `own_share` is all of the tree.
+  """Takes the exact mean by an all-reduce; `own_share` is all of the tree.
 
-  Integers give floats, as in `mean`.  A leaf narrower than float32 is summed
-  as it is, and then the law holds within its rounding.
+  Integers give floats, as in `mean`.  A leaf narrower than float32 is summed in
+  its dtype, and the law holds within its rounding.
 
   >>> Exact().num_bits(jax.ShapeDtypeStruct((25,), jnp.float32), 4)
   Bits(payload=800, sent=1200.0, received=1200.0)
@@ -184,13 +182,13 @@ class Exact(Reducer):
 
 
 def share_dtype(dtype: Any) -> Any:
-  """The dtype of a leaf's `own_share`: a float32 has no imaginary part."""
+  """Returns the dtype of a leaf's `own_share`, float32 or complex."""
   whole = jnp.issubdtype(dtype, jnp.complexfloating)
   return dtype if whole else jnp.float32
 
 
 def as_share(tree: PyTree) -> PyTree:
-  """A tree in the dtypes of its `own_share`."""
+  """Returns a tree in the dtypes of its `own_share`."""
   return jax.tree.map(lambda x: x.astype(share_dtype(x.dtype)), tree)
 
 
@@ -222,7 +220,7 @@ def check_leaves(
 
 
 def not_of_state(got: Any) -> ValueError:
-  """Makes the error of a reducer whose state was made of another tree."""
+  """Returns the error for a state that was made for another tree."""
   return ValueError(
     "`tree` must have the dtypes, and be of as many workers, for which `state` "
     f"was made, got {got} that do not fit it. Give `update` the parameters, or "
@@ -231,7 +229,7 @@ def not_of_state(got: Any) -> ValueError:
 
 
 def unsuited(reducer: Reducer, to: str, reason: str) -> ValueError:
-  """Makes the error of `check_shards` and `check_chunks`."""
+  """Returns the error of `check_shards` and `check_chunks`."""
   return ValueError(
     f"`reducer` must be one for {to} of leaves, got {reducer}: {reason} Take "
     "`compressed(codec)`, or reduce whole leaves at once."

@@ -1,4 +1,4 @@
-"""A schedule of reducers, for a warm-up while gradients change quickly."""
+"""Schedules of reducers, for a warm-up while gradients change quickly."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from jdist import checks, collectives, states
 from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
-# Deep Gradient Compression: 75, 93.75, 98.4375 and 99.6 % are not sent.
+# Deep Gradient Compression leaves out 75, 93.75, 98.4375 and 99.6 %.
 DGC_RATIOS = (0.25, 0.0625, 0.015625, 0.004)
 
 
@@ -22,8 +22,8 @@ class ScheduledState(NamedTuple):
   """State of `Scheduled`.
 
   Attributes:
-    step: means so far, int32 scalar, equal on all workers.
-    phases: each reducer's state.
+    step: the number of means so far, int32 scalar, equal on all workers.
+    phases: the state of each reducer.
   """
 
   step: jax.Array
@@ -32,19 +32,20 @@ class ScheduledState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Scheduled(_reducer.Reducer):
-  """Takes means by one reducer, and by another from a step on.
+  """Takes means by a sequence of reducers, each for some steps.
 
   Shapes are static, so the phases are branches of a conditional, and nothing
-  hides their communication.  A reducer's state (an owner's residual, a low
-  rank) begins anew with its phase, and the owners' residuals of the phase
-  before stay in the state until `drain` flushes them.  A feedback goes on.
+  hides their communication.  Each phase starts with the first state of its
+  reducer (an owner's residual, a low rank), and the owners' residuals of
+  earlier phases stay in the state until `drain` flushes them.  A feedback
+  continues.
 
   Attributes:
-    phases: pairs of the first step after the phase, rising, and the reducer.
-      The last one's step is None: it has no end.
+    phases: pairs of the first step after the phase, increasing, and the
+      reducer.  The last phase has no end, and its step is None.
 
   Raises:
-    ValueError: when the steps do not rise, or the last one is not None.
+    ValueError: when the steps do not increase, or the last one is not None.
   """
 
   phases: tuple[tuple[int | None, _reducer.Reducer], ...]
@@ -82,6 +83,8 @@ class Scheduled(_reducer.Reducer):
     axis: collectives.Axis,
   ) -> _reducer.Reduced:
     """Takes the mean by the phase's reducer."""
+    # On an agreed step the switch stays one under vmap; otherwise every phase
+    # would send in every step.
     phase = jnp.zeros((), jnp.int32)
     for end, _ in self.phases[:-1]:
       assert end is not None
@@ -117,7 +120,7 @@ class Scheduled(_reducer.Reducer):
     return total, state._replace(phases=phases)
 
   def check_chunks(self) -> None:
-    """Raises a ValueError: a chunk is streamed outside of conditionals."""
+    """Raises a ValueError, because chunks are sent outside of conditionals."""
     raise _reducer.unsuited(
       self,
       "chunks",
@@ -125,7 +128,7 @@ class Scheduled(_reducer.Reducer):
     )
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
-    """Counts a mean of the last phase; ask the others for theirs."""
+    """Counts the bits of the last phase."""
     return self.phases[-1][1].num_bits(like, num_workers)
 
 
@@ -137,11 +140,12 @@ def warm_up(
   """Sends a smaller part of the gradients in every phase.
 
   Args:
-    make: makes a reducer of the part of the entries that is sent, for instance
-      `lambda ratio: reducers.compressed(codecs.TopK(ratio))`.
-    steps_per_phase: steps of each phase, an epoch in the paper.
-    final_ratio: the part that is sent after the last phase, in (0, 1]; before
-      it go those of the paper's 25, 6.25, 1.5625 and 0.4 % that are above it.
+    make: a function from the part of the entries that is sent to a reducer, for
+      instance `lambda ratio: reducers.compressed(codecs.TopK(ratio))`.
+    steps_per_phase: the steps of each phase, an epoch in the paper.
+    final_ratio: the part that is sent after the last phase, in (0, 1].  Earlier
+      phases send those of the paper's 25, 6.25, 1.5625 and 0.4 % that are
+      larger.
 
   References:
     Lin et al., Deep Gradient Compression (arXiv 1712.01887), section 3.3 and

@@ -1,4 +1,4 @@
-"""Shards: every device of a worker reduces its own parts of the leaves."""
+"""Shards: each device of a worker reduces its own parts of the leaves."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ _ROWS = "shards:"
 
 
 class _Group(NamedTuple):
-  """The numbers of leaves that are split over the same mesh axes, if any."""
+  """Leaves that are split over the same mesh axes, by their numbers."""
 
   axes: tuple[str, ...]
   leaves: tuple[int, ...]
@@ -24,27 +24,28 @@ class _Group(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sharded(_reducer.Reducer):
-  """Reduces the shards of a worker that is itself sharded, each by itself.
+  """Reduces each shard of a worker that is itself sharded.
 
   Every device reduces its part of each leaf with those devices of the other
-  workers that hold the same part: blocks, scales and largest entries are of a
-  shard, and nothing is sent between the devices of a worker.  Every shard has a
-  state and random numbers of its own.  Leaves that are not split are reduced by
-  each device alike; those split over different axes, by calls of their own.
+  workers that hold the same part: blocks, scales and largest entries are those
+  of a shard, and nothing is sent between the devices of a worker.  Every shard
+  has its own state and random numbers.  All devices reduce leaves that are not
+  split in the same way; leaves that are split over different axes take separate
+  calls.
 
-  The state is a dict: under `"shards:"` and the names of the axes arrays
-  `[shards, ...]`, split over these axes; under `"shards:"` alone that of the
-  leaves that are not split, without that dimension.
+  The state is a dict.  Under `"shards:"` and the names of the axes it has
+  arrays `[shards, ...]`, split over these axes, and under `"shards:"` the state
+  of the leaves that are not split, without that dimension.
 
   Args:
-    reducer: for the shards of all leaves.
+    reducer: the reducer of all shards.
     specs: how the leaves are split over the mesh's other axes, a tree of
       PartitionSpec like the tree (`Workers.specs(params)`).
 
   Raises:
-    ValueError: when built, for what is not a tree of specs; at `init`, for a
-      tree of another number of leaves, for axes that the mesh has not, outside
-      a mesh, and where a leaf is split and the reducer needs it whole.
+    ValueError: when built, if `specs` is no tree of specs; at `init`, for a
+      tree of another number of leaves, for axes that the mesh does not have,
+      outside a mesh, and if the reducer needs a split leaf whole.
   """
 
   reducer: _reducer.Reducer
@@ -76,6 +77,8 @@ class Sharded(_reducer.Reducer):
     ) -> tuple[list[Any], list[Any], PyTree]:
       means, shares, states = list(leaves), list(leaves), {}
       for group in groups:
+        # Devices that hold the same part of an unsplit leaf must draw the same
+        # numbers, and so only the axes of the group are folded in.
         own_key = key
         for name in group.axes:
           own_key = jax.random.fold_in(own_key, jax.lax.axis_index(name))
@@ -216,7 +219,7 @@ def _names(group: _Group, tree: PyTree) -> list[tuple[int, str]]:
 
 
 def _named(group: _Group, tree: PyTree, leaves: list[Any]) -> dict[str, Any]:
-  """Names a group's leaves by their paths, for rules and errors."""
+  """Returns a group's leaves by their paths, for rules and errors."""
   return {name: leaves[i] for i, name in _names(group, tree)}
 
 

@@ -18,10 +18,10 @@ class ShardedFeedbackState(NamedTuple):
   """State of a feedback on shards.
 
   Attributes:
-    trees: the feedback's own, each of its trees split as the parameters are,
-      and `()` for its `nonfinite`.
-    nonfinite: rounds in which something was not finite, int32 [devices], of
-      each device of a worker, split over them.
+    trees: the feedback's state, whose trees are split as the parameters are,
+      with `()` as its `nonfinite`.
+    nonfinite: the number of rounds in which something was not finite, int32
+      [devices], one for each device of a worker, split over them.
   """
 
   trees: PyTree
@@ -35,18 +35,18 @@ class ShardedFeedbackState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ShardedFeedback(_feedback.Feedback):
-  """Lets every device of a worker feed back what it left out itself.
+  """Lets every device of a worker keep what it left out itself.
 
-  Nothing is sent: not even whether another shard was finite, and what a
-  feedback decides for a leaf it decides for a shard.  Its state is a NamedTuple
-  of trees like the parameters and of `nonfinite`.
+  Nothing is sent, not even whether another shard was finite, and a feedback
+  sees each shard as a leaf.  Its state must be a NamedTuple of trees like the
+  parameters and of `nonfinite`.
   """
 
   feedback: _feedback.Feedback
   shards: _sharded.Sharded
 
   def init(self, like: PyTree) -> ShardedFeedbackState:
-    """The feedback's, whose trees are split as `like` is."""
+    """Returns the feedback's state, whose trees are split as `like` is."""
     state = self.feedback.init(like)
     structure: Any = jax.tree.structure(like)
     for name, field in state._asdict().items():
@@ -90,7 +90,8 @@ class ShardedFeedback(_feedback.Feedback):
     def absorbed(held: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
       return held, self.feedback.absorb(held, own)
 
-    # Whether there is a place for it is one answer for all shards.
+    # This is decided once for all shards, outside of the map over them, which
+    # cannot return None for some.
     if self.feedback.absorb(held, state.trees) is None:
       return None
     return self._over(absorbed, (held,), state)[1]

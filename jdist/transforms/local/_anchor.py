@@ -116,8 +116,8 @@ def find_rounds(state: PyTree) -> Any:
   For `local_steps` it is the synchronizer's part of the state.
 
   Raises:
-    ValueError: when there are several side by side, or something between it and
-      the parameters.
+    ValueError: when there are several of them, or another transformation
+      between it and the parameters.
   """
   rounds = declares("rounds")
   leaves = jax.tree.leaves(state, is_leaf=rounds)

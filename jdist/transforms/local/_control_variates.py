@@ -42,8 +42,8 @@ class ControlVariates(_round.SyncRule):
             c \leftarrow \tfrac1N \sum_j c_j, \qquad
             a \leftarrow a - \eta_g \tfrac1N \sum_j \Delta_j
 
-  where :math:`c_s` is the c of step s, constant in a round unless a late mean is
-  applied within it.  A message is twice as long as the parameters.  With a
+  where :math:`c_s` is the c of step s, constant in a round unless a late mean
+  is applied within it.  A message is twice as long as the parameters.  With a
   compression the *change* of the variates is sent, as in the paper; a late
   change moves c when it is applied.
 

@@ -98,12 +98,12 @@ class Delayed:
   def check_rule(self, rule: _round.SyncRule) -> None:
     """Raises a ValueError where a rule's mean cannot be late in this way."""
     name, late = type(rule).__name__, self.steps != 0
-    if rule.beside and self.mix is not None:
+    if rule.apart and self.mix is not None:
       raise ValueError(
         f"`mix` must be None for `{name}`, whose workers are pulled to the "
         f"anchor by a rate of its own, got {checks.show(self.mix)}."
       )
-    if rule.beside and not _is_one(self.carry):
+    if rule.apart and not _is_one(self.carry):
       raise ValueError(
         f"`carry` must be left out for `{name}`, whose workers keep a distance "
         "from the anchor and all their progress, got "
@@ -117,7 +117,7 @@ class Delayed:
       )
     if self.after_step == 0:
       return
-    if rule.beside:
+    if rule.apart:
       raise ValueError(
         f"`after_step` must be 0 for `{name}`, whose workers keep a distance "
         f"from the anchor in every round, got {self.after_step}."

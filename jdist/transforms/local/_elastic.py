@@ -12,10 +12,10 @@ from jdist.transforms.local import _anchor, _round
 PyTree = Any
 
 
-class _Beside(_round.SyncRule):
+class _Apart(_round.SyncRule):
   """Sends a worker's position."""
 
-  beside: ClassVar[bool] = True
+  apart: ClassVar[bool] = True
 
   def message(self, end: _round.Round, relative: bool) -> PyTree:
     """Returns the parameters, or their distance from the anchor."""
@@ -32,7 +32,7 @@ def _positions(end: _round.Round, mean: PyTree, relative: bool) -> PyTree:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Elastic(_Beside):
+class Elastic(_Apart):
   r"""Connects every worker to the anchor by a spring, as EASGD does.
 
   .. math:: w_i \leftarrow w_i - \tfrac{\beta}{N} (w_i - a), \qquad
@@ -75,7 +75,7 @@ class Elastic(_Beside):
   def settle(
     self, end: _round.Round, mean: PyTree, exact: PyTree, relative: bool
   ) -> _round.Round:
-    """Returns the springs at rest, at the mean of all workers and the anchor."""
+    """Returns the springs at rest: the mean of workers and anchor."""
     del exact
     part = end.num_workers / (end.num_workers + 1)
     mean = _positions(end, mean, relative)
@@ -95,7 +95,7 @@ class PulledAnchorState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PulledAnchor(_Beside):
+class PulledAnchor(_Apart):
   r"""Pulls the workers to a mean with momentum, as Overlap-Local-SGD does.
 
   .. math:: v \leftarrow \mu v + \tfrac1N \sum_j w_j - z, \qquad

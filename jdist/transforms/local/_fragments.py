@@ -235,7 +235,7 @@ def fragment_steps(
   def staggered(
     one: _synchronizer.Synchronizer, own: _sync_state.SyncState
   ) -> _sync_state.SyncState:
-    """Lets a round that begins after a drain end at the fragment's next turn."""
+    """Lets a round that follows a drain end at the fragment's next turn."""
     left, _ = one.policy.next((), own.clock.step, None)
     following = jnp.full_like(left, interval)
     clock = own.clock._replace(interval=left, next_interval=following)

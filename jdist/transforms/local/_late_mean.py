@@ -74,7 +74,7 @@ class LateMean:
     That is anchor - kept * pending.  The worker keeps no copy of it, and what
     rounding adds to the parameters is sent along as progress.
     """
-    if self.rule.beside:
+    if self.rule.apart:
       return state.anchor
     kept = state.kept
     if self.delay.mix is not None:
@@ -148,7 +148,7 @@ class LateMean:
   ) -> tuple[PyTree, SyncState]:
     """Returns where the next round begins, and holds what it sends."""
     rule, delay = self.rule, self.delay
-    if rule.beside:
+    if rule.apart:
       after = end._replace(anchor=state.anchor, memory=state.memory)
       # Within a round the rule has placed the worker when the mean was known.
       within = delay.steps is not None
@@ -193,7 +193,7 @@ class LateMean:
       target = mixed(self.delay.mix, end.local, after.anchor)
       # Without a delay the round ends on the anchor.
       target = _anchor.either(late, target, after.anchor)
-    elif self.rule.beside:
+    elif self.rule.apart:
       target = self.rule.place(end, after)
     else:
       # Without a delay the round's progress is in the anchor already.

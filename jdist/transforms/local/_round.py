@@ -228,13 +228,13 @@ class SyncRule:
   rounding.
 
   Attributes:
-    beside: whether the workers keep a distance from the anchor.  Their message
+    apart: whether the workers keep a distance from the anchor.  Their message
       is then their position, and not the progress of one round.
     exact_parts: whether the rule averages something else uncompressed
       (`exact`); the mean of such a rule cannot be late.
   """
 
-  beside: ClassVar[bool] = False
+  apart: ClassVar[bool] = False
   exact_parts: ClassVar[bool] = False
 
   def init(self, anchor: PyTree) -> PyTree:

@@ -71,13 +71,13 @@ class Synchronizer:
     memory: Any = ()
     if self.compression is not None:
       memory = self.compression.init(self.rule.like(anchor), self.axis)
-    beside = self.rule.beside or self.mix is not None
+    apart = self.rule.apart or self.mix is not None
     state = SyncState(
       clock=_round.start_clock(self.policy),
       anchor=anchor,
       # Each leaf needs its own buffer, because the state may be donated.
       memory=jax.tree.map(jnp.copy, self.rule.init(anchor)),
-      kept=jnp.ones((), jnp.float32) if beside else (),
+      kept=jnp.ones((), jnp.float32) if apart else (),
       flight=(),
       compression=memory,
     )
@@ -305,7 +305,7 @@ class Synchronizer:
     begun = state.clock.is_begun()
     if residuals and self.compression is not None:
       begun = jnp.ones_like(begun)
-    if self.late is None and self.rule.beside:
+    if self.late is None and self.rule.apart:
       # The workers keep a distance from the anchor between rounds, too.
       begun |= state.kept > 0
     local = jax.tree.map(_anchor.wide, params)
@@ -330,7 +330,7 @@ class Synchronizer:
   ) -> tuple[_round.Round, SyncState]:
     """Moves by the exact mean of the present round, if it is `begun`."""
     rule = self.rule
-    relative = self.compression is not None or not rule.beside
+    relative = self.compression is not None or not rule.apart
     mean, memory = reducers.flush_of(
       self.compression,
       rule.message(end, relative),
@@ -399,9 +399,9 @@ def _late(
   compression: reducers.Compression | None,
 ) -> tuple[_late_mean.LateMean, reducers.Compression | None]:
   """Builds a late mean and its sender, and the compression that this uses."""
-  # A late message must be a difference, or else a rule that is not beside the
-  # anchor would undo the steps that were taken since.
-  relative = compression is not None or not rule.beside
+  # A late mean of parameters would undo the steps that were taken since, unless
+  # the workers stay apart from it.
+  relative = compression is not None or not rule.apart
   sender: _sender.Sender | _chunked_stream.ChunkedStream
   sender = _sender.Sender(compression, axis)
   stream = overlap.stream

@@ -242,11 +242,11 @@ REFUSED = {
   ),
   "springs after a warm-up": (
     lambda: refuse(RULES["elastic"], LATE(after_step=4)),
-    "`after_step` must be 0 for `Elastic`.* beside .* got 4",
+    "`after_step` must be 0 for `Elastic`.* from the anchor .* got 4",
   ),
   "a pull after a warm-up": (
     lambda: refuse(RULES["pulled anchor"], LATE(2, after_step=4)),
-    "`after_step` must be 0 for `PulledAnchor`.* beside .* got 4",
+    "`after_step` must be 0 for `PulledAnchor`.* from the anchor .* got 4",
   ),
   "variates after a warm-up, late by steps": (
     lambda: refuse(RULES["control variates"], LATE(2, after_step=4)),
