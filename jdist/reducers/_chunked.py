@@ -118,6 +118,8 @@ class Chunked(_reducer.Reducer):
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
     """Returns the states of all chunks, `[chunks, ...]`, by dtype."""
+    # All chunks of a bucket have one shape, and so states of one form, which
+    # are stacked: the loop below, or a stream, takes them by number.
     states = {}
     for bucket in self.buckets(like).buckets:
       state = self.reducer.init(bucket.row, axis)
@@ -132,6 +134,7 @@ class Chunked(_reducer.Reducer):
     """Takes the mean of one chunk after the other."""
     # In a loop, which holds the buffers of one chunk at a time.
     wanted, found = self.pack(tree), {}
+    # Gradients of another dtype than the parameters would be in another bucket.
     if wanted.keys() != state.keys():
       raise _reducer.not_of_state(f"leaves of {', '.join(wanted)}")
     for bucket in self.buckets(tree).buckets:
@@ -155,6 +158,7 @@ class Chunked(_reducer.Reducer):
   def flush(
     self, state: PyTree, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, PyTree]:
+    # In a loop, as in `reduce`: owners gather the residuals of one chunk.
     residuals, states = {}, {}
     for bucket in self.buckets(like).buckets:
 

@@ -83,6 +83,8 @@ def compressed(
   """
   wanted = "a codec, for instance `codecs.Quantize(8)`"
   checks.check_type("codec", codec, codecs.Codec, wanted)
+  # Payloads that can be added take one all-reduce.  Chosen entries differ from
+  # worker to worker, so that an owner's sum would not be sparse.
   if wire is None:
     wire = "sum" if codec.linear else "gather" if codec.sparse else "all_to_all"
   checks.check_choice("wire", wire, ("sum", "all_to_all", "gather"))
@@ -125,6 +127,8 @@ class Compressed(_reducer.Reducer):
       floats = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
       return _reducer.Reduced(tree, floats, state)
     draws, payloads, states = self.codec.key, [], []
+    # Each worker and leaf has a key, so that errors of rounding are independent
+    # and average out; a codec like random-k needs the same entries everywhere.
     key = _all_to_all.own_key(draws, key, axis)
     before = state or ((),) * len(leaves)
     for i, (x, s) in enumerate(zip(leaves, before, strict=True)):
@@ -145,6 +149,7 @@ class Compressed(_reducer.Reducer):
         # An entry that is not finite may not be among those that are sent.
         payloads = list(map(_poisoned, payloads, finite))
       totals = self._decode_all(collectives.sum(payloads, axis), states, leaves)
+    # The sum is divided in float32, and cast once.
     num_workers = collectives.size(axis)
     means = [
       (total / num_workers).astype(x.dtype)
@@ -176,6 +181,8 @@ class Compressed(_reducer.Reducer):
     self, sent: Any, states: list[Any], leaves: list[Any], axis: Any
   ) -> list[jax.Array]:
     """Adds up what all workers have sent."""
+    # Every worker decodes all payloads itself, one after the other, so that N
+    # dense arrays are never held at once.
     rows, finite = _all_to_all.to_all(sent, axis)
     totals = []
     for i, (row, s, x) in enumerate(zip(rows, states, leaves, strict=True)):

@@ -103,6 +103,7 @@ class Compression:
         f"made of shares (it is decided by vote), got {feedback}."
       )
     _feedback.check_contractive("reducer", reducer, feedback)
+    # Without a feedback the part would be lost without a word.
     left = getattr(reducer, "owner_feedback", None) == "own_share"
     if left and feedback is None:
       raise ValueError(
@@ -137,6 +138,8 @@ class Compression:
     """Takes the mean in the tree's dtypes; a collective operation."""
     wanted, feedback = self.prepare(tree, state)
     note(self.reducer, wanted, axis)
+    # The order is that of the papers: feedback before, reduction, feedback
+    # after.
     reduced = self.reducer.reduce(wanted, state.reducer, self.key(state), axis)
     mean, feedback = self._finish(
       reduced.mean, reduced.own_share, wanted, feedback, tree
@@ -242,6 +245,7 @@ def mean_of(
   Returns:
     The means of both trees, and the new state.
   """
+  # One all-reduce for both where none is compressed.
   if compression is None:
     mean, others = collectives.mean((tree, exact), axis)
     return mean, others, state
@@ -276,6 +280,7 @@ def _wide_shape(x: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
 
 
+# A context variable, because programs may be traced in several threads.
 _OPEN: contextvars.ContextVar[list[_reducer.Bits] | None] = (
   contextvars.ContextVar("reductions", default=None)
 )

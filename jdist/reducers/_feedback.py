@@ -224,12 +224,14 @@ class ErrorFeedback(Residual):
     wanted: PyTree,
     state: ErrorFeedbackState,
   ) -> tuple[PyTree, ErrorFeedbackState]:
+    # A NaN would otherwise stay in the residual, and in all later messages.
     residual, found = cleaned(jax.tree.map(jnp.subtract, wanted, own_share))
     nonfinite = counted(state.nonfinite, found)
     return mean, ErrorFeedbackState(residual, nonfinite)
 
   def absorb(self, held: PyTree, state: ErrorFeedbackState) -> PyTree | None:
     """Adds it to the residual, divided by the decay to come."""
+    # `prepare` multiplies by the decay, which would shrink what owners hold.
     if self.decay == 0:
       return None
     residual = jax.tree.map(

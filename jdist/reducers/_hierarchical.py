@@ -98,12 +98,15 @@ class Hierarchical(_reducer.Reducer):
   ) -> _reducer.Reduced:
     inner, outer = self._levels(axis)
     state = self._with_fields(state, tree)
+    # The second key is equal on all workers of a host, which reduce one mean.
     first, second = jax.random.split(key)
     if outer is not None:
       # Each host draws its own numbers, as workers do.
       first = jax.random.fold_in(first, collectives.index(outer))
     if self.parts > 1:
       return self._reduce_parts(tree, state, first, second, axis)
+    # All workers of a host hold the same mean, reduce it with the same key, and
+    # so stay equal to the bit.
     near = self.inner.reduce(tree, state.inner, first, inner)
     far = self.outer.reduce(near.mean, state.outer, second, outer)
     share = jax.tree.map(
@@ -172,6 +175,7 @@ class Hierarchical(_reducer.Reducer):
     inner, outer = self._levels(axis)
     chunked, number = self._chunked(), collectives.index(inner)
     near_state, old = state.inner
+    # A reduce-scatter sends half the bytes of an all-reduce.
     if isinstance(self.inner, _reducer.Exact):
       own = _reducer.as_share(tree)
       mine = collectives.reduce_scatter(chunked.pack(tree), inner)
@@ -221,6 +225,7 @@ class Hierarchical(_reducer.Reducer):
         "`axis` must be two names (inner, outer) for `Hierarchical`, got "
         f"{axis!r}. With one level, use its outer reducer alone."
       )
+    # Without an axis both levels have one worker.
     inner, outer = (None, None) if axis is None else axis
     if self.parts not in (1, collectives.size(inner)):
       raise ValueError(

@@ -58,12 +58,14 @@ class MajorityVote(_reducer.Reducer):
     del key
     num_workers = collectives.size(axis)
     leaves, treedef = jax.tree.flatten(tree)
+    # `jnp.sign` would be 0 for an entry of zero.
     shares = [jnp.where(x >= 0, 1.0, -1.0).astype(jnp.float32) for x in leaves]
     buckets, means = _buckets(leaves, num_workers), tree
     if buckets.buckets:
       rows = buckets.pack(leaves)
       finite = jnp.stack([jnp.isfinite(x).all(1) for x in rows], 1)
       sent = [codecs.pack(x >= 0, 1) for x in rows]
+      # Signs travel packed, so that owners count bits.
       signs, finite = _all_to_all.to_owners((sent, finite), num_workers, axis)
       decided = []
       for votes, bucket in zip(signs, buckets.buckets, strict=True):

@@ -96,6 +96,7 @@ class MomentumCorrection(_feedback.Residual):
 
     u = jax.tree.map(moved, state.momentum, x)
     wanted = jax.tree.map(jnp.add, state.residual, u)
+    # Nesterov's momentum looks one step ahead: the gradient counts once more.
     if self.nesterov:
       wanted = jax.tree.map(lambda v, x: v + _feedback.wide(x), wanted, x)
     return wanted, state._replace(momentum=u)
@@ -197,6 +198,7 @@ class Smoothing(_feedback.Feedback):
     wanted: PyTree,
     state: SmoothingState,
   ) -> tuple[PyTree, SmoothingState]:
+    # A vote's own share is a sign, which is no part of the momentum.
     del own_share
     momentum, found = _feedback.cleaned(wanted)
     return mean, SmoothingState(

@@ -98,12 +98,13 @@ class PerLeaf(_reducer.Reducer):
     for rule in rules:
       checks.check_type("rules", rule, Rule, "a list of `Rule`s only")
     object.__setattr__(self, "rules", tuple(rules))
-    Rule(self.default)
+    Rule(self.default)  # Refuses what is no reducer.
 
   @property
   def reducers(self) -> tuple[_reducer.Reducer, ...]:
     """The different reducers, in the order of the rules."""
     found = [rule.reducer for rule in self.rules]
+    # Equal reducers share a call, and so their small leaves share a message.
     return tuple(dict.fromkeys([*found, self.default]))
 
   def reducer_of(self, path: str, leaf: Any) -> _reducer.Reducer:

@@ -171,6 +171,7 @@ class Exact(Reducer):
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
   ) -> Reduced:
     del key
+    # Integers have shares, too, so that a policy may send them this way.
     share = as_share(tree)
     return Reduced(collectives.mean(tree, axis), share, state)
 
@@ -194,6 +195,7 @@ def as_share(tree: PyTree) -> PyTree:
 
 def ring_bits(payload_bits: float, num_workers: int) -> float:
   """Counts the bits that each worker sends in an all-reduce over a ring."""
+  # A reduce-scatter and an all-gather, each of (N - 1) / N of the payload.
   return 2 * payload_bits * (num_workers - 1) / num_workers
 
 
@@ -208,6 +210,7 @@ def check_leaves(
 ) -> None:
   """Raises a ValueError that names the first leaf that `check` refuses."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    # Nothing is sent of an empty leaf, and so every codec suits it.
     try:
       if leaf.size:
         check(leaf)

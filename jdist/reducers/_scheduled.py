@@ -96,8 +96,11 @@ class Scheduled(_reducer.Reducer):
         end, reducer = self.phases[number]
         start = 0 if number == 0 else self.phases[number - 1][0]
         assert start is not None
+        # The phase is kept in the names of a program, for the count of bytes.
         with collectives.phase(start, end):
           reduced = reducer.reduce(tree, states[number], key, axis)
+        # Every branch returns the states of all phases, because branches must
+        # have one type.
         states = (*states[:number], reduced.state, *states[number + 1 :])
         return collectives.varying(reduced._replace(state=states), axis)
 
@@ -113,6 +116,7 @@ class Scheduled(_reducer.Reducer):
   def flush(
     self, state: ScheduledState, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, ScheduledState]:
+    # Owners may still hold residuals of a phase that is over.
     pairs = zip(self.reducers, state.phases, strict=True)
     flushed = [reducer.flush(one, like, axis) for reducer, one in pairs]
     residuals, phases = zip(*flushed, strict=True)

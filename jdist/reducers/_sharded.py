@@ -61,6 +61,7 @@ class Sharded(_reducer.Reducer):
       if group.axes:
         self.reducer.check_shards()
       state = self.reducer.init(_named(group, like, leaves), axis)
+      # Each device begins with the same state, which differs later.
       if group.axes:
         n = collectives.num_shards(group.axes)
         state = jax.tree.map(lambda x, n=n: jnp.repeat(x[None], n, 0), state)
@@ -91,6 +92,8 @@ class Sharded(_reducer.Reducer):
         states[rows_over(group.axes)] = _as_row(reduced.state, group)
       return collectives.varying((means, shares, states), axis)
 
+    # The map over the shards stands inside the workers' own step, and leaves
+    # the workers' axis alone.
     leaves, treedef = jax.tree.flatten(tree)
     split, rows = list(self.specs), _row_specs(state)
     means, shares, states = self.over(
@@ -231,6 +234,7 @@ def _row_specs(state: PyTree) -> PyTree:
 
 def _row(state: PyTree, group: _Group) -> PyTree:
   """Returns a device's own state."""
+  # A device sees one row of an array that is split over the devices.
   if not group.axes:
     return state[rows_over(group.axes)]
   return jax.tree.map(lambda x: x[0], state[rows_over(group.axes)])

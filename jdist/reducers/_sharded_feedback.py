@@ -99,6 +99,8 @@ class ShardedFeedback(_feedback.Feedback):
   def _over(
     self, function: Any, trees: tuple[PyTree, ...], state: ShardedFeedbackState
   ) -> tuple[PyTree, ShardedFeedbackState]:
+    # `nonfinite` is split over the devices, a row each; the rest of the state
+    # is split as the parameters are.
     structure = jax.tree.structure(trees[0])
     specs = jax.tree.unflatten(structure, self.shards.specs)
     name, axes = self.shards.rows, self.shards.axes
@@ -115,6 +117,7 @@ class ShardedFeedback(_feedback.Feedback):
     def on_shards(
       trees: tuple[PyTree, ...], state: ShardedFeedbackState
     ) -> tuple[PyTree, ShardedFeedbackState]:
+      # A device counts for itself, since its shards alone may not be finite.
       own = state.trees._replace(nonfinite=state.nonfinite[name][0])
       out, new = function(*trees, own)
       count = {name: new.nonfinite[None]}

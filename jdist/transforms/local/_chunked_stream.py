@@ -117,6 +117,8 @@ class ChunkedStream:
     self.compression, self.axis = compression, axis
     self._stream, self._like = stream, like
     self._loss = jax.ShapeDtypeStruct((), jnp.float32) if needs_loss else ()
+    # A layout is the same in every trace of a chain, and several methods need
+    # it in one trace.
     self._layouts: dict[Any, _Layout] = {}
     # A compression decodes rows one by one; exact means need no rows, and are
     # cut where it suits the number of steps.
@@ -164,6 +166,8 @@ class ChunkedStream:
     """Starts the next sub-tensors; nothing waits for them yet."""
     held, memory = state.flight.held, state.compression
     layout = self._layout(state.anchor)
+    # The key is that of the whole mean, whose number does not change until the
+    # mean is complete: each sub-tensor draws the same numbers in every step.
     key = None if self.compression is None else self.compression.key(memory)
     found = []
     for name, bucket, position in zip(
@@ -268,6 +272,8 @@ class ChunkedStream:
     With `steps` all was streamed; otherwise what is missing is sent now.
     """
     held, memory = state.flight.held, state.compression
+    # Feedback is prepared again: its state must follow from the message that
+    # was sent, and not from the present one.
     layout, feedback, prepared = self._layout(state.anchor), (), present
     have: Any = held.arrived, held.shares, (), held.mean_loss
     if self.compression is not None:
@@ -278,6 +284,7 @@ class ChunkedStream:
     wanted = held.sent
     if steps is None:
       done = held.position
+      # A round that is not delayed sends its own message, from the start.
       if late is not True:
         wanted = _anchor.either(late, wanted, layout.pack(prepared))
         done = _anchor.either(late, done, jax.tree.map(jnp.zeros_like, done))
@@ -320,6 +327,8 @@ class ChunkedStream:
       return collectives.mean(message, self.axis), ()
     held, memory = state.flight.held, state.compression
     layout, rests, means = self._layout(state.anchor), {}, {}
+    # Rows before `position` were received.  With a feedback the difference from
+    # this worker's share is sent exactly, without one it was lost.
     for name, position in zip(layout.names, held.position, strict=True):
       wanted = held.sent[name]
       rows = jnp.arange(wanted.shape[0])[:, None] < position
@@ -365,7 +374,8 @@ class ChunkedStream:
     for name, bucket, position in zip(
       layout.names, layout.buckets.buckets, done, strict=True
     ):
-
+      # All rows are reduced, also those that were received before: a loop whose
+      # length depends on the position would need a collective in a `while`.
       def one(
         _: None, part: Any, bucket: Any = bucket, position: Any = position
       ) -> tuple[None, Any]:
@@ -416,7 +426,8 @@ class ChunkedStream:
   def _layout(self, anchor: PyTree) -> _Layout:
     """Lays out a message once, however often a program asks for it."""
     leaves, structure = jax.tree.flatten(anchor)
-    # The shards of a sharded worker depend on the mesh of the program.
+    # Fragments share a sender, and each has an anchor of another form.  The
+    # shards of a sharded worker depend on the mesh of the program.
     key = (
       structure,
       tuple((x.shape, x.dtype) for x in leaves),
@@ -453,6 +464,7 @@ def _row(tree: PyTree, number: jax.Array) -> PyTree:
 def _with_row(
   tree: PyTree, row: PyTree, number: jax.Array, fresh: jax.Array
 ) -> PyTree:
+  # The old row is selected, rather than the whole array, which would be copied.
   def one(x: jax.Array, new: jax.Array) -> jax.Array:
     old = jax.lax.dynamic_index_in_dim(x, number, 0, keepdims=False)
     new = jnp.where(fresh, new.astype(x.dtype), old)

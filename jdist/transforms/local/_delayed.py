@@ -79,6 +79,7 @@ class Delayed:
         "`carry` must be left out with `mix`, by which a worker stays where it "
         f"is until the mean arrives, got {checks.show(self.carry)}."
       )
+    # A mean that is not late has no warm-up, and nothing to stream.
     if self.steps == 0 and self.after_step != 0:
       raise ValueError(
         "`after_step` must be 0 where `steps` is 0 and nothing is delayed, got "
@@ -115,6 +116,7 @@ class Delayed:
         "every bit that would be a round old: `buffers='average'`. Take "
         "`buffers='maintain'`."
       )
+    # Without a warm-up all rounds are alike, and every rule can be late.
     if self.after_step == 0:
       return
     if rule.apart:

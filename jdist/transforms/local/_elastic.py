@@ -57,6 +57,7 @@ class Elastic(_Apart):
     del exact
     beta = _anchor.scalar(self.moving_rate)
     mean = _positions(end, mean, relative)
+    # All N springs pull at the anchor, each by beta / N: beta times the mean.
     anchor = jax.tree.map(
       lambda a, m: a + beta.astype(a.dtype) * (m - a), end.anchor, mean
     )

@@ -139,6 +139,8 @@ def fragment_steps(
     )
   optimizer = sync.optimizer
 
+  # They differ in their rounds only; the number of fragments depends on the
+  # parameters where a function says it.
   def synchronizers(params: optax.Params) -> list[_synchronizer.Synchronizer]:
     number = max(fragments_of(params, fragments)) + 1
     _check_number(number, interval)
@@ -180,6 +182,8 @@ def fragment_steps(
     ]
     clock = state.clock
     extra_args |= {"anchor": state.anchor, "interval_steps": clock.interval}
+    # The inner optimizer sees all leaves in one update, so that a clipping by
+    # the global norm, for instance, is that of the whole gradient.
     corrected = [
       sync.rule.correct(_part(updates, labels, p), own.memory, clock.step)
       for p, own in enumerate(state.fragments)
@@ -187,12 +191,14 @@ def fragment_steps(
     moves, inner_state = optimizer.update(
       _merge([part for part, _ in corrected]), state.inner, params, **extra_args
     )
+    # Each fragment ends its own round; most steps end none.
     ended = []
     for p, (one, own) in enumerate(zip(parts, state.fragments, strict=True)):
       own = own._replace(clock=own.clock.advance(None), memory=corrected[p][1])
       step = _sync_state.Step(_part(moves, labels, p), (), own)
       step = one.finish(step, _part(params, labels, p), sent[p], controls[p])
       ended.append(step)
+    # The last fragment ends its round at a multiple of the interval.
     last = _arrived(state.fragments[-1], ended[-1].sync)
     return _merge([step.updates for step in ended]), FragmentsState(
       clock=clock._replace(
@@ -236,6 +242,8 @@ def fragment_steps(
     one: _synchronizer.Synchronizer, own: _sync_state.SyncState
   ) -> _sync_state.SyncState:
     """Lets a round that follows a drain end at the fragment's next turn."""
+    # A drain ends all rounds at one step.  A first round that is shorter
+    # restores the turns, in which the network is used evenly.
     left, _ = one.policy.next((), own.clock.step, None)
     following = jnp.full_like(left, interval)
     clock = own.clock._replace(interval=left, next_interval=following)
@@ -345,6 +353,7 @@ def _arrived(
   before: _sync_state.SyncState, after: _sync_state.SyncState
 ) -> jax.Array:
   """Returns whether a fragment's mean was applied in this step."""
+  # A late mean is applied within a round, and not where the round ends.
   if before.flight == ():
     return after.clock.synchronized
   return before.flight.in_flight & ~after.flight.in_flight
@@ -357,6 +366,7 @@ def _staggered(first: int, interval: int) -> intervals.IntervalPolicy:
     state: Any, start_step: jax.Array, loss: jax.Array | None
   ) -> tuple[jax.Array, Any]:
     del loss
+    # After a resize or a drain a round may start at any step.
     left = (first - start_step) % interval
     return jnp.where(left == 0, interval, left).astype(jnp.int32), state
 
@@ -384,6 +394,7 @@ def _controls_of(
 
 
 def _check_overlap(overlap: Any, interval: int) -> None:
+  # A fragment holds one message, which must be applied before the next one.
   if overlap.steps is None or overlap.steps >= interval:
     raise ValueError(
       "`steps` (`delay_steps` of `streaming_diloco`) must be below `interval`, "

@@ -91,6 +91,8 @@ class LateMean:
       The round after the rule has moved it, where the worker starts the next
       one, the mean loss, and the state.
     """
+    # The message is taken before the rule's state departs, and the mean of the
+    # round before moves the anchor before the next round is placed on it.
     late = self._is_late(state, steps)
     present = self._contribution(end, state)
     end = end._replace(memory=self.rule.depart(end))
@@ -148,6 +150,8 @@ class LateMean:
   ) -> tuple[PyTree, SyncState]:
     """Returns where the next round begins, and holds what it sends."""
     rule, delay = self.rule, self.delay
+    # Workers that stay apart send the position at which they are placed, as
+    # Overlap-Local-SGD does.
     if rule.apart:
       after = end._replace(anchor=state.anchor, memory=state.memory)
       # Within a round the rule has placed the worker when the mean was known.
@@ -319,6 +323,7 @@ class LateMean:
     first = self._is_long(clock.next_interval) & (
       flight.device_before == _sync_state.NEVER
     )
+    # The clock still counts the round that ends now.
     begins = jnp.where(first, clock.step, flight.device_before)
     return state._replace(flight=flight._replace(device_before=begins))
 

@@ -92,6 +92,8 @@ class RoundClock(NamedTuple):
     The interval is chosen a round ahead: the host reads it while the device
     computes, and never waits for the loss of the round that just ended.
     """
+    # A policy that needs no loss must not depend on one: the program would wait
+    # for its all-reduce.
     following, interval_state = _next(
       policy, self, mean_loss if policy.needs_loss else None
     )
@@ -109,6 +111,7 @@ class RoundClock(NamedTuple):
 
     The interval is decided as without a loss.
     """
+    # A drain may come between two rounds, where there is nothing to end.
     begun = self.is_begun()
     following, interval_state = _next(policy, self, None)
     return self._without_loss()._replace(
@@ -168,8 +171,11 @@ def _next(
   policy: intervals.IntervalPolicy, clock: RoundClock, loss: Any
 ) -> tuple[jax.Array, PyTree]:
   """Returns the interval of the round after the next one."""
+  # A constant keeps the interval out of the program's arithmetic, and the
+  # compiler can simplify what depends on it.
   if policy.constant is not None:
     return jnp.asarray(policy.constant, jnp.int32), clock.interval_state
+  # The round after the next one begins when the next one has had its steps.
   begins = clock.step + clock.next_interval
   return policy.next(clock.interval_state, begins, loss)
 
@@ -314,6 +320,8 @@ class Average(SyncRule):
     self, end: Round, mean: PyTree, exact: PyTree, relative: bool
   ) -> Round:
     del exact
+    # The mean itself, and not the anchor plus a difference, which would be
+    # rounded.
     if not relative:
       return end._replace(anchor=mean)
     anchor = jax.tree.map(jnp.subtract, end.anchor, mean)
@@ -336,6 +344,8 @@ class OuterStep(SyncRule):
   """
 
   def __init__(self, optimizer: optax.GradientTransformation):
+    # The outer optimizer runs in conditionals on values that vary over the
+    # workers; see `for_workers`.
     optimizer = checks.check_optimizer("outer", optimizer)
     self.optimizer = collectives.for_workers(optimizer)
 

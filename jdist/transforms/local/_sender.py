@@ -71,6 +71,8 @@ class Sender:
     too.
     """
     del steps
+    # A warm-up decides on the device which of both is sent; where all rounds
+    # are late the program does not wait for `present`.
     new = _anchor.either(late, state.flight.held, present)
     message, exact, memory = reducers.mean_of(
       self.compression, new.message, new.exact, state.compression, self.axis

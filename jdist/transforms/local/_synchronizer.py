@@ -75,7 +75,8 @@ class Synchronizer:
     state = SyncState(
       clock=_round.start_clock(self.policy),
       anchor=anchor,
-      # Each leaf needs its own buffer, because the state may be donated.
+      # Each leaf needs its own buffer, because the state may be donated and an
+      # optimizer may return the anchor itself, as an average of iterates does.
       memory=jax.tree.map(jnp.copy, self.rule.init(anchor)),
       kept=jnp.ones((), jnp.float32) if apart else (),
       flight=(),
@@ -96,17 +97,21 @@ class Synchronizer:
     if params is None:
       _anchor.check_params(params, "`local_steps`")
     sync = state.sync
+    # A drain passes zeros for gradients, which the inner optimizer must not
+    # see.
     if control.drain:
       residuals = control.drain == "residuals"
       step = self.drain(state.inner, sync, params, residuals)
       return step.updates, LocalStepsState(step.inner, step.sync)
-    # First in a step and from the state: nothing that is sent waits for the
+    # It is first in a step and reads the state: no message waits for the
     # gradients of this step, and they do not wait for it.
     sending = self.send(sync, control)
     collectives.check_local(updates, self.axis, what="`updates`", like=params)
     if not collectives.same_form(sync.anchor, params):
       _anchor.check_anchor(sync.anchor, params)
     updates, memory = self.rule.correct(updates, sync.memory, sync.clock.step)
+    # The clock counts before the round may end, and so `step - 1` is the number
+    # of the last local step in a `Round`.
     clock = sync.clock.advance(extra_args.get("loss"))
     extra_args |= {
       "anchor": sync.anchor,
@@ -147,6 +152,8 @@ class Synchronizer:
     if late is None:
       return self._end_if(step, params, control)
     if late.delay.steps is not None:
+      # The mean is applied before the round may end, because a round sends its
+      # message at its end, and holds one at a time.
       step = late.receive_last(step, sent)
       step = self._arrive_if_due(step, params, steps, control)
       there = ~step.sync.flight.in_flight
@@ -189,6 +196,8 @@ class Synchronizer:
     there: jax.Array | bool = True,
   ) -> Step:
     """Ends the round where the host says so, or by a conditional."""
+    # A host that ends rounds compiles a program for each kind of step, and none
+    # of them has a conditional, in which nothing overlaps.
     if control.round_ends is not None:
       if control.round_ends:
         return self._end(step, params, steps)
@@ -268,6 +277,7 @@ class Synchronizer:
     late, arrives = self.late, control.arrives
     if late is None:
       return step
+    # One of them in a conditional would hide nothing of the other.
     if (arrives is None) != (control.round_ends is None):
       raise ValueError(
         "`control` must say both `round_ends` and `arrives`, or none of them, "
@@ -283,6 +293,8 @@ class Synchronizer:
       return collectives.varying(Step(updates, after.inner, state), self.axis)
 
     if arrives is None:
+      # The mean is taken in one conditional and applied in another, which alone
+      # waits for the step.
       due = collectives.agreed(late.is_due(step.sync, steps), self.axis)
       found = late.mean_if(due, step.sync, steps)
       return jax.lax.cond(
@@ -303,6 +315,7 @@ class Synchronizer:
   ) -> Step:
     """Brings all that was begun into the anchor, the oldest first; no step."""
     begun = state.clock.is_begun()
+    # Residuals are brought in between two rounds, too, by a mean of their own.
     if residuals and self.compression is not None:
       begun = jnp.ones_like(begun)
     if self.late is None and self.rule.apart:
@@ -312,7 +325,7 @@ class Synchronizer:
     end = self._round(Step((), inner, state), params, local)
     if self.late is not None:
       end, state = self.late.flush(end, state)
-    # Only now: a rule may measure progress from the anchor.
+    # The late mean comes first: a rule may measure a message from the anchor.
     end, state = self._settle(begun, end, state)
     state = state._replace(
       clock=state.clock.cut_short(self.policy),
