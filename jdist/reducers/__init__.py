@@ -4,10 +4,8 @@ A reducer takes the mean of one tree over the axis; a feedback keeps the part of
 a tree that was not sent.  A `Compression` combines both.
 """
 
-from jdist.reducers._all_to_all import AllToAll as AllToAll
 from jdist.reducers._all_to_all import AllToAllState as AllToAllState
 from jdist.reducers._chunked import Chunked as Chunked
-from jdist.reducers._compressed import Compressed as Compressed
 from jdist.reducers._compressed import compressed as compressed
 from jdist.reducers._compression import check_compression as check_compression
 from jdist.reducers._compression import Compression as Compression
@@ -18,37 +16,22 @@ from jdist.reducers._compression import note as note
 from jdist.reducers._compression import reductions as reductions
 from jdist.reducers._feedback import check_contractive as check_contractive
 from jdist.reducers._feedback import EF21 as EF21
-from jdist.reducers._feedback import EF21State as EF21State
 from jdist.reducers._feedback import ErrorFeedback as ErrorFeedback
-from jdist.reducers._feedback import (
-  ErrorFeedbackState as ErrorFeedbackState,
-)
 from jdist.reducers._feedback import Feedback as Feedback
 from jdist.reducers._hierarchical import Hierarchical as Hierarchical
-from jdist.reducers._hierarchical import HierarchicalState as HierarchicalState
 from jdist.reducers._majority_vote import MajorityVote as MajorityVote
 from jdist.reducers._momentum_feedback import (
   MomentumCorrection as MomentumCorrection,
 )
-from jdist.reducers._momentum_feedback import (
-  MomentumCorrectionState as MomentumCorrectionState,
-)
 from jdist.reducers._momentum_feedback import Smoothing as Smoothing
-from jdist.reducers._momentum_feedback import SmoothingState as SmoothingState
 from jdist.reducers._per_leaf import PerLeaf as PerLeaf
 from jdist.reducers._per_leaf import Rule as Rule
 from jdist.reducers._power_sgd import PowerSGD as PowerSGD
-from jdist.reducers._power_sgd import PowerSGDState as PowerSGDState
 from jdist.reducers._reducer import Bits as Bits
 from jdist.reducers._reducer import Exact as Exact
 from jdist.reducers._reducer import Reduced as Reduced
 from jdist.reducers._reducer import Reducer as Reducer
 from jdist.reducers._scheduled import Scheduled as Scheduled
-from jdist.reducers._scheduled import ScheduledState as ScheduledState
 from jdist.reducers._scheduled import warm_up as warm_up
 from jdist.reducers._sharded import rows_over as rows_over
-from jdist.reducers._sharded import Sharded as Sharded
 from jdist.reducers._sharded import split_axes as split_axes
-from jdist.reducers._sharded_feedback import (
-  ShardedFeedbackState as ShardedFeedbackState,
-)

@@ -56,42 +56,18 @@ from jdist.transforms.local._anchor import anchor as anchor
 from jdist.transforms.local._anchor import apply_updates as apply_updates
 from jdist.transforms.local._anchor import only_floats as only_floats
 from jdist.transforms.local._anchor import pull_to_anchor as pull_to_anchor
-from jdist.transforms.local._anchor import (
-  PullToAnchorState as PullToAnchorState,
-)
-from jdist.transforms.local._chunked_stream import (
-  ChunkedStreamState as ChunkedStreamState,
-)
 from jdist.transforms.local._control_variates import (
   ControlVariates as ControlVariates,
-)
-from jdist.transforms.local._control_variates import (
-  ControlVariatesState as ControlVariatesState,
 )
 from jdist.transforms.local._delayed import Delayed as Delayed
 from jdist.transforms.local._elastic import Elastic as Elastic
 from jdist.transforms.local._elastic import PulledAnchor as PulledAnchor
-from jdist.transforms.local._elastic import (
-  PulledAnchorState as PulledAnchorState,
-)
 from jdist.transforms.local._fragments import fragment_steps as fragment_steps
 from jdist.transforms.local._fragments import Fragments as Fragments
 from jdist.transforms.local._fragments import fragments_of as fragments_of
-from jdist.transforms.local._fragments import FragmentsState as FragmentsState
 from jdist.transforms.local._local_steps import local_steps as local_steps
-from jdist.transforms.local._round import Average as Average
 from jdist.transforms.local._round import OuterStep as OuterStep
-from jdist.transforms.local._round import Round as Round
-from jdist.transforms.local._round import RoundClock as RoundClock
 from jdist.transforms.local._round import SyncRule as SyncRule
 from jdist.transforms.local._slow_momentum import Buffers as Buffers
 from jdist.transforms.local._slow_momentum import SlowMomentum as SlowMomentum
-from jdist.transforms.local._slow_momentum import (
-  SlowMomentumState as SlowMomentumState,
-)
 from jdist.transforms.local._stream import Stream as Stream
-from jdist.transforms.local._sync_state import Flight as Flight
-from jdist.transforms.local._sync_state import (
-  LocalStepsState as LocalStepsState,
-)
-from jdist.transforms.local._sync_state import SyncState as SyncState

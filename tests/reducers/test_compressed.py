@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jdist import collectives, profiling, reducers
+from jdist.reducers import _all_to_all
 from jdist.transforms import _shared
 from tests import _thinned
 from tests.reducers import _reducers
@@ -255,7 +256,7 @@ def test_wires_are_chosen_by_what_a_sum_of_payloads_means():
   assert carry(small.Whole()).wire == "sum"
   assert carry(small.Drawn()).wire == "sum"
   assert carry(small.Largest()).wire == "gather"
-  assert isinstance(carry(small.Rounded()), reducers.AllToAll)
+  assert isinstance(carry(small.Rounded()), _all_to_all.AllToAll)
 
 
 def test_residuals_are_each_workers_own_and_absent_where_none_is_needed():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jdist import codecs, reducers
+from jdist.reducers import _all_to_all
 from tests import _thinned
 from tests.reducers import _reducers, _small_codecs
 
@@ -17,7 +18,7 @@ _LOOSE = {"float32": 1e-5, "bfloat16": 2e-2}
 def residual_leaves(reducer, residuals, like, num_workers):
   """The owners' residuals, [workers, rows' entries], as leaves of the tree."""
   out = jax.tree.map(lambda x: np.zeros(x.shape), like)
-  if not isinstance(reducer, reducers.AllToAll):
+  if not isinstance(reducer, _all_to_all.AllToAll):
     return jax.tree.leaves(out)
   residuals = list(residuals)
   layout, coders = reducer._layout(like, num_workers)
@@ -37,10 +38,10 @@ def check_law(reducer, trees, results, num_workers, tolerance):
   like = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), trees
   )
-  e = first.residual if isinstance(first, reducers.AllToAllState) else ()
+  e = first.residual if isinstance(first, _all_to_all.AllToAllState) else ()
   old = residual_leaves(reducer, e, like, num_workers)
   for r in range(ROUNDS):
-    e = states.residual if isinstance(states, reducers.AllToAllState) else ()
+    e = states.residual if isinstance(states, _all_to_all.AllToAllState) else ()
     new = residual_leaves(reducer, [x[:, r] for x in e], like, num_workers)
     for x, mean, share, before, after in zip(
       *map(jax.tree.leaves, (trees, means, shares)), old, new, strict=True

@@ -7,6 +7,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jdist import codecs, collectives, reducers, training, transforms
+from jdist.reducers import _sharded
 from tests import _refusals
 from tests.reducers import _small_codecs as small
 from tests.transforms import _reducers
@@ -163,15 +164,15 @@ _SCALED = codecs.RandomK(0.1)
   ("phases", lambda: scheduled((None, 0.1)), "a `Reducer`"),
   ("steps_per_phase", lambda: warm(0), "an int >= 1, got 0"),
   ("final_ratio", lambda: warm(1, 0.0), "in (0, 1], got 0.0"),
-  ("specs", lambda: reducers.Sharded(EXACT, {"a": "inner"}), "hold one"),
+  ("specs", lambda: _sharded.Sharded(EXACT, {"a": "inner"}), "hold one"),
   (
     "specs",
-    lambda: reducers.Sharded(EXACT, [PartitionSpec()]).init(TWO, None),
+    lambda: _sharded.Sharded(EXACT, [PartitionSpec()]).init(TWO, None),
     "one PartitionSpec for each leaf",
   ),
   (
     "specs",
-    lambda: reducers.Sharded(EXACT, INNER).init(jnp.zeros(2), None),
+    lambda: _sharded.Sharded(EXACT, INNER).init(jnp.zeros(2), None),
     "axes of the workers' mesh",
   ),
   ("reducer", low_ranks_of_shards, "one for shards and chunks of leaves"),

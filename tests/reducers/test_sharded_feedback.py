@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 import jdist
 from jdist import codecs, collectives, reducers, training, transforms
+from jdist.reducers import _sharded
 from tests.profiling import _reading
 
 ROUNDS = 5
@@ -248,7 +249,7 @@ def test_local_steps_send_shards(late):
 
 
 def test_bits_are_of_all_devices():
-  reducer = reducers.Sharded(REDUCERS["all-to-all int4"], SPECS)
+  reducer = _sharded.Sharded(REDUCERS["all-to-all int4"], SPECS)
   like = {
     name: jax.ShapeDtypeStruct(shape, "float32")
     for name, shape in SHAPES.items()

@@ -30,7 +30,7 @@ PARTS = transforms.Stream(max_bytes=4000)
 LATE = transforms.Delayed
 
 RULES = {
-  "average": transforms.Average(),
+  "average": None,
   "outer step": transforms.OuterStep(
     optax.sgd(0.5, momentum=0.5, nesterov=True)
   ),
