@@ -295,7 +295,7 @@ def _walk(
     inside = place.branch() if name == "cond" else place
     times = count * eqn.params["length"] if name == "scan" else count
     if name == "shard_map":  # It runs on each of a worker's devices.
-      manual = eqn.params["newly_axis"]
+      manual = eqn.params["newly_manual_axes"]
       times *= math.prod(n for axis, n in inner.items() if axis in manual)
     for body in _bodies(eqn):
       yield from _walk(body, sizes, inside, times, inner)
