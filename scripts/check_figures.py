@@ -4,14 +4,14 @@
     python scripts/check_figures.py README.md experiments/mp2 # some
 
 A figure is a number with a decimal point, in the text or a table of a page: of
-README.md, of docs/ and of all pages of the experiments but HISTORY.md.  The figures of a
-line of a table, and those of an interval in the text, are traced if they are
-together in one line that a report prints from the rows (`REPORTS`), or in one
-row, rounded as they are shown, as they are, in percent, or in thousands or
-millions.  Any other figure of the text is traced if a report prints it, or if
-it is a setting: of a row's config, or its learning rate.  Signs count.  The
-figures may also be those of an experiment that a page links to.  What a paper
-says is told by a comment, `paper: 88.98`.
+README.md, of docs/ and of all pages of the experiments but HISTORY.md.  The
+figures of a line of a table, and those of an interval in the text, are traced
+if they are together in one line that a report prints from the rows (`REPORTS`),
+or in one row, rounded as they are shown, as they are, in percent, or in
+thousands or millions.  Any other figure of the text is traced if a report
+prints it, or if it is a setting: of a row's config, or its learning rate.
+Signs count.  The figures may also be those of an experiment that a page links
+to.  What a paper says is told by a comment, `paper: 88.98`.
 """
 
 import argparse
