@@ -57,13 +57,8 @@ def pack(codes: jax.Array, width: int) -> jax.Array:
   if codes.dtype.itemsize < dtype.itemsize:
     codes = codes.astype(dtype)
   lanes = group(width)
-  length = codes.shape[-1] // lanes
-  body = [codes[..., i * length : (i + 1) * length] for i in range(lanes)]
-  rest = codes[..., lanes * length :]
-  pieces = _pack_lanes(body, width) if length else []
-  if rest.shape[-1]:
-    single = [rest[..., i : i + 1] for i in range(rest.shape[-1])]
-    pieces += _pack_lanes(single, width)
+  groups = _stretches(codes, lanes, codes.shape[-1] // lanes)
+  pieces = [byte for each in groups for byte in _pack_lanes(each, width)]
   return _join(pieces, codes, np.dtype(np.uint8))
 
 
@@ -71,14 +66,11 @@ def unpack(packed: jax.Array, width: int, num_codes: int) -> jax.Array:
   """Unpacks a result of `pack` to the smallest unsigned dtype that fits."""
   dtype = code_dtype(width)
   lanes = group(width)
-  planes = lanes * width // 8
   length, num_rest = divmod(num_codes, lanes)
-  body = [packed[..., i * length : (i + 1) * length] for i in range(planes)]
-  rest = packed[..., planes * length :]
-  pieces = _unpack_lanes(body, width, lanes) if length else []
+  groups = _stretches(packed, lanes * width // 8, length)
+  pieces = _unpack_lanes(groups.pop(0), width, lanes) if length else []
   if num_rest:
-    single = [rest[..., i : i + 1] for i in range(rest.shape[-1])]
-    pieces += _unpack_lanes(single, width, num_rest)
+    pieces += _unpack_lanes(groups.pop(), width, num_rest)
   return _join(pieces, packed, dtype)
 
 
@@ -88,17 +80,10 @@ def pack_trits(codes: jax.Array) -> jax.Array:
   The i-th byte holds the i-th code of each of five stretches, in base 3; a rest
   of up to four codes shares one more byte: uint8 [..., ceil(n / 5)].
   """
-  length = codes.shape[-1] // 5
-  codes = codes.astype(jnp.uint8)
-  body = [codes[..., i * length : (i + 1) * length] for i in range(5)]
-  rest = codes[..., 5 * length :]
-  single = [rest[..., i : i + 1] for i in range(rest.shape[-1])]
+  groups = _stretches(codes.astype(jnp.uint8), 5, codes.shape[-1] // 5)
   pieces = [
-    sum(
-      (lane * np.uint8(3**i) for i, lane in enumerate(lanes[1:], 1)), lanes[0]
-    )
-    for lanes in (body, single)
-    if lanes and lanes[0].shape[-1]
+    sum((x * np.uint8(3**i) for i, x in enumerate(lanes[1:], 1)), lanes[0])
+    for lanes in groups
   ]
   return _join(pieces, codes, np.dtype(np.uint8))
 
@@ -110,6 +95,17 @@ def unpack_trits(packed: jax.Array, num_codes: int) -> jax.Array:
   pieces = [_trit(body, i) for i in range(5)] if length else []
   pieces += [_trit(rest, i) for i in range(num_rest)]
   return _join(pieces, packed, np.dtype(np.uint8))
+
+
+def _stretches(x: jax.Array, num: int, length: int) -> list[list[jax.Array]]:
+  """Cuts the last axis into `num` stretches, and the rest into single entries.
+
+  Either group is left out if it is empty.
+  """
+  rest = x[..., num * length :]
+  body = [x[..., i * length : (i + 1) * length] for i in range(num)]
+  single = [rest[..., i : i + 1] for i in range(rest.shape[-1])]
+  return [group for group in (body if length else [], single) if group]
 
 
 # For bytes below 243, x // 3**place equals (x * factor) >> shift in 16 bits, by
