@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jdist import checks
-from jdist.data import _partition, _sample_stream
+from jdist.data import _sample_stream
 from jdist.data._dataset import Dataset
 from jdist.data._text_dataset import TextDataset
 
@@ -61,14 +61,14 @@ class Batches:
     worker_ids: Sequence[int] | None = None,
   ):
     self.dataset = dataset
-    self.num_workers = _partition.check_num_workers(num_workers, len(dataset))
+    # The stream checks the other arguments.
+    self._samples = _sample_stream.SampleStream(
+      dataset, num_workers, seed=seed, alpha=alpha
+    )
+    self.num_workers = self._samples.num_workers
     self.batch_size = checks.check_int("batch_size", batch_size, 1)
     self.worker_ids = _check_worker_ids(worker_ids, self.num_workers)
     self.steps_per_epoch = len(dataset) / (self.num_workers * self.batch_size)
-    seed = checks.check_int("seed", seed, 0)
-    self._samples = _sample_stream.SampleStream(
-      dataset, self.num_workers, seed=seed, alpha=alpha
-    )
 
   def indices(self, step: int) -> np.ndarray:
     """Returns a step's samples, int64 [len(worker_ids), batch_size]."""

@@ -2,9 +2,8 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 from flax import nnx
 
 from jdist.models import _forms, _layered_network, _layers
@@ -98,20 +97,10 @@ class AlexNet(_layered_network.LayeredNetwork):
 
   def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
     """Returns each convolution with its pooling, then the dense layers."""
-    convs = []
-    for i, pooled in enumerate(self.pooled):
-      name = f"conv{i + 1}"
-      size = self.pool_size if pooled else None
-      run = functools.partial(_run_conv, name, size)
-      convs.append(_layered_network.NetworkPart((name,), run))
+    window = (self.pool_size, self.pool_size)
+    pool = functools.partial(nnx.max_pool, window_shape=window, strides=(2, 2))
+    convs = (
+      _layers.conv_part((f"conv{i + 1}",), after=pool if pooled else None)
+      for i, pooled in enumerate(self.pooled)
+    )
     return (*convs, *_layers.head_parts(self.head))
-
-
-def _run_conv(
-  name: str, pool_size: int | None, net: Any, x: jax.Array, mask: Any
-) -> jax.Array:
-  del mask
-  x = jax.nn.relu(getattr(net, name)(x))
-  if pool_size is None:
-    return x
-  return nnx.max_pool(x, (pool_size, pool_size), strides=(2, 2))

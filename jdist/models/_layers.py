@@ -141,6 +141,28 @@ def add_head(
   return names
 
 
+def conv_part(
+  names: tuple[str, ...],
+  *,
+  before: Callable[[jax.Array], jax.Array] | None = None,
+  after: Callable[[jax.Array], jax.Array] | None = None,
+) -> NetworkPart:
+  """Returns the part of a convolution, an optional norm, and a rectifier.
+
+  `before` changes the images, and `after` the result, for instance by pooling.
+  """
+
+  def run(net: Any, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+    conv, *norms = names
+    x = getattr(net, conv)(x if before is None else before(x))
+    for name in norms:
+      x = getattr(net, name)(x, mask=mask)
+    x = jax.nn.relu(x)
+    return x if after is None else after(x)
+
+  return NetworkPart(names, run)
+
+
 def head_parts(names: Sequence[str]) -> tuple[NetworkPart, ...]:
   """Returns the parts that `add_head` has added; the first one flattens."""
 

@@ -1,8 +1,6 @@
 """Small convolutional networks: LeNet-5 and a net of three convolutions."""
 
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +43,8 @@ class LeNet(_layered_network.LayeredNetwork):
   def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
     """Returns each convolution with its pooling, then the dense layers."""
     return (
-      _conv_part("conv1", padded=True),
-      _conv_part("conv2"),
+      _layers.conv_part(("conv1",), before=_pad_to_32, after=_patches.halve),
+      _layers.conv_part(("conv2",), after=_patches.halve),
       *_layers.head_parts(self.head),
     )
 
@@ -88,23 +86,14 @@ class CNN(_layered_network.LayeredNetwork):
 
   def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
     """Returns each convolution with its pooling, then the dense layers."""
-    convs = (_conv_part(f"conv{i}") for i in (1, 2, 3))
+    convs = (
+      _layers.conv_part((f"conv{i}",), after=_patches.halve) for i in (1, 2, 3)
+    )
     return (*convs, *_layers.head_parts(self.head))
 
 
-def _conv_part(name: str, padded: bool = False) -> _layered_network.NetworkPart:
-  run = functools.partial(_run_conv, name, padded)
-  return _layered_network.NetworkPart((name,), run)
-
-
-def _run_conv(
-  name: str, padded: bool, net: Any, x: jax.Array, mask: jax.Array | None
-) -> jax.Array:
-  del mask
-  if padded:
-    # An odd border has its larger half below and to the right.
-    _, height, width, _ = x.shape
-    missing = [(32 - size) for size in (height, width)]
-    around = [(0, 0), *((m // 2, m - m // 2) for m in missing), (0, 0)]
-    x = jnp.pad(x, around)
-  return _patches.halve(jax.nn.relu(getattr(net, name)(x)))
+def _pad_to_32(x: jax.Array) -> jax.Array:
+  # An odd border has its larger half below and to the right.
+  missing = [32 - size for size in x.shape[1:3]]
+  around = [(0, 0), *((m // 2, m - m // 2) for m in missing), (0, 0)]
+  return jnp.pad(x, around)

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,26 +103,14 @@ class VGG(_layered_network.LayeredNetwork):
     for block in self.blocks:
       for name in block:
         names = (name,) if self.norm == "none" else (name, f"{name}_norm")
-        pooled = name == block[-1]
         averaged = self.averaged and name == last
-        run = functools.partial(_run_conv, names, pooled, averaged)
-        convs.append(_layered_network.NetworkPart(names, run))
+        after = functools.partial(_end_block, averaged)
+        convs.append(
+          _layers.conv_part(names, after=after if name == block[-1] else None)
+        )
     return (*convs, *_layers.head_parts(self.head))
 
 
-def _run_conv(
-  names: tuple[str, ...],
-  pooled: bool,
-  averaged: bool,
-  net: Any,
-  x: jax.Array,
-  mask: jax.Array | None,
-) -> jax.Array:
-  conv, *norm = names
-  x = getattr(net, conv)(x)
-  for name in norm:
-    x = getattr(net, name)(x, mask=mask)
-  x = jax.nn.relu(x)
-  if pooled:
-    x = _patches.halve(x, padding="SAME")
+def _end_block(averaged: bool, x: jax.Array) -> jax.Array:
+  x = _patches.halve(x, padding="SAME")
   return jnp.mean(x, axis=(1, 2)) if averaged else x

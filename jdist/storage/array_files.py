@@ -161,7 +161,7 @@ def refuse_others(directory: str | os.PathLike[str], what: str) -> set[str]:
     return set()
   try:
     manifest = _read(target)
-  except (hashes.DamagedError, sealed_json.FormatError) as error:
+  except ValueError as error:
     raise ValueError(
       f"{rule} has an {_MANIFEST} that is not ours, damaged, or of another "
       f"version. {error} Take another directory."

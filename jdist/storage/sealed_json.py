@@ -15,10 +15,6 @@ from jdist import checks
 from jdist.storage import hashes
 
 
-class FormatError(ValueError):
-  """A sealed file is of another format."""
-
-
 def check(name: str, value: Any) -> None:
   """Raises a ValueError unless JSON can hold a value."""
   try:
@@ -40,8 +36,8 @@ def read(path: pathlib.Path, *, form: int) -> Any:
   """Returns the body that was given to `write`.
 
   Raises:
-    FormatError: when the file is of another format.
-    DamagedError: when it cannot be read or has changed.
+    ValueError: when the file is of another format, and as a DamagedError when
+      it cannot be read or has changed.
   """
   try:
     whole = json.loads(path.read_text())
@@ -50,7 +46,7 @@ def read(path: pathlib.Path, *, form: int) -> Any:
   except (ValueError, KeyError, TypeError, RecursionError) as error:
     raise hashes.DamagedError(path, f"cannot be read ({error!r})") from error
   if found != form:
-    raise FormatError(
+    raise ValueError(
       f"`directory`: {path} has format {found}, and this version of jdist "
       f"reads {form}. Use the version that wrote it."
     )
