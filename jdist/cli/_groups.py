@@ -435,7 +435,7 @@ class StageOptions:
   `transforms.predict_weights`, or leave them as they are."""
 
 
-# Fields and help list the groups in reverse order: the last base comes first.
+# Fields and help list the groups in reverse order: the last base is the first.
 @dataclasses.dataclass(frozen=True)
 class Common(
   ResultOptions,

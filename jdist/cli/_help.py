@@ -26,8 +26,6 @@ methods:
 examples:
   jdist compare
       four methods on handwritten digits, in minutes
-  jdist compare --preset mnist --interval 16
-      longer rounds, on MNIST
   jdist train --method diloco --checkpoints DIR
       one method; the same command resumes it
   jdist train --preset tiny_shakespeare
@@ -131,7 +129,7 @@ def options(name: str, defaults: Any) -> str:
       form = _POSITIONAL.get((name, field))
       if form is None:
         form = f"{_options.word(field)} {_kind(hints[field], field)}"
-        if (value := getattr(defaults, field)) is not None:
+        if (value := getattr(defaults, field)) not in (None, ()):
           text = f"{text} [{_shown(value)}]"
       parts.append(_entry(form, text, width))
     parts.append("")
@@ -177,6 +175,8 @@ def _entry(form: str, text: str, width: int) -> str:
 def _shown(value: Any) -> str:
   if isinstance(value, tuple):
     return " ".join(map(_shown, value))
+  if isinstance(value, bool):
+    return "on" if value else "off"
   return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -208,9 +208,9 @@ def groups(command: type[Any]) -> dict[str, dict[str, str]]:
   # options are on top, because they are the reason for the command.
   for owner in (command, *reversed(command.__mro__)):
     own = _own_fields(owner) if dataclasses.is_dataclass(owner) else {}
-    title = "options" if owner is command else str(owner.__doc__).rstrip(".")
+    title = str(owner.__doc__).partition("\n")[0].rstrip(".")
     if own:  # A class that only joins groups has no options of its own.
-      found.setdefault(title, own)
+      found.setdefault("options" if owner is command else title, own)
   return found
 
 

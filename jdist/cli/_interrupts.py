@@ -2,8 +2,8 @@
 
 Python raises `KeyboardInterrupt` wherever the main thread happens to be. In a
 callback of the garbage collector, of which JAX has one, or in a destructor
-nobody can catch it: Python reports it on stderr and goes on, and so would the
-run, with its other processes.
+it cannot be caught: Python reports it on stderr and continues, and so would
+the run, with its other processes.
 """
 
 import _thread
@@ -14,27 +14,27 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-# Long enough to have left the callback.
+# Time in which the callback ends, so that the repeated interrupt is not lost.
 _AGAIN_S = 0.05
 
 
 class SigtermError(BaseException):
-  """SIGTERM has come, where it is raised."""
+  """SIGTERM was received while the code was running that raises it."""
 
 
 @contextlib.contextmanager
 def raised_by_sigterm() -> Iterator[None]:
   """Raises a SigtermError upon the first SIGTERM; later ones do nothing."""
 
-  def come(number: int, frame: Any) -> None:
+  def handle(number: int, frame: Any) -> None:
     del frame
     signal.signal(number, signal.SIG_IGN)
     raise SigtermError
 
   if threading.current_thread() is not threading.main_thread():
-    yield  # Signals are the main thread's.
+    yield  # Python allows signal handlers in the main thread only.
     return
-  before = signal.signal(signal.SIGTERM, come)
+  before = signal.signal(signal.SIGTERM, handle)
   try:
     yield
   finally:
@@ -43,7 +43,7 @@ def raised_by_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-  """Interrupts again what has lost an interrupt."""
+  """Repeats an interrupt that Python has caught and dropped."""
   before = sys.unraisablehook
   timers: list[threading.Timer] = []
 
@@ -51,7 +51,7 @@ def kept() -> Iterator[None]:
     if not issubclass(lost.exc_type, KeyboardInterrupt):
       before(lost)
       return
-    # Later and by another thread: raised here, it would be lost here.
+    # Another thread raises it later: raised here, it would be lost, too.
     timer = threading.Timer(_AGAIN_S, _thread.interrupt_main)
     timer.daemon = True
     timers.append(timer)

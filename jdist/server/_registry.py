@@ -35,7 +35,7 @@ _ENTRIES = (
   ProtocolEntry(
     "bsp",
     _bsp.BSP,
-    "synchronous SGD, with backup workers if asked for",
+    "synchronous SGD, optionally with backup workers",
     "Chen et al., arXiv 1604.00981",
   ),
   ProtocolEntry(
@@ -47,13 +47,13 @@ _ENTRIES = (
   ProtocolEntry(
     "ssp",
     _ssp.SSP,
-    "asynchronous, but nobody far ahead of the slowest",
+    "asynchronous, with a bound on the lead over the slowest",
     "Ho et al., NeurIPS 2013",
   ),
   ProtocolEntry(
     "n_softsync",
     _n_softsync.NSoftsync,
-    "an update of floor(L / n) gradients, from anyone",
+    "an update of floor(L / n) gradients from any workers",
     "Zhang et al., arXiv 1511.05950",
   ),
   ProtocolEntry(
@@ -65,19 +65,19 @@ _ENTRIES = (
   ProtocolEntry(
     "ringmaster",
     _asynchronous.Ringmaster,
-    "asynchronous; gradients that come too late are discarded",
+    "asynchronous; gradients that are too stale are discarded",
     "Maranjyan et al., arXiv 2501.16168",
   ),
   ProtocolEntry(
     "h_ps",
     _h_ps.h_ps,
-    "rounds; tasks, bits and overlapped messages follow each worker",
+    "rounds; tasks, bits and overlap adapt to each worker",
     "H-PS",
   ),
   ProtocolEntry(
     "decoupled_diloco",
     _decoupled_diloco.DecoupledDiLoCo,
-    "local steps; a quorum's fragments make an outer step, nobody waits",
+    "local steps; the fragments of a quorum make an outer step",
     "Douillard et al., arXiv 2604.21428",
   ),
 )

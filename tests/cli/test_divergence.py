@@ -62,7 +62,7 @@ def test_tuning_never_chooses_a_diverged_rate(tmp_path, capsys):
   grid = "--learning-rate 0.001 1e30"
   assert cli.main(f"{words} {grid}".split()) == 0
   assert _row(tmp_path)["learning_rate"] == 0.001
-  # Of nothing but such rates, none.
+  # If every rate diverges, none is chosen.
   grid = "--learning-rate 1e29 1e30"
   assert cli.main(f"{words}/2 {grid}".split()) == 3
   told = capsys.readouterr()

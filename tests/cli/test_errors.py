@@ -207,7 +207,7 @@ def test_missing_data_set_is_reported_within_seconds(tmp_path):
     text=True,
     timeout=60,
   )
-  assert time.monotonic() - start_s < 30  # Of which most is starting Python.
+  assert time.monotonic() - start_s < 30  # Most of it is the start of Python.
   assert done.returncode == 2, done.stderr
   assert done.stderr.count("\n") == 1
   assert "python -m jdist.data prepare cifar10" in done.stderr

@@ -13,6 +13,11 @@ from jdist.cli import _commands, _help, _options
 
 _ROOT = pathlib.Path(__file__).parent.parent.parent
 _COMMANDS = {"train": _commands.Train, "compare": _commands.Compare}
+_ALL = _COMMANDS | {
+  "overlap": _commands.Overlap, "bytes": _commands.Bytes,
+  "simulate": _commands.Simulate, "pipeline": _commands.Pipeline,
+  "launch": _commands.Launch,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +42,18 @@ def test_the_overview_names_commands_methods_and_presets(words, capsys):
   assert max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("command", _COMMANDS)
+@pytest.mark.parametrize("command", _ALL)
 def test_every_option_is_shown_once_and_explained(command, capsys):
   text = _told(capsys, command, "--help")
-  fields = _help.fields(_COMMANDS[command])
-  assert set(fields) == set(_COMMANDS[command].__dataclass_fields__)
+  fields = _help.fields(_ALL[command])
+  # `launch` keeps the command behind `--` in two more fields.
+  assert set(fields) == {*_ALL[command].__dataclass_fields__} - {
+    "command", "train",
+  }  # fmt: skip
   for name, told in fields.items():
-    option = f"  --{name.replace('_', '-')} "
-    assert sum(line.startswith(option) for line in text.splitlines()) == 1
+    option = _help._POSITIONAL.get((command, name), _options.word(name))
+    shown = [x for x in text.splitlines() if x.startswith(f"  {option} ")]
+    assert len(shown) == 1, name
     assert told[:20] in " ".join(text.split()), name
   assert max(map(len, text.splitlines())) <= 80
 

@@ -3,17 +3,19 @@
 import importlib.util
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
 import jax
 import pytest
 
-from jdist import cli, collectives, methods, models, profiling
-from jdist.cli import _commands, _help
-from jdist.cli.programs import _overlap, _overlap_inputs
+from jdist import cli, cluster, collectives, methods, models, profiling
+from jdist.cli import _commands, _output
+from jdist.cli.programs import _overlap, _overlap_inputs, _overlap_report
 from jdist.profiling import _timeline
 
+_PROFILING = pathlib.Path(__file__).parent.parent / "profiling"
 needs_compiler = pytest.mark.skipif(
   not any(
     importlib.util.find_spec(f"jax_cuda{number}_plugin") for number in (12, 13)
@@ -84,18 +86,19 @@ def test_missing_compiler_is_refused_with_its_extra(
   assert list(tmp_path.iterdir()) == []
 
 
-def test_help_shows_every_option_once(monkeypatch, capsys):
-  monkeypatch.setenv("COLUMNS", "80")
-  assert cli.main(["overlap", "--help"]) == 0
-  text, error = capsys.readouterr()
-  assert error == ""
-  fields = _help.fields(_commands.Overlap)
-  assert set(fields) == set(_commands.Overlap.__dataclass_fields__)
-  for name, told in fields.items():
-    option = f"  --{name.replace('_', '-')} "
-    assert sum(line.startswith(option) for line in text.splitlines()) == 1
-    assert told[:20] in " ".join(text.split()), name
-  assert max(map(len, text.splitlines())) <= 80
+def test_report_of_a_forecast_has_a_line_for_each_collective(capsys):
+  text = (_PROFILING / "delayed_on_8_h200.hlo").read_text()
+  device = cluster.Device("toy", 2 * 1024**3, memory_bytes_per_s=1e30)
+  step = profiling.forecast(text, device, cluster.Link(8e9))
+  found = _overlap_report.Found("msdpu", step, step, 8, 10**9, 3.0)
+  _output.console().print(_overlap_report.messages_table(found))
+  _output.console().print(_overlap_report.methods_table([found]))
+  out = capsys.readouterr().out
+  assert "│ 1 │ all-reduce │ each step │    3.67 │" in out
+  assert "│ msdpu  │     8 │      3.67 │" in out
+  row = _overlap_report.row(_commands.Overlap(), found)
+  assert row["hidden_share"] == row["meeting"]["hidden_share"] == 1.0
+  assert row["messages"][0]["kernels"] == 4
 
 
 def test_forms_name_methods_of_the_registry():

@@ -167,7 +167,7 @@ def test_bad_pipeline_is_refused_in_one_line(name, capsys, tmp_path):
   assert cli.main(["pipeline", *words.split()]) == 2
   told, *picture = capsys.readouterr().err.splitlines()
   assert reason in told
-  # Of a table that cannot run, up to the place.
+  # A table that cannot run is drawn up to the place of the deadlock.
   assert bool(picture) == ("cannot run" in told)
   assert all(x.startswith("device ") for x in picture)
   assert not list(tmp_path.glob("runs*"))

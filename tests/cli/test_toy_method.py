@@ -40,7 +40,7 @@ def test_new_sync_rule_trains_from_the_command_line(
   assert cli.main(words) == 0
   (row,) = training.read_rows(tmp_path / "rows.jsonl")
   assert row["method"] == "toy" and row["rounds"] == 3
-  # Of 9,610 parameters four bits each, and scales.
+  # Four bits for each of 9,610 parameters, and scales.
   exact = 2 * 3 / 4 * 4 * 9610
   assert row["sent_bytes"] / row["rounds"] == pytest.approx(exact / 8, rel=0.15)
   assert cli.main(["--help"]) == 0

@@ -69,7 +69,7 @@ def _disturb(process, folder, seeded, processes):
   """Kills a process of the run now and then.
 
   Returns:
-    Of each kill the signal, the process, and the step of the last checkpoint.
+    The signal, the process, and the step of the last checkpoint of each kill.
   """
   end_s = time.monotonic() + _LIMIT_S
   kills = []
