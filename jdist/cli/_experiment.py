@@ -26,6 +26,7 @@ class Prepared:
 
   def __post_init__(self) -> None:
     workload, options = self.workload, self.options
+    # Methods depend on the structure of the model and not on its seed.
     model = workload.model(0)
     self.budget = _methods.make_budget(
       options, self.peak, workload.steps_per_epoch
@@ -66,6 +67,7 @@ class Prepared:
       label=label,
       **fit,
     )
+    # The evaluated model is the anchor, which all workers share.
     if on_end is not None:
       on_end(*self.programs.evaluate.model(state))
     return records
@@ -115,6 +117,7 @@ def check(options: _groups.Common) -> None:
     ValueError: when options do not match.
     ImportError: when extras are missing, with all their names.
   """
+  # Only `train` has this option and the two below.
   model = getattr(options, "final_params", None)
   if model is not None and pathlib.Path(model).suffix != ".safetensors":
     raise ValueError(

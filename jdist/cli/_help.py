@@ -122,6 +122,7 @@ def options(name: str, defaults: Any) -> str:
     f"usage: jdist {name} [OPTIONS]\n\n{textwrap.fill(text, width)}\n",
     f"examples:{_EXAMPLES[name]}",
   ]
+  # Annotations are strings or aliases until they are resolved.
   hints = typing.get_type_hints(type(defaults), include_extras=True)
   for title, documents in groups(type(defaults)).items():
     parts.append(f"{title}:")
@@ -185,6 +186,7 @@ def _kind(hint: Any, field: str) -> str:
   arguments = typing.get_args(hint)
   if hint is bool:
     return f"| --no-{field.replace('_', '-')}"
+  # An alias such as `Directory` brings its own word for the value.
   if typing.get_origin(hint) is typing.Annotated:
     return str(arguments[1].metavar)
   if typing.get_origin(hint) is typing.Literal:

@@ -14,6 +14,7 @@ _PACKAGE = pathlib.Path(__file__).parent.parent
 
 def output_directory(output: str | None, label: str) -> pathlib.Path:
   """Makes the named directory, or a new one under runs/."""
+  # Two runs in one second share a directory, and append their rows.
   now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
   path = pathlib.Path(output or f"runs/{label}-{now}")
   make_directory("--output", path)
@@ -62,10 +63,12 @@ def table(
     items: One for each row; a tuple fills several arguments of a column.
     left: The number of columns of text; the others are aligned like numbers.
   """
+  # The import takes long, and only some commands draw tables.
   from rich import table
 
   grid = table.Table(title=title, caption=caption)
   for number, heading in enumerate(columns):
+    # A first column that wraps would make rows hard to tell apart.
     text = number < left
     grid.add_column(
       heading, justify="left" if text else "right", no_wrap=number == 0

@@ -86,6 +86,7 @@ def _load(options: _groups.NetworkOptions, load: Any) -> Any:
       "`--predictor` must be given for mp2: a directory that "
       "`jdist.prediction.save_predictor` has written."
     )
+  # The room of files does not know the option that names one.
   try:
     return load(path)
   except (ValueError, OSError) as error:

@@ -20,6 +20,7 @@ def run(options: _commands.Pipeline) -> None:
   if options.action == "plan":
     _plan.run(options)
     return
+  # A plan chooses them, so that these defaults are only for the other actions.
   options = dataclasses.replace(
     options,
     tables=options.tables or ("1f1b",),
@@ -44,6 +45,7 @@ def _table(name: str, options: _commands.Pipeline) -> pipeline.Table:
     # With several tables an option applies to those that have it.
     known = pipeline.table_options(name)
     alone = len(options.tables) == 1
+    # Alone, a table refuses an option that it does not have.
     given = {key: x for key, x in given.items() if alone or key in known}
     if options.action == "simulate" and entry.asynchronous:
       given.setdefault("num_iterations", _ITERATIONS)
@@ -58,6 +60,7 @@ def _check(table: pipeline.Table, options: _commands.Pipeline) -> None:
     max_live=options.max_live,
     max_versions=options.max_versions,
   )
+  # A table that runs with blocking sends also runs with buffered ones.
   sends = "buffered or blocking" if report.blocking else "buffered"
   print(f"{table}\n  runs to its end, with {sends} sends")
   for title, values in (

@@ -23,6 +23,7 @@ def check(options: _commands.Train) -> pipeline.Table:
   _options.check_left_out(
     options, ("accumulate", "substrate", "final_params"), "with `--stages`"
   )
+  # MP² predicts layers that would be on other devices.
   if options.method == _trained.METHOD:
     raise ValueError(
       "`--stages` must be left out with a method whose network predicts a "
@@ -32,6 +33,7 @@ def check(options: _commands.Train) -> pipeline.Table:
   late = {"--late-from": options.late_from is not None}
   late["--delay-fix"] = options.delay_fix != "none"
   for option, given in late.items():
+    # With a window of 1 an update waits for all gradients of its iteration.
     if given and table.window == 1:
       raise ValueError(
         f"`{option}` must be left out with `--table` {options.table}, whose "
@@ -97,6 +99,7 @@ class PreparedStages:
     self.budget = _methods.make_budget(
       options, options.learning_rate, workload.steps_per_epoch
     )
+    # The late table is built first: its refusals should not wait for the other.
     self.late = self._phase(self.table)
     self.first: _Phase | None = None
     if options.late_from is not None:
@@ -115,23 +118,24 @@ class PreparedStages:
   ) -> list[training.Record]:
     """Trains from a seed's initial parameters; see `Trainer.fit`."""
     num_steps, team = self.budget.num_steps, self.workload.workers
-    if self.first is None:
-      state, records = self._fit(
-        self.late, self._state(self.late, seed), seed, num_steps, label, fit
-      )
-    else:
-      change = self._change_step()
+    state = None
+    if self.first is not None:
+      share = self.options.late_from
+      assert share is not None, "there is a first table"
+      change = min(max(1, round(share * num_steps)), num_steps - 1)
       # A longer run is another run here: it would change tables elsewhere.
       fit = fit | {"free": ()}
-      if self._is_late(fit, seed, change):
-        state = self._state(self.late, seed)
-      else:
+      if not self._is_late(fit, seed, change):
         state, before = self._fit(
           self.first, self._state(self.first, seed), seed, change, label, fit
         )
+        # 1f1b is drained by its own flush, so that only parameters and the
+        # optimizer's state are carried over.
         state = self.late.pipe.continue_from(state, team, self.late.optimizer)
         fit = fit | {"continues": before}
-      state, records = self._fit(self.late, state, seed, num_steps, label, fit)
+    if state is None:
+      state = self._state(self.late, seed)
+    state, records = self._fit(self.late, state, seed, num_steps, label, fit)
     # Without a flush the last gradients are still in flight.  The last record
     # is of parameters to which all of them have been applied.
     if records and self.late.pipe.grid.behind:
@@ -140,12 +144,6 @@ class PreparedStages:
       records[-1] = records[-1]._replace(metrics=metrics)
     return records
 
-  def _change_step(self) -> int:
-    """Returns the step after which the late table begins."""
-    share, num_steps = self.options.late_from, self.budget.num_steps
-    assert share is not None, "there is a first table"
-    return min(max(1, round(share * num_steps)), num_steps - 1)
-
   def _is_late(self, fit: dict[str, Any], seed: int, change: int) -> bool:
     """Returns whether a resumed run is beyond its first table."""
     checkpoints: training.Checkpoints | None = fit.get("checkpoints")
@@ -153,6 +151,8 @@ class PreparedStages:
       return False
     assert self.first is not None, "there is a first table"
     first = self.first
+    # Both tables have other arrays in flight, so that the step of a checkpoint
+    # decides which state it can hold.
     found = checkpoints.restore(
       lambda step: self._state(self.late if step > change else first, seed),
       # With other options the tables would change at another step.
@@ -217,6 +217,7 @@ class PreparedStages:
     self, model: models.Model, table: pipeline.Table
   ) -> pipeline.OneProgram:
     workload, options = self.workload, self.options
+    # A stage computes alone: a whole model's cast of its inputs is not enough.
     layers = [_tables.cast_layer(x, options.dtype) for x in model.layers]
     inputs = workload.inputs()
     batch = workload.batches(0)[0]
@@ -231,6 +232,7 @@ class PreparedStages:
     microbatch = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct((size, *x.shape[2:]), x.dtype), batch
     )
+    # Cuts follow from shapes alone, so that all processes find the same ones.
     cuts = options.cuts or _balanced(
       layers, table.num_stages, microbatch, lambda x, key: inputs(x, key)
     )

@@ -45,6 +45,7 @@ def make(
 
 def of_options(options: Any) -> pipeline.Table:
   """Makes the table of a command that cuts models into stages."""
+  # With two for each stage 1f1b is busy for about two thirds of the time.
   microbatches = options.microbatches or 2 * options.stages
   table = make(options.table, options.stages, microbatches, **given(options))
   if len(table.devices) != options.stages:

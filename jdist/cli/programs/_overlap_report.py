@@ -38,11 +38,13 @@ class Found:
   def hidden_share(self) -> float:
     """Returns the share of a round's communication that computation hides."""
     sent = self.mean(lambda step: step.send_s)
+    # A method without communication has nothing that could be exposed.
     exposed = self.mean(lambda step: step.exposed_s)
     return 1.0 - exposed / sent if sent else 1.0
 
   def mean(self, figure: Callable[[profiling.Forecast], float]) -> float:
     """Returns the mean of a figure over the steps of a round."""
+    # A round consists of equal steps and one that also sends.
     rest = self.interval - 1
     return (figure(self.meeting) + rest * figure(self.between)) / self.interval
 
@@ -108,6 +110,7 @@ def methods_table(found: list[Found]) -> Any:
 
 def label(found: Found) -> str:
   """Returns a method's label in the picture."""
+  # The picture shows the step that sends; in a round it is the last one.
   if found.interval == 1:
     return found.method
   return f"{found.method}, last step of {found.interval}"
@@ -117,7 +120,7 @@ def row(options: _commands.Overlap, found: Found) -> dict[str, Any]:
   """Returns a method's row."""
   return training.make_row(
     dataclasses.asdict(options),
-    0,
+    0,  # Nothing in a compiled program is random.
     method=found.method,
     interval=found.interval,
     compile_s=found.compile_s,

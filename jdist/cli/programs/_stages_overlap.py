@@ -61,6 +61,7 @@ def overlap(
     options, topology.kind, 1 if inside else topology.nodes
   )
   output = _output.output_directory(options.output, f"overlap-{options.model}")
+  # The same table twice shows what late sends gain, in ticks and in time.
   found = []
   for late in (False, True):
     one = _read(options, topology, table, task, device, link, late)
@@ -122,6 +123,7 @@ def _read(
   mesh = collectives.make_mesh(
     (workers, options.stages), ("worker", "stage"), topology.devices()
   )
+  # Each worker is a pipeline, and the mean over workers is part of the step.
   team = collectives.workers(workers, mesh=mesh)
   samples = options.batch_size * options.stages
 
@@ -171,6 +173,7 @@ def _read(
     forward_s=tuple(seconds(Op.FORWARD, s) for s in stages),
     backward_s=tuple(max(seconds(op, s) for op in kinds) for s in stages),
     between_s=between_s,
+    # Branch 0 of each conditional is taken by devices without work in a tick.
     idle_s=max(_sum_s(lane[0], device) for lane in loop.branches),
     memory_bytes=_overlap_inputs.memory_bytes(program),
     compile_s=time.monotonic() - start_s,
@@ -217,6 +220,7 @@ def _report(
 ) -> Any:
   assert options.stages is not None
   one = found[0]
+  # The longest pass of any stage decides how long a tick takes.
   passes = [1e3 * max(x) for x in (one.forward_s, one.backward_s)]
   columns: dict[str, Callable[[FoundStages], str]] = {
     "sends": lambda x: "a tick late" if x.late else "between ticks",
