@@ -172,19 +172,6 @@ class Peers:
         del self._messages[key]
       return first
 
-  def exchange(self, tag: Tag, arrays: Sequence[Any]) -> list[list[Any]]:
-    """Returns the arrays of all processes, which have equal shapes.
-
-    They are in the order of the processes' numbers, so that sums over them have
-    the same bits everywhere.
-    """
-    for other in self.others:
-      self.send(other, tag, arrays)
-    return [
-      list(arrays) if other == self.device else self.receive(other, tag, arrays)
-      for other in range(self.num_devices)
-    ]
-
   def check_agreement(self, what: str, text: str, number: int = 0) -> None:
     """Raises a ValueError unless all processes call this with equal texts."""
     tag = Tag(Kind.AGREED, iteration=number)

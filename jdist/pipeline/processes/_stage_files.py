@@ -1,10 +1,11 @@
-"""Stages on the disk: a directory for each step, in it one for each stage.
+"""Files of a pipeline's stages: a directory for each step and stage.
 
     step_00000040/stage_000/    arrays and their manifest, see `array_files`
-    step_00000040/stage_001/    of another process, perhaps on another machine
+    step_00000040/stage_001/    from another process, perhaps on another machine
 
-A stage that is there is there whole.  A step counts when all stages have it,
-which no process knows alone: `StageProcess.restore` compares their lists.
+A stage's directory appears only when it is complete.  A step counts if all
+stages have it, which no process knows alone: `StageProcess.restore` compares
+the processes' lists.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from jdist.storage import array_files, hashes
 
 PyTree = Any
 _WHAT = "a pipeline's stage"
-# That processes tell each other of.
+# The newest steps that processes compare; a message has a fixed size.
 _MAX_STEPS = 16
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -32,45 +33,45 @@ def save_stages(
   directory: str | os.PathLike[str],
   part: _device_part.DevicePart,
   state: _device_part.ProcessState,
-  names: Sequence[str],
-  number: int,
+  *,
+  exchange: int,
   keep: int,
   ours: bool,
 ) -> None:
-  """Saves a process's stages; returns when all processes have theirs.
+  """Saves a process's stages; returns when all processes have saved theirs.
 
   Args:
-    directory: of the run.
-    part: this process's.
-    state: between two runs of the table.
-    names: of all stages of the model.
-    number: of this exchange between the processes.
-    keep: steps to keep.
-    ours: whether what is there is of this run: restored from, or saved to.
+    directory: The directory of the run.
+    part: This process's part of the pipeline.
+    state: The state between two runs of the table.
+    exchange: The number of this exchange between the processes.
+    keep: The number of steps to keep.
+    ours: Whether this run has restored from the directory or saved to it.
 
   Raises:
-    ValueError: when another run has saved a later step there.
+    ValueError: If another run has saved a later step there.
   """
   later = [x for x in _steps(directory) if x > state.step]
   if not ours and any(_is_there(directory, x, part.own) for x in later):
     raise ValueError(
       f"`directory` must have no step after {state.step}, got {later[0]} of "
-      f"another run in {directory}. Take another directory, or go on from "
+      f"another run in {directory}. Take another directory, or continue from "
       "there with `restore`."
     )
   for stage in part.own:
     target = _folder(directory, state.step, stage)
-    body = {"what": _WHAT, "stages": list(names)}
+    body = {"what": _WHAT, "stages": _names(part)}
     array_files.save_arrays(target, _part(state, stage), body)
+  # An earlier step may be removed only when all processes have this one: if one
+  # is killed before, the others must still have a step in common with it.
   if part.peers is not None:
-    # An earlier step goes only when all have this one.
-    part.peers.check_agreement("`state.step`", str(state.step), number)
-  # What is later was given up, by a restore or by whoever saves again.
+    part.peers.check_agreement("`state.step`", str(state.step), exchange)
+  # This run has restored an earlier step, so later ones were given up.
   earlier = [x for x in _steps(directory) if x <= state.step]
   for step in later + earlier[keep:]:
     for stage in part.own:
       array_files.remove(_folder(directory, step, stage))
-    # The last process that has a stage there removes the step.
+    # Only the last process with a stage there can remove the step itself.
     with contextlib.suppress(OSError):
       _folder(directory, step, 0).parent.rmdir()
 
@@ -79,38 +80,38 @@ def restore_stages(
   directory: str | os.PathLike[str],
   part: _device_part.DevicePart,
   like: _device_part.ProcessState,
-  names: Sequence[str],
-  number: int,
+  *,
+  exchange: int,
 ) -> _device_part.ProcessState | None:
-  """Returns a process's stages of the newest step that all have, if any.
+  """Returns a process's stages of the newest step that all processes have.
 
   Args:
-    directory: of `save_stages`.
-    part: this process's.
-    like: a state of the same shapes.
-    names: of all stages of the model.
-    number: of this exchange between the processes.
+    directory: The directory of `save_stages`.
+    part: This process's part of the pipeline.
+    like: A state of the same shapes.
+    exchange: The number of this exchange between the processes.
 
   Raises:
-    ValueError: when there is no step that all have, or the stages are others.
+    ValueError: If processes have no step in common, or the stages differ.
   """
+  steps = [x for x in _steps(directory) if _is_whole(directory, x, part)]
   own = np.full(_MAX_STEPS, -1)
-  there = _steps(directory)
-  steps = [x for x in there if _is_whole(directory, x, part.own, names)]
   own[: len(steps)] = steps[:_MAX_STEPS]
-  every = [[own]]
-  if part.peers is not None:
-    tag = _peers.Tag(_peers.Kind.MOVED, 0, 2, number)
-    every = part.peers.exchange(tag, [own])
-  found = [{int(x) for x in row if x >= 0} for (row,) in every]
-  if not any(found):
+  every = part.collect(
+    _peers.Kind.MOVED, dict.fromkeys(part.own, own), exchange, number=2
+  )
+  found = {
+    part.table.device_of[s]: {int(x) for x in row if x >= 0}
+    for s, row in every.items()
+  }
+  if not any(found.values()):
     return None
-  common = set.intersection(*found)
+  common = set.intersection(*found.values())
   if not common:
     raise ValueError(
       "`directory` must hold a step that all processes have whole, got "
-      f"{[sorted(x) for x in found]} of the processes in {directory}. Start "
-      "anew in another directory."
+      f"{[sorted(x) for _, x in sorted(found.items())]} of the processes in "
+      f"{directory}. Start again in another directory."
     )
   return _load(directory, max(common), like)
 
@@ -128,6 +129,7 @@ def _load(
     {s: part["params"] for s, part in parts.items()},
     {s: part["opt_state"] for s, part in parts.items()},
     {s: part["model_state"] for s, part in parts.items()},
+    # The key belongs to the run and is stored with each stage.
     np.asarray(next(iter(parts.values()))["key"]),
   )
 
@@ -146,12 +148,11 @@ def _is_there(
 
 
 def _is_whole(
-  directory: str | os.PathLike[str],
-  step: int,
-  own: Sequence[int],
-  names: Sequence[str],
+  directory: str | os.PathLike[str], step: int, part: _device_part.DevicePart
 ) -> bool:
-  for stage in own:
+  """Returns whether a process's stages of a step can be restored."""
+  names = _names(part)
+  for stage in part.own:
     target = _folder(directory, step, stage)
     try:
       _, body = array_files.load_arrays(target, what=_WHAT)
@@ -164,13 +165,18 @@ def _is_whole(
         stacklevel=4,
       )
       return False
-    if body["stages"] != list(names):
+    # Other cuts are a mistake of the user, not a damaged file.
+    if body["stages"] != names:
       raise ValueError(
         f"`directory` must hold the stages {', '.join(names)}, got "
         f"{', '.join(body['stages'])} in {target}. Cut the layers as they "
         "were when they were saved."
       )
   return True
+
+
+def _names(part: _device_part.DevicePart) -> list[str]:
+  return [stage.name for stage in part.model.stages]
 
 
 def _folder(
@@ -181,7 +187,7 @@ def _folder(
 
 
 def _part(state: _device_part.ProcessState, stage: int) -> dict[str, PyTree]:
-  """Returns all that the run needs of one stage."""
+  """Returns everything that the run needs of one stage."""
   return {
     "params": state.params[stage],
     "opt_state": state.opt_state[stage],

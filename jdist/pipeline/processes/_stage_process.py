@@ -214,16 +214,14 @@ class StageProcess:
     """
     checks.check_int("keep", keep, 1)
     self._exchanges += 1
-    names = [x.name for x in self.stages]
     place = array_files.folder(directory).resolve()
     _stage_files.save_stages(
       directory,
       self._part,
       state,
-      names,
-      self._exchanges,
-      keep,
-      place in self._directories,
+      exchange=self._exchanges,
+      keep=keep,
+      ours=place in self._directories,
     )
     self._directories.add(place)
 
@@ -249,9 +247,8 @@ class StageProcess:
     """
     like = self.init_state(optimizer)
     self._exchanges += 1
-    names = [x.name for x in self.stages]
     found = _stage_files.restore_stages(
-      directory, self._part, like, names, self._exchanges
+      directory, self._part, like, exchange=self._exchanges
     )
     self._directories.add(array_files.folder(directory).resolve())
     return found

@@ -56,14 +56,6 @@ def test_messages_with_one_tag_keep_the_order_of_sending():
   assert in_threads(2, work)[1] == [0, 1, 2, 3]
 
 
-def test_exchange_returns_arrays_in_the_order_of_devices():
-  def work(peers):
-    found = peers.exchange(_TAG, [np.float32(peers.device)])
-    return [float(x) for (x,) in found]
-
-  assert in_threads(3, work) == [[0.0, 1.0, 2.0]] * 3
-
-
 def test_send_returns_before_the_message_is_received():
   # More than any socket's buffer.
   big = np.zeros(32 << 20, np.uint8)
