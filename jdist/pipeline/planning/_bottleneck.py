@@ -150,7 +150,7 @@ class Chain:
 
     It has the shortest trip among those with the least bottleneck.
     """
-    # First the least bottleneck; then, among stages within it, the least trip.
+    # The second search is for the least trip of stages within the bottleneck.
     least = self._least(nodes, self.stage_s, bound)
     if least is None:
       return None
@@ -190,8 +190,8 @@ class Chain:
       rows = np.flatnonzero(values < math.inf)
       if not rows.size:
         return None
-      # Only positions from which the rest of the machines can still be in time.
-      # With many machines these are a few of all pairs.
+      # The search visits only positions from which the rest of the machines can
+      # still be in time; with many machines these are a few of all pairs.
       columns = self.within(rows, limit, speed, behind)
       values, start = self.extend(
         values, cost(rows, columns, nodes, stage), rows, columns, join
@@ -240,7 +240,7 @@ class Chain:
     """Returns the best values with a stage more, and where it begins."""
     found = np.full(len(values), math.inf)
     start = np.zeros(len(values), int)
-    # [starts, ends]; the best start of each end is kept to find the cuts.
+    # The array is [starts, ends]; the best start of each end leads to the cuts.
     both = join(values[rows, None], costs)
     best = both.argmin(axis=0)
     found[columns] = both[best, np.arange(len(best))]

@@ -137,7 +137,7 @@ def layer_costs(
         layer.name,
         forward_s=times[0],
         backward_s=times[1],
-        # Measured, a part may take longer than the whole.
+        # A measured part may take longer than the whole.
         weight_s=max(times[1] - times[2], 0.0),
         parameter_bytes=_num_bytes(layer.params),
         output_bytes=_num_bytes(each.output),
@@ -274,7 +274,7 @@ def _timed(
       programs.append((each.towards_input.compile(), back))
     runs.append([functools.partial(p, *a) for p, a in programs])
   seconds: dict[tuple[int, int], list[float]] = {}
-  # In turns, so that a slow phase of the machine hits all layers alike.  The
+  # Layers take turns, so that a slow phase of the machine hits all alike.  The
   # first turn warms up.
   for turn in range(repeats + 1):
     for i, parts in enumerate(runs):

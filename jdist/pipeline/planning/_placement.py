@@ -215,7 +215,7 @@ class _Search:
         columns = chain.within(rows, limit, speed, behind)
         costs = chain.stage_s(rows, columns, longer, stage)
         after, _ = chain.extend(values, costs, rows, columns)
-      # A lower bound: the rest of the work, split perfectly.
+      # The rest of the work, split perfectly, is a lower bound.
       rest = (chain.work[-1] - chain.work) / behind
       if worth(np.maximum(after, rest).min()):
         self._grow(longer, after)

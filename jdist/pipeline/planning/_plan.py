@@ -39,7 +39,7 @@ class Footprint:
 
   def copies(self, stage: int) -> float:
     """Returns a stage's memory for parameters, in sizes of these."""
-    # One size for the gradients.
+    # The last term stands for the gradients.
     return _of_stage(self.versions, stage) + self.optimizer_copies + 1
 
   def live(self, stage: int) -> int:

@@ -86,7 +86,7 @@ class AdaptiveRun:
     batches = list(batches)
     state, metrics = self.process.run(state, batches)
     trace = self.process.trace()
-    # The longest time of a device, as the clocks of machines are not aligned.
+    # The slowest device limits the pipeline.
     samples = len(batches) * len(jax.tree.leaves(batches[0])[0])
     self.samples_per_s = samples / _longest_s(trace)
     self.stage_s = stage_seconds(self.process.table, trace)
@@ -132,7 +132,8 @@ def stage_seconds(table: Table, trace: cluster.Trace) -> list[float]:
 
 def _longest_s(trace: cluster.Trace) -> float:
   """Returns the longest time from a device's first action to its last."""
-  # Each device by its own clock, as clocks of several machines are not aligned.
+  # Each device is measured by its own clock, as clocks of several machines are
+  # not aligned.
   first: dict[str, float] = {}
   last: dict[str, float] = {}
   for span in trace:

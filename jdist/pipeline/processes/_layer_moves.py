@@ -69,7 +69,7 @@ def move_layers(
       cannot be taken apart.
   """
   checks.check_optimizer("optimizer", optimizer)
-  # With a single stage every optimizer sees all leaves, so the two may differ.
+  # A single stage has all leaves, so the two may differ.
   whole = any(
     _stage_updates.sees_all(optimizer, x.stages) for x in (before, after)
   )
@@ -227,7 +227,7 @@ def _common(
   arrays: Mapping[int, Mapping[str, Any]], having: Mapping[int, _Leaves]
 ) -> dict[str, Any]:
   """Returns the common leaves, once they are equal in a process's stages."""
-  # By their bits, which also compares random keys and NaN.
+  # Digests compare bits, and so random keys and NaN, too.
   first = next(iter(arrays))
   found = {name: arrays[first][name] for name in having[first].common}
   for s in arrays:

@@ -227,7 +227,7 @@ class Peers:
         # would keep it from dispatching the next action.
         parts = [_bytes(x) for x in arrays]
         size = sum(len(part) for part in parts)
-        # Separate writes, as joining the parts would copy them.
+        # The parts are written separately, as joining them would copy them.
         connection.sendall(_HEADER.pack(_MAGIC, *tag, size))
         for part in parts:
           connection.sendall(part)
@@ -291,7 +291,7 @@ def connect(
 
 
 def _bytes(x: Any) -> memoryview:
-  # A view of bytes, as NumPy has no buffer format for bfloat16.
+  # NumPy has no buffer format for bfloat16, so the array is viewed as bytes.
   array = np.ascontiguousarray(np.asarray(x))
   return array.reshape(-1).view(np.uint8).data
 

@@ -111,8 +111,6 @@ class Segment:
     )
     return state, metrics
 
-  # Actions.
-
   def _forward(self, action: Action, x: Any) -> Any:
     _, stage, microbatch, iteration = action
     version = self._part.versions.read[action]
@@ -183,8 +181,6 @@ class Segment:
         del self._params[s][version]
     return [self._params[s][self._newest[s]] for s in stages]
 
-  # Messages and other inputs of actions.
-
   def _arrived(self, action: Action) -> Any:
     """Waits for the message that an action needs from another stage."""
     op, stage, microbatch, iteration = action
@@ -252,8 +248,6 @@ class Segment:
     if key in self._totals:
       return self._totals.pop(key)
     return _stage_program.zero_total(self._state.params[action.stage])
-
-  # Versions.
 
   def _last_reads(self) -> dict[tuple[int, int], int]:
     """Returns the place in the order of the last read of each version."""

@@ -292,7 +292,7 @@ class StageProcess:
         f"{len(batches)}."
       )
     found: list[dict[str, float]] = []
-    # Between two segments no message is in flight, so their tags may repeat.
+    # A segment ends with an empty pipeline, so the next needs the state only.
     for first in range(0, len(batches), count):
       chunk = batches[first : first + count]
       state, metrics = _segment.Segment(
@@ -309,7 +309,7 @@ class StageProcess:
     """
     self._exchanges += 1
     trees = []
-    # Stage by stage, so that no process sends more than it has.
+    # Each stage is broadcast separately, so no process sends more than it has.
     for s, stage in enumerate(self.stages):
       like = (stage.params, stage.state)
       tag = _peers.Tag(_peers.Kind.MOVED, s, 0, self._exchanges)

@@ -44,8 +44,7 @@ class UpdateProgram:
     count: int,
   ):
     """Makes the programs for means over `count` micro-batches."""
-    # Programs and not methods of a stage: all stages share one, which JAX
-    # compiles once for each set of shapes.
+    # All stages share these programs, so JAX compiles equal stages once.
     self._optimizer = optax.with_extra_args_support(optimizer)
     self._count, self.whole = count, sees_all(optimizer, stages)
     # Parameters are not donated: later passes may still read this version.
@@ -170,7 +169,7 @@ class StageUpdates:
         self.params[s] = self._received(device_of[0], down[s], self.params[s])
       return
     for s in stages:
-      # Another device's stage: its shapes are those of the model.
+      # The shapes of another device's stage follow from the model.
       if s not in pairs:
         params = jax.eval_shape(
           lambda tree: jax.tree.map(jnp.asarray, tree),
@@ -223,7 +222,7 @@ class StageUpdates:
       if not any(s in totals for s in stages):
         continue
       own = {s: found[s][path] for s in stages if s in totals}
-      # Added in the stages' order on each device: equal bits everywhere.
+      # Each device adds in the stages' order, so that all have equal bits.
       parts = self._part.collect(
         _peers.Kind.TIED, own, self._step + iteration, stages, number
       )

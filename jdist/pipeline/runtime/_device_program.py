@@ -218,7 +218,7 @@ class DeviceProgram:
         _whole_model.layout_of(self._layout),
       ):
         updates, after = inner.update(grads, state.inner, params, **given)
-      # After the collectives over workers: their codecs may round copies
+      # This follows the collectives over workers, whose codecs may round copies
       # differently.
       updates = self._ticks.tied.share(updates)
       read = _device_state.read(state, params)

@@ -113,7 +113,7 @@ def split_backward(
   number = len(jax.tree.leaves(shapes[0]))
   to_params, to_input = jaxpr.outvars[:number], jaxpr.outvars[number:]
   first, second, waiting = _cut(jaxpr, to_params, to_input)
-  # In the order of the equations, which both parts know.
+  # Both parts know the order of the equations, so a list is enough.
   stashed = [v for eqn in first for v in eqn.outvars if v in waiting]
 
   def environment(residuals: list[Any], cotangent: PyTree) -> dict[Any, Any]:
@@ -149,11 +149,11 @@ def _cut(
   jaxpr: Any, to_params: Sequence[Any], to_input: Sequence[Any]
 ) -> tuple[list[Any], list[Any], set[Any]]:
   """Returns both parts' equations and the variables that wait in between."""
-  # 1. The input part: everything that the gradient of the input needs.
+  # 1. The input part has everything that the gradient of the input needs.
   for_input = _variables(to_input)
   first = _needed(jaxpr.eqns, for_input)
-  # 2. The weight part: what the other gradients need of the rest.  All that it
-  # reads and does not compute itself has to wait.
+  # 2. The weight part has what the other gradients need of the rest.  Values
+  # that it reads and does not compute itself have to wait.
   waiting = _variables(to_params)
   rest = [x for x in jaxpr.eqns if id(x) not in first]
   second = _needed(rest, waiting)

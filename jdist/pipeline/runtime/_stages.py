@@ -174,7 +174,7 @@ def _run(
       "keywords, got a function without. Add `**options` to its arguments."
     )
   if key is not None and _takes(layer.apply, "key", by_name=True):
-    # CRC-32, as Python's own hash differs between processes.
+    # Python's own hash differs between processes, CRC-32 does not.
     number = zlib.crc32(layer.name.encode())
     options = {**options, "key": jax.random.fold_in(key, number)}
   found = layer.apply(params, state, x, **options)

@@ -52,7 +52,7 @@ def tick_times(
   need them or not, both ways at once, and all three must have reached the tick.
   See `OneProgram.times` for the arguments.
   """
-  # Written so that NaN is refused, too.
+  # This form of the comparison refuses NaN, too.
   if not send_s >= 0:
     raise ValueError(f"`send_s` must be at least 0, got {send_s}.")
   passes = np.zeros((2, *grid.rows.shape[:2]))
@@ -64,7 +64,7 @@ def tick_times(
           passes[lane, tick, device] = seconds(Op(op), stage)
   ring = grid.num_stages > grid.num_devices
   sends = [0.0 if grid.num_devices == 1 else x for x in (0.0, send_s)]
-  # Once without sends, to see what they add.
+  # The run without sends shows what they add.
   free_s, step_s = (_run(passes, x, between_s, late, ring) for x in sends)
   return TickTimes(
     ticks=len(grid.rows),
@@ -91,12 +91,12 @@ def _run(
 
   for forward, backward in zip(*passes, strict=True):
     if late:
-      # What the tick before has made is sent while this one computes.
+      # The results of the previous tick are sent while this one computes.
       done = sent(now)
       now = np.maximum(now + forward + backward, done)
     else:
-      # The order of the programs that XLA compiles for GPUs: the gradient
-      # leaves under the forward pass, and nothing hides the output's send.
+      # XLA schedules such programs for GPUs like this: the forward pass hides
+      # the gradient's send, and nothing hides the output's.
       gradient = sent(now + backward)
       now = now + backward + forward
       now = np.maximum(gradient, sent(now))

@@ -160,7 +160,7 @@ class Ticks:
       flight = self._receive(flight, came, row, step)
       return (state, flight), None
 
-    # A scan, and not an unrolled loop: the program does not grow with the
+    # With a scan instead of an unrolled loop the program does not grow with the
     # number of micro-batches.
     (state, flight), _ = jax.lax.scan(tick, (state, flight), rows)
     done = (step - grid.behind) % turns

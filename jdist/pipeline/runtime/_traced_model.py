@@ -114,7 +114,7 @@ def trace_model(
   )
   # Only the shape matters: abstract models are traced without any array.
   key = jax.eval_shape(lambda: jax.random.key(0))
-  # The chain of shapes: what a stage returns is what the next one receives.
+  # Each stage receives the shapes that the previous one returns.
   between, x, metrics = [], None, {}
   for number, stage in enumerate(stages):
     x, (_, metrics) = jax.eval_shape(

@@ -52,7 +52,7 @@ class Layout:
     def part(x: jax.Array) -> jax.Array:
       if not x.ndim:
         return x
-      # Padded, as all devices must hold parts of one size.
+      # Parts are padded, as all devices must hold arrays of one size.
       size = math.ceil(x.size / number)
       flat = jnp.pad(jnp.ravel(x), (0, number * size - x.size))
       return flat.reshape(number, size)[device]

@@ -154,7 +154,7 @@ def _continuous(
   if window is None:
     # The first stage is S - 1 micro-batches ahead of the last one.
     window = 1 + math.ceil((num_stages - 1) / num_microbatches)
-  # 1F1B over all iterations at once: the warm-up happens only at the beginning.
+  # This is 1F1B over all iterations at once, so the warm-up happens only once.
   total = num_microbatches * num_iterations
   devices = tuple(
     with_updates(

@@ -75,7 +75,7 @@ def check_table(
     ValueError: If a condition does not hold; the message draws the place.
   """
   checks.check_choice("sends", sends, get_args(Sends))
-  # From the simplest fault to the subtlest: later checks rely on earlier ones.
+  # Later checks rely on earlier ones.
   _check_whole(table)
   _check_order(table)
   try:

@@ -89,8 +89,8 @@ def list_schedule(
   most_saved = total if max_saved is None else max_saved
   ops = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT
   counts = {op: [0] * len(times) for op in ops}
-  # When each stage's next inputs and gradients are available.  Micro-batches
-  # pass through a stage in order, so a count is enough to name them.
+  # These lists hold when each stage's inputs and gradients are available.
+  # Micro-batches pass through a stage in order, so a count names them.
   inputs: list[list[float]] = [[] for _ in stages]
   gradients: list[list[float]] = [[] for _ in stages]
   inputs[0] = [0.0] * total
@@ -116,8 +116,8 @@ def list_schedule(
       return Op.FORWARD
     return Op.BACKWARD_WEIGHT if split and w < b else Op.IDLE
 
-  # Events in the order of time, and of stages at equal times, so that the table
-  # does not depend on anything but its arguments.
+  # Events are handled in the order of time, and of stages at equal times, so
+  # that the table depends on its arguments only.
   while wakes:
     now, s = heapq.heappop(wakes)
     if free[s] > now:

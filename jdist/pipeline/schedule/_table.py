@@ -131,7 +131,7 @@ class Table:
   def device_of(self) -> tuple[int, ...]:
     """The first device that acts on each stage; -1 for a stage without one."""
     found = [-1] * self.num_stages
-    # In reverse order, so that the first device is the one that remains.
+    # Devices are visited in reverse, so that the first one remains.
     for device, order in reversed(list(enumerate(self.devices))):
       for action in order:
         # A table read from a file may name stages that do not exist;
@@ -210,8 +210,8 @@ def with_updates(
   """Inserts each stage's update right after its last gradients."""
   found: list[Action] = []
   done: collections.Counter[tuple[int, int]] = collections.Counter()
-  # Right after the last gradients: nothing is gained by a later update, and
-  # passes of the next iteration may need it.
+  # A later update would gain nothing, and passes of the next iteration may need
+  # it.
   for action in order:
     found.append(action)
     if action.op in GIVES_WEIGHTS:
@@ -255,7 +255,7 @@ def start_times(
     StuckError: If devices wait for each other.
   """
   starts: dict[Action, float] = {}
-  # When other devices have an action's output.
+  # The time at which other devices have an action's output.
   ready: dict[Action, float] = {}
   free = [0.0] * len(table.devices)
   places = [0] * len(table.devices)

@@ -36,7 +36,7 @@ def draw_table(table: Table, *, max_ticks: int = 60) -> str:
     waiting: list[Action] = []
   except StuckError as stuck:
     starts, waiting = stuck.starts, stuck.waiting
-  # For each device the word in each tick; missing ticks are idle.
+  # A row maps ticks to words; missing ticks are idle.
   rows: list[dict[int, str]] = []
   for order in table.devices:
     cells: dict[int, str] = {}

@@ -91,33 +91,3 @@ def test_processes_match_delayed_gradients(name, fix):
   np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
   if fix != "none":  # It is another training.
     assert small.error(wanted, _delayed(name, "none")[0]) > 1e-3
-
-
-def _one_program(name, fix):
-  count, delays, options = _TABLES[name]
-  table = pipeline.make_table(name, len(delays), count, **options)
-  pipe = _training.one_program(
-    _layers(name), table, _sizes(name), late_sends=False
-  )
-  assert {pipe.grid.delay} == set(delays)
-  state, losses = _training.train(
-    pipe, lambda axis: _FIXES[fix](pipe.grid.delay), _batches(name),
-    drained=True,
-  )  # fmt: skip
-  return _training.split(pipe, state)[0], losses[:, 0], pipe.grid.behind
-
-
-@pytest.mark.parametrize(
-  ("name", "fix"),
-  [
-    pytest.param(name, fix, marks=pytest.mark.slow)
-    for name in ("2bw", "ours")
-    for fix in _FIXES
-  ],
-)
-def test_one_program_matches_delayed_gradients(name, fix):
-  params, losses, behind = _one_program(name, fix)
-  wanted, wanted_losses = _delayed(name, fix)
-  assert small.error(params, wanted) < 1e-6
-  kept = len(losses) - behind
-  np.testing.assert_allclose(losses[behind:], wanted_losses[:kept], rtol=1e-6)

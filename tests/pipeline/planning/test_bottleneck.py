@@ -106,11 +106,6 @@ def test_simulated_memory_matches_the_footprint():
   assert times.memory_bytes == plan.memory_bytes
 
 
-def test_too_few_layers_raise():
-  with pytest.raises(ValueError, match=r"each of the 2 stages, got 1\. Take"):
-    pipeline.partition(_FIVE[:1], _pair(1.0))
-
-
 def test_error_names_the_stage_beyond_memory():
   big = dataclasses.replace(_FIVE[3], parameter_bytes=1e9)
   costs = [*_FIVE[:3], big, _FIVE[4]]

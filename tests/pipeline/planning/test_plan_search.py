@@ -136,8 +136,3 @@ def test_costs_refer_to_the_given_samples():
   one, _ = _plan(_machines(2), tables=["1f1b"])
   four, _ = _plan(_machines(2), tables=["1f1b"], samples=4)
   assert four.samples_per_s == pytest.approx(4 * one.samples_per_s)
-
-
-def test_too_few_layers_raise():
-  with pytest.raises(ValueError, match="each of the 8 stages, got 6"):
-    _plan(_machines(8), num_stages=[8])

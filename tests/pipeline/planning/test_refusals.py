@@ -89,6 +89,7 @@ def windows(number):
   ("cuts", lambda: part(cuts=[2, 4]), "a stage for each of 2 machines"),
   ("cuts", lambda: part(cuts=[0]), "grow"),
   ("costs", lambda: even(7), "each of the 7 stages, got 6"),
+  ("costs", lambda: part(_COSTS[:1]), "each of the 2 stages, got 1. Take"),
   ("in_flight", lambda: footprint(in_flight=(1,)), "must be"),
   ("versions", lambda: footprint(versions=0), "must be"),
   ("num_stages", lambda: place(3), "at most the 2 machines"),

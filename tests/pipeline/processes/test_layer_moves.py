@@ -16,7 +16,7 @@ from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
 
-_MICRO = 2
+_MICRO = _training.MICRO
 _SIZES = small.UNLIKE
 _OURS = pipeline.ours(2, 2, window=2, num_iterations=2)
 
@@ -33,14 +33,9 @@ def _optimizer():
 
 def _process(peers, cuts, table=_OURS, layers=None, dtype=jnp.float32):
   layers = layers or small.layers(_SIZES, statistics=True, dtype=dtype)
-  microbatch = jax.tree.map(lambda x: x[:_MICRO], _batches(dtype)[0])
-  return pipeline.StageProcess(
-    pipeline.cut_layers(layers, cuts),
-    small.loss,
-    table,
-    microbatch,
-    peers=peers,
-    inputs="x",
+  batch = _training.microbatch(_SIZES, dtype=dtype)
+  return _training.process(
+    layers, table, cuts=cuts, microbatch=batch, peers=peers
   )
 
 
@@ -112,15 +107,9 @@ def test_tied_parameters_move_to_each_stage_that_has_them():
     batch = {"x": batch["x"][0], "y": batch["x"][0]}
     found = []
     for cuts in ([1], [2]):
-      process = pipeline.StageProcess(
-        pipeline.cut_layers(layers, cuts),
-        small.loss,
-        table,
-        jax.tree.map(lambda x: x[:_MICRO], batch),
-        peers=peers,
-        inputs="x",
+      found.append(
+        _training.process(layers, table, (8, 8), cuts=cuts, peers=peers)
       )
-      found.append(process)
     first, second = found
     state, _ = first.run(first.init_state(_optimizer()), [batch])
     with unittest.mock.patch.object(peers, "send", wraps=peers.send) as send:

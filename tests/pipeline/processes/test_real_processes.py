@@ -22,15 +22,9 @@ def _batches():
 
 
 def _process(peers, devices):
-  microbatch = jax.tree.map(lambda x: x[: _SAMPLES // 4], _batches()[0])
-  return pipeline.StageProcess(
-    pipeline.cut_layers(small.layers(small.UNLIKE), devices),
-    small.loss,
-    pipeline.make_table("1f1b", devices, 4),
-    microbatch,
-    peers=peers,
-    inputs="x",
-  )
+  table = pipeline.make_table("1f1b", devices, _SAMPLES // _training.MICRO)
+  layers = small.layers(small.UNLIKE)
+  return _training.process(layers, table, small.UNLIKE, peers=peers)
 
 
 def _run(device, addresses, listener, answers, trained, folder):

@@ -13,7 +13,7 @@ from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
 
-_MICRO = 3
+_MICRO = _training.MICRO
 _TABLE = pipeline.ours(2, 2, window=2, num_iterations=2)
 
 
@@ -29,14 +29,9 @@ def _optimizer():
 
 def _process(peers, dtype=jnp.float32, cuts=2, table=_TABLE):
   layers = small.layers(small.UNLIKE, statistics=True, dtype=dtype)
-  microbatch = jax.tree.map(lambda x: x[:_MICRO], _batches(dtype)[0])
-  return pipeline.StageProcess(
-    pipeline.cut_layers(layers, cuts),
-    small.loss,
-    table,
-    microbatch,
-    peers=peers,
-    inputs="x",
+  batch = _training.microbatch(small.UNLIKE, dtype=dtype)
+  return _training.process(
+    layers, table, cuts=cuts, microbatch=batch, peers=peers
   )
 
 

@@ -282,38 +282,25 @@ def test_masked_micro_batches_count_by_their_samples():
   np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
 
 
-def _process(**change):
-  given = {
-    "stages": pipeline.cut_layers(small.layers(), 1),
-    "loss": small.loss,
-    "table": pipeline.make_table("1f1b", 1, 2),
-    "microbatch": _training.microbatch(),
-    "inputs": "x",
-  }
-  return pipeline.StageProcess(**(given | change))
-
-
 def test_scanned_stage_raises_only_if_its_backward_pass_is_split():
   def apply(params, state, x, **_):
     return jax.lax.scan(lambda x, w: (x @ w, None), x, params)[0], state
 
   loop = models.Layer("loop", jnp.ones((2, 8, 8)), {}, apply)
-  given = {"stages": [small.layers()[0], loop]}
+  layers = [small.layers()[0], loop]
   whole = pipeline.parse_table("device F0/0 F0/1 B0/1 B0/0 U/0 U/1")
-  _process(**given, table=whole)
+  _training.process(layers, whole)
   split = pipeline.parse_table("device F0/0 F0/1 I0/1 W0/1 B0/0 U/0 U/1")
   with pytest.raises(ValueError, match="got a 'scan' that computes both"):
-    _process(**given, table=split)
+    _training.process(layers, split)
 
 
 def test_processes_with_unlike_tables_raise():
   def work(peers):
     name = "1f1b" if peers.device else "gpipe"
     with pytest.raises(ValueError, match="must be the same in all processes"):
-      _process(
-        stages=pipeline.cut_layers(small.layers(), 2),
-        table=pipeline.make_table(name, 2, 4),
-        peers=peers,
+      _training.process(
+        small.layers(), pipeline.make_table(name, 2, 4), peers=peers
       )
 
   in_threads(2, work)

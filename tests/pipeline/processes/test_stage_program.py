@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdist import models, pipeline
+from jdist import pipeline
 from jdist.pipeline.processes import _stage_program
 from jdist.pipeline.runtime import _traced_model
 from tests.pipeline.runtime import _small_models as small
@@ -50,15 +50,6 @@ def test_only_the_input_part_recomputes(recompute, again):
   total = _stage_program.zero_total(params)
   wanted_gradient, wanted = program.backward(total, *args)
   assert small.error((grads, gradient), (wanted, wanted_gradient)) < 2e-6
-
-
-def test_scan_over_layers_raises():
-  def apply(params, state, x, **_):
-    return jax.lax.scan(lambda x, w: (x @ w, None), x, params)[0], state
-
-  layer = models.Layer("loop", jnp.ones((2, 8, 8)), {}, apply)
-  with pytest.raises(ValueError, match="got a 'scan' that computes both"):
-    _program("none", [layer])
 
 
 @pytest.mark.parametrize("recompute", ["none", "layers"])

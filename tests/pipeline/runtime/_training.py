@@ -96,21 +96,21 @@ def of_first(batches):
   return [jax.tree.map(lambda x: x[0], batch) for batch in batches]
 
 
-def processes(
-  layers, table, work, sizes=small.SIZES, *, cuts=None, x64=False,
-  promotion="strict", **options,
-):  # fmt: skip
-  """Returns the results of `work(process, peers)` on each device."""
+def process(layers, table, sizes=small.SIZES, *, cuts=None, **options):
   given = {"inputs": "x", "loss": small.loss, "microbatch": microbatch(sizes)}
   stages = pipeline.cut_layers(layers, cuts or table.num_stages)
+  return pipeline.StageProcess(stages, table=table, **(given | options))
+
+
+def processes(
+  layers, table, work, *args, x64=False, promotion="strict", **options
+):
+  """Returns the results of `work(process, peers)` on each device."""
 
   def run(peers):
     # A thread does not inherit these settings.
     with jax.enable_x64(x64), jax.numpy_dtype_promotion(promotion):
-      process = pipeline.StageProcess(
-        stages, table=table, peers=peers, **(given | options)
-      )
-      return work(process, peers)
+      return work(process(layers, table, *args, peers=peers, **options), peers)
 
   return in_threads(len(table.devices), run)
 

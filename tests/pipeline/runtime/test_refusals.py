@@ -3,8 +3,6 @@
 An error names the argument or the place, the rule, and the value.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,29 +54,6 @@ def _narrow():
   narrow = models.Layer("narrow", {}, {}, cast(jnp.bfloat16))
   wide = models.Layer("wide", {}, {}, cast(jnp.float32))
   return [first, narrow, wide, last]
-
-
-def _looped(**_):
-  """Two layers, the second a loop, whose backward pass is in two parts."""
-
-  def apply(params, state, x, **_):
-    return jax.lax.scan(lambda x, w: (x @ w, None), x, params)[0], state
-
-  loop = models.Layer("loop", jnp.ones((2, 8, 8)), {}, apply)
-  return _process(
-    stages=[small.layers()[0], loop],
-    table=pipeline.parse_table("device F0/0 F0/1 I0/1 W0/1 B0/0 U/0 U/1"),
-  )
-
-
-def _beyond_memory():
-  costs = [pipeline.LayerCost(n, 1.0, 2.0, parameter_bytes=1e10) for n in "ab"]
-  machines = cluster.workers([1.0, 1.0])
-  small_ones = [
-    dataclasses.replace(x, memory_bytes=1e9) for x in machines.nodes
-  ]
-  machines = dataclasses.replace(machines, nodes=tuple(small_ones))
-  return pipeline.partition(costs, machines)
 
 
 def _with_layer(apply):
@@ -301,14 +276,6 @@ _SHOWN = {
   "a cyclic table, in a process": (
     lambda: _process(table=pipeline.parse_table("device B0 F0 U")),
     "B0/0 comes before F0/0, which it needs",
-  ),
-  "a stage beyond memory": (
-    _beyond_memory,
-    "No partition fits into memory: layer 'a' alone needs .* GB, and 'worker0'",
-  ),
-  "a scanned stage under zero bubble": (
-    _looped,
-    "must compute gradients .* apart, got a 'scan' that computes both. Write",
   ),
 }
 
