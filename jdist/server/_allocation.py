@@ -31,10 +31,10 @@ class Allocation(Interface):
 
 @dataclasses.dataclass(frozen=True)
 class FixedBatches:
-  """Batches of one size for everybody.
+  """Batches of one size for all workers.
 
   Attributes:
-    samples: of a batch.
+    samples: size of each batch.
 
   Raises:
     ValueError: when `samples` is less than 1.
@@ -51,7 +51,7 @@ class FixedBatches:
     checks.check_int("samples", self.samples, 1)
 
   def every(self, num_workers: int) -> int | None:
-    """Returns None: batches stay as they are."""
+    """Returns None: the batches never change."""
     del num_workers
     return None
 
@@ -120,8 +120,8 @@ class SpeedBatches:
   ) -> tuple[int, ...]:
     """Returns batches in proportion to the speeds.
 
-    The sum is `total`; with so few or so many workers that the bounds do not
-    allow it, the nearest sum that they allow.
+    The sum is `total`, or the nearest sum that the bounds allow for this number
+    of workers.
 
     Args:
       speeds: samples a second, None where nothing was measured yet.

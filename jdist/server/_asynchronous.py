@@ -1,4 +1,4 @@
-"""Asynchronous SGD: each gradient is an update, and how late it may be."""
+"""Asynchronous SGD: each gradient is an update, up to a staleness."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ ASP = _protocol.Protocol
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ringmaster(_protocol.Protocol):
-  r"""Asynchronous SGD that discards gradients which come too late.
+  r"""Asynchronous SGD that discards gradients which are too stale.
 
   A gradient of staleness tau is an update if tau < R, and is discarded if not;
-  its worker goes on from the present parameters.
+  its worker continues from the present parameters.
 
   Attributes:
     max_staleness: R, >= 1; one for each worker is near the theory's best where
@@ -75,7 +75,8 @@ class _WithinMemory(ASP):
   """ASGD whose batches are bounded for each worker.
 
   Attributes:
-    limits: the largest batch of each worker; any, of who is not named.
+    limits: the largest batch of each worker; workers without an entry have no
+      limit.
   """
 
   limits: Mapping[Worker, int | None]
@@ -119,10 +120,11 @@ def dbs(
     minimum: the smallest batch.
     maximum: the largest batch.
     limits: the largest batch of each worker, for instance what fits into its
-      memory; any, of who is not named.
+      memory; workers without an entry have no limit.
     rate: the learning rate grows with a worker's batch: `"linear"`,
       `"square_root"` or `"none"`.
-    parts: of the data that each worker owns; alike, or all shared, if None.
+    parts: part of the data that each worker owns; None if the parts are equal
+      or all data is shared.
     inverse_staleness: divides a gradient by its staleness.
     timeout_s: as of `server.Protocol`.
 
@@ -153,5 +155,6 @@ def dbs(
   )
   if limits is None:
     return protocol
+  # Without limits it stays plain ASGD, the class that a user expects.
   given = {x.name: getattr(protocol, x.name) for x in dataclasses.fields(ASP)}
   return _WithinMemory(**given, limits=limits)

@@ -12,13 +12,14 @@ class BSPState(_server_state.ServerState):
   """The state of `BSP`.
 
   Attributes:
-    owing: members whose gradient the update waits for.
-    begun: whether one of them has its task.
-    pushes_of_round: gradients that are here.
-    waiting: members that are ready for the next update's task.
-    changed: whether one has joined since all began anew.
-    restart: the number of the timer after which all begin anew, if they do.
-    first_task: tasks before it were given before all began anew.
+    owing: members whose gradients the update waits for.
+    begun: whether one of them has been given its task.
+    pushes_of_round: gradients of this update so far.
+    waiting: members that are ready for a task of the next update.
+    changed: whether a member has joined since the last restart.
+    restart: number of the timer after which all begin anew; None if there is
+      no restart under way.
+    first_task: the first task that was given after the last restart.
   """
 
   owing: dict[Worker, None] = dataclasses.field(default_factory=dict)
@@ -36,21 +37,21 @@ class BSPState(_server_state.ServerState):
 class BSP(_protocol.Protocol[BSPState]):
   r"""Synchronous SGD: an update is the mean of one gradient of each member.
 
-  Who joins in the middle of an update takes part from the next one on; nobody
-  waits for one who has left.  Gradients are summed in the order in which their
-  workers joined, whoever came first.
+  A worker that joins during an update takes part from the next update on, and
+  the update no longer waits for a member that has left.  Gradients are summed
+  in the order in which their workers joined, not in the order of pushes.
 
-  With `restart_s` the members are one job, as where they are linked among
-  themselves: when one leaves or joins, the update that was begun is lost and
-  all begin anew after so many seconds.  Nobody is interrupted: who computes a
-  task of the lost update ends it first, in vain, which takes longer than a real
-  job's restart where tasks are longer than `restart_s`.
+  With `restart_s` the members are one job, as with collectives among them: when
+  a member leaves or joins, the update that was begun is lost and all begin anew
+  after `restart_s` seconds.  Computation is not interrupted.  A worker with a
+  task of the lost update completes it first, in vain, which takes longer than a
+  real job's restart if tasks take longer than `restart_s`.
 
   Attributes:
-    backups: an update does not wait for so many of the slowest, whose gradients
-      are discarded.
-    restart_s: of all members, whenever one has left or joined; None where the
-      others just go on.
+    backups: number of slowest members for which an update does not wait, and
+      whose gradients are discarded.
+    restart_s: seconds of a restart of all members after one has left or joined;
+      with None the others continue.
 
   Raises:
     ValueError: when an argument is negative.
@@ -86,7 +87,7 @@ class BSP(_protocol.Protocol[BSPState]):
       checks.check_number("restart_s", self.restart_s)
 
   def on_join(self, state: BSPState, worker: Worker) -> None:
-    """Counts a member in, at once if no update has begun."""
+    """Waits for the member, from this update on unless it has begun."""
     if not state.begun:
       state.owing[worker] = None
     elif self.restart_s is not None:
@@ -95,7 +96,7 @@ class BSP(_protocol.Protocol[BSPState]):
   def on_leave(
     self, state: BSPState, worker: Worker, actions: list[Action]
   ) -> None:
-    """Waits for the member no longer."""
+    """Stops waiting for the member."""
     state.owing.pop(worker, None)
     state.waiting.pop(worker, None)
     if self.restart_s is not None:
@@ -106,7 +107,7 @@ class BSP(_protocol.Protocol[BSPState]):
   def on_pull(
     self, state: BSPState, worker: Worker, actions: list[Action]
   ) -> None:
-    """Lets a member begin that this update waits for."""
+    """Gives a member its task if this update waits for it."""
     if state.changed:
       self._restart(state, actions)
     if state.restart is not None:
@@ -124,7 +125,7 @@ class BSP(_protocol.Protocol[BSPState]):
   def on_push(
     self, state: BSPState, push: _server_state.Assignment, actions: list[Action]
   ) -> None:
-    """Keeps a gradient of this update, and discards one of an earlier."""
+    """Keeps a gradient of this update, and discards an earlier one."""
     if self.is_late(state, push):
       restarted = push.task < state.first_task
       self.discard(state, push, actions, "restart" if restarted else "late")
@@ -136,13 +137,13 @@ class BSP(_protocol.Protocol[BSPState]):
   def on_expired(
     self, state: BSPState, number: int, actions: list[Action]
   ) -> None:
-    """Lets all begin that are ready, after a restart."""
+    """Gives all ready members their tasks after a restart."""
     if number == state.restart:
       state.restart = None
       self._begin(state, actions)
 
   def _restart(self, state: BSPState, actions: list[Action]) -> None:
-    """Drops the update that was begun, and has all wait for a timer."""
+    """Drops the update that was begun, and lets all wait for a timer."""
     assert self.restart_s is not None
     for push in state.pushes_of_round:
       self.discard(state, push, actions, "restart")
@@ -151,12 +152,12 @@ class BSP(_protocol.Protocol[BSPState]):
     state.first_task = state.next_task
 
   def _close(self, state: BSPState, actions: list[Action]) -> None:
-    """Makes the update if all that it waits for is here, and begins the next.
-
-    Every member is in an update or waits for it, so this takes a constant
-    number of operations for each of them, and a sort.
-    """
+    """Makes the update if it is complete, and begins the next one."""
+    # Every member is in an update or waits for one. An update thus takes a
+    # constant number of operations for each member, and one sort.
     if not state.pushes_of_round:
+      # All members for which the update waited have left: there is nothing to
+      # apply, but members that joined meanwhile must not wait for ever.
       if not state.owing:
         self._begin(state, actions)
       return
@@ -168,6 +169,7 @@ class BSP(_protocol.Protocol[BSPState]):
     self._begin(state, actions)
 
   def _begin(self, state: BSPState, actions: list[Action]) -> None:
+    # A dictionary without values is a set that keeps its order.
     state.owing = dict.fromkeys(state.members)
     ready = sorted(state.waiting, key=_server_state.by_rank(state))
     state.waiting = {}

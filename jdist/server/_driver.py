@@ -104,7 +104,7 @@ class Driver:
     self._last_s = 0.0
     self._refused_in_a_row: collections.Counter[str] = collections.Counter()
 
-  # What a driver overrides.
+  # Methods that a driver overrides.
 
   @property
   def now_s(self) -> float:
@@ -129,7 +129,7 @@ class Driver:
     """Delivers `Expired` once the timer's time has passed."""
     raise NotImplementedError
 
-  # What it calls.
+  # Methods that it calls.
 
   def accept(
     self, push: _messages.Push, more: dict[str, Any], payload: np.ndarray | None

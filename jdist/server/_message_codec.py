@@ -36,10 +36,10 @@ class MessageCodec:
   is NaN for the receiver: a byte for each says so.
 
   Attributes:
-    codec: of every leaf, or a tuple of one for each.
-    feedback: `reducers.ErrorFeedback`, which is e, `MomentumCorrection`, or
-      None.
-    seed: of codecs that draw random numbers.
+    codec: codec of every leaf, or a tuple with one for each.
+    feedback: `reducers.ErrorFeedback`, whose residual is e,
+      `MomentumCorrection`, or None.
+    seed: seed of codecs that draw random numbers.
 
   Raises:
     ValueError: when an argument is of another kind, or the receiver would need
@@ -109,6 +109,7 @@ class MessageCodec:
     For a sender that puts bytes together by itself, outside of compiled
     programs, which take long to turn numbers into bytes.
     """
+    # Residuals of half-precision gradients would vanish in half precision.
     wanted, feedback = jax.tree.map(states.wide, tree), state.feedback
     if self.feedback is not None:
       wanted, feedback = self.feedback.prepare(wanted, feedback)
@@ -121,6 +122,8 @@ class MessageCodec:
       if codec.key != "none":
         own = jax.random.fold_in(key, number)
       payloads.append(codec.encode(leaf, codec.init(leaf), own)[0])
+    # An integer code cannot hold a NaN: a flag of each leaf says so, and the
+    # server can then refuse the push.
     finite = [jnp.isfinite(leaf).all() for leaf in leaves]
     found = (payloads, finite)
     if self.feedback is not None:

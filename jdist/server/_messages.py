@@ -1,7 +1,7 @@
 """Messages that a protocol receives, and the actions with which it answers.
 
-Plain data: no arrays, no clock.  Gradients and parameters stay with the driver,
-which knows them by the number of their task.
+They are plain data, without arrays and clock.  Gradients and parameters stay
+with the driver, which knows them by the number of their task.
 """
 
 from collections.abc import Hashable
@@ -11,7 +11,7 @@ Worker: TypeAlias = Hashable
 
 
 class Join(NamedTuple):
-  """A worker arrives, or returns after it left.
+  """A worker joins, or joins again after it left.
 
   Attributes:
     worker: its name.
@@ -21,7 +21,7 @@ class Join(NamedTuple):
 
 
 class Leave(NamedTuple):
-  """A worker is gone: it said so, or a failure was detected.
+  """A worker has left, or its failure was detected.
 
   Attributes:
     worker: its name.
@@ -41,14 +41,14 @@ class Pull(NamedTuple):
 
 
 class Push(NamedTuple):
-  """The gradient of a task is here.
+  """The server has received the gradient of a task.
 
   Attributes:
-    worker: who computed it.
+    worker: the name of the worker that computed it.
     task: the number of the task, from its `Reply`.
-    samples: of how many samples it is the mean.
-    compute_s: how long the worker computed.
-    waited_s: how long the parameters had been there before it began.
+    samples: number of samples over which it is the mean.
+    compute_s: seconds for which the worker computed.
+    waited_s: seconds between the receipt of the parameters and the start.
   """
 
   worker: Worker
@@ -62,30 +62,30 @@ class Expired(NamedTuple):
   """A timer has expired.
 
   Attributes:
-    task: whose, or the timer's own number, from the `Timer`.
+    task: the number from the `Timer`.
   """
 
   task: int
 
 
 class Reply(NamedTuple):
-  """Send the present parameters to a worker: its next task.
+  """The driver must send the present parameters to a worker, with a task.
 
   Attributes:
-    worker: to whom.
+    worker: the receiver.
     task: the number under which the gradient will be pushed.
-    version: of the parameters, the number of updates so far.
-    samples: how many to take the gradient of.
-    passes: into so many batches, one after the other, they are cut: where
-      memory holds no larger ones, whose gradients are accumulated, or for as
-      many local steps.
-    push_plan: by how many bits to push the gradient, a plan's number; 0 is
-      exact.
-    pull_plan: by how many bits the parameters are sent, as the difference from
-      what the worker holds; 0 is exactly; with None nothing is sent, as the
-      worker holds this version.
-    fragment: which one to push, of parameters that have fragments.
-    pulled: which fragments are sent; all, to begin anew, if None.
+    version: version of the parameters, the number of updates so far.
+    samples: number of samples of the gradient.
+    passes: number of batches into which the samples are cut.  Gradients of
+      batches that memory does not hold at once are accumulated; learners with
+      local steps take one step on each.
+    push_plan: number of the plan of bits for the gradient; 0 is exact.
+    pull_plan: number of the plan of bits for the parameters, which sends the
+      difference from what the worker holds.  0 sends every bit, and None sends
+      nothing, because the worker holds this version.
+    fragment: number of the fragment to push, if the parameters have fragments.
+    pulled: numbers of the fragments that are sent; None sends all of them, and
+      the worker begins anew.
   """
 
   worker: Worker
@@ -99,7 +99,7 @@ class Reply(NamedTuple):
   pulled: tuple[int, ...] | None = None
 
   def __repr__(self) -> str:
-    """Returns the fields, without those that are as usual."""
+    """Returns the fields that differ from their defaults."""
     shown = (
       f"{name}={value!r}"
       for name, value in self._asdict().items()
@@ -109,15 +109,15 @@ class Reply(NamedTuple):
 
 
 class Apply(NamedTuple):
-  r"""Update the parameters with a weighted sum of gradients.
+  r"""The driver must update the parameters by a weighted sum of gradients.
 
   .. math:: g = \sum_k w_k \, g_k
 
   Attributes:
-    tasks: whose gradients.
-    weights: of each.
-    staleness: of each, how many updates were made since its parameters were
-      sent.
+    tasks: numbers of the tasks whose gradients are summed.
+    weights: weight w of each gradient.
+    staleness: for each gradient, the number of updates since its parameters
+      were sent.
   """
 
   tasks: tuple[int, ...]
@@ -126,14 +126,14 @@ class Apply(NamedTuple):
 
 
 class Discard(NamedTuple):
-  """Drop a gradient unused.
+  """The driver must drop a gradient.
 
   Attributes:
-    task: whose.
-    reason: `"late"`, too stale for the protocol; `"left"`, its worker had
-      left, and has to send `Join` again; `"restart"`, all have begun anew since
-      its task was given; `"repeated"`, it was here before, or
-      its task was never given.
+    task: the number of its task.
+    reason: `"late"` if it is too stale for the protocol; `"left"` if its worker
+      had left, and has to send `Join` again; `"restart"` if all workers have
+      begun anew since its task was given; `"repeated"` if it was pushed before,
+      or its task was never given.
   """
 
   task: int
@@ -141,10 +141,10 @@ class Discard(NamedTuple):
 
 
 class Timer(NamedTuple):
-  """Send `Expired` when some time has gone by.
+  """The driver must deliver `Expired` after some time.
 
   Attributes:
-    task: what `Expired` names: a task, or a number that no task has.
+    task: the number for `Expired`: a task's, or one that no task has.
     after_s: seconds from now.
   """
 

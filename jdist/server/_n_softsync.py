@@ -1,4 +1,4 @@
-"""n-softsync: an update of several gradients, whoever computed them."""
+"""n-softsync: an update of several gradients, of any workers."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ class NSoftsync(_protocol.Protocol[SoftsyncState]):
   several, and no worker waits: no barrier.
 
   Attributes:
-    n: at least 1.  More than there are members is as many as there are.
+    n: at least 1.  A larger number than that of members acts as their number.
 
   Raises:
     ValueError: when `n` is less than 1.
@@ -65,7 +65,7 @@ class NSoftsync(_protocol.Protocol[SoftsyncState]):
   def on_leave(
     self, state: SoftsyncState, worker: Worker, actions: list[Action]
   ) -> None:
-    """Makes the update that fewer members have already made complete."""
+    """Makes the update if it is complete for the members that are left."""
     self._update(state, actions)
 
   def on_push(
@@ -79,6 +79,7 @@ class NSoftsync(_protocol.Protocol[SoftsyncState]):
     self._update(state, actions)
 
   def _update(self, state: SoftsyncState, actions: list[Action]) -> None:
+    # The last member may have left, and its gradient waits for no other.
     wanted = max(1, len(state.members) // self.n)
     if len(state.collected) >= wanted:
       pushes, state.collected = state.collected, []

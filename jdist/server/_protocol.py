@@ -36,18 +36,19 @@ class Protocol(Generic[State]):
   messages of one worker must come in their order; they may be lost or repeated.
   A worker whose push is discarded with `"left"` sends `Join` again.
 
-  This class is ASGD (ASP): everybody starts at once, and each gradient is an
+  This class is ASGD (ASP): all workers start at once, and each gradient is an
   update.  Another protocol overrides `on_pull`, `on_push`, `on_join` and
-  `on_leave`, and calls `reply`, `apply`, `discard` and `timer` in them.  What a
-  worker may have at once, and by how few bytes, say `depth`, `passes` and
-  `share`.
+  `on_leave`, and calls `reply`, `apply`, `discard` and `timer` in them.  The
+  tasks that a worker may have at once, their batches and the bytes of their
+  messages follow from `depth`, `passes` and `share`.
 
   Attributes:
-    state_type: of the class: its state, a `ServerState` with fields of its own.
-    batches: who takes how many samples; 32 each by default.
-    weighting: of gradients in an update; alike by default.
-    timeout_s: after so many seconds without a push a worker counts as gone;
-      never if None.
+    state_type: class attribute, the type of its state: a `ServerState` with
+      further fields.
+    batches: allocation of samples to workers; 32 each by default.
+    weighting: weights of gradients in an update; equal ones by default.
+    timeout_s: seconds without a push after which a worker counts as gone; None
+      waits for ever.
 
   Raises:
     ValueError: when an argument is not as described.
@@ -87,16 +88,16 @@ class Protocol(Generic[State]):
     if self.timeout_s is not None:
       checks.check_number("timeout_s", self.timeout_s, open_low=True)
 
-  # What a driver calls.
+  # Methods that a driver calls.
 
   def init(self, workers: Iterable[Worker]) -> State:
     """Returns the state before the first message.
 
     Args:
-      workers: who is there from the beginning; a barrier waits for them.
+      workers: members from the beginning, for which a barrier waits.
 
     Raises:
-      ValueError: when a name comes twice.
+      ValueError: when a name occurs twice.
     """
     state = self.empty_state()
     for worker in workers:
@@ -111,10 +112,11 @@ class Protocol(Generic[State]):
   def receive(
     self, state: State, now_s: float, message: _messages.Message
   ) -> list[Action]:
-    """Takes a message and says what has to be done.
+    """Takes a message and returns what has to be done.
 
     Args:
-      state: of `init`; changed in place.
+      state: the state from `init`, which is changed in place: at thousands of
+        workers a copy for each message would take most of the time.
       now_s: the driver's time, from which durations are measured.
       message: one of `Join`, `Leave`, `Pull`, `Push` and `Expired`.
 
@@ -126,6 +128,7 @@ class Protocol(Generic[State]):
     """
     state.now_s = now_s
     actions: list[Action] = []
+    # The most frequent messages first: this is the simulation's inner loop.
     if isinstance(message, _messages.Push):
       self._push(state, message, actions)
     elif isinstance(message, _messages.Pull):
@@ -133,12 +136,14 @@ class Protocol(Generic[State]):
       if member is not None and len(member.tasks) < self.depth:
         self.on_pull(state, message.worker, actions)
     elif isinstance(message, _messages.Join):
+      # A member that joins has restarted before its failure was noticed.
       self._leave(state, message.worker, actions)
       self._add(state, message.worker)
       self.on_join(state, message.worker)
     elif isinstance(message, _messages.Leave):
       self._leave(state, message.worker, actions)
     elif isinstance(message, _messages.Expired):
+      # A timer of a task that has been pushed meanwhile is void.
       if message.task in state.tasks:
         self._leave(state, state.tasks[message.task].worker, actions)
       else:
@@ -150,16 +155,16 @@ class Protocol(Generic[State]):
       )
     return actions
 
-  # What a protocol overrides.
+  # Methods that a protocol overrides.
 
   @property
   def depth(self) -> int:
-    """Tasks that a worker may have at once; it does one after the other."""
+    """Number of tasks that a worker may have at once, to do in their order."""
     return 1
 
   @property
   def steps(self) -> int:
-    """Local steps of a task, each of a member's samples."""
+    """Number of local steps of a task, each on a member's samples."""
     return 1
 
   def sizes(
@@ -170,27 +175,27 @@ class Protocol(Generic[State]):
     return self.batches.sizes(speeds)
 
   def passes(self, worker: Worker, samples: int) -> int:
-    """Returns into how many batches a task is cut, to fit into memory."""
+    """Returns the number of batches into which memory cuts a task."""
     del worker, samples
     return 1
 
   def share(self, plan: int) -> float:
-    """Returns a plan's part of a message's bytes, 1 for those of plan 0."""
+    """Returns the bytes of a plan's messages over those of plan 0."""
     del plan
     return 1.0
 
   def push_share(self, reply: _messages.Reply) -> float:
-    """Returns what is pushed for a task, as a part of a message's bytes."""
+    """Returns the bytes of a task's push over those of an exact message."""
     return self.share(reply.push_plan)
 
   def pull_share(self, reply: _messages.Reply) -> float:
-    """Returns what is sent for a task, as a part of a message's bytes."""
+    """Returns the bytes of a task's pull over those of an exact message."""
     return 0.0 if reply.pull_plan is None else self.share(reply.pull_plan)
 
   def observe(
     self, state: State, push: Assignment, message: _messages.Push
   ) -> None:
-    """Takes note of how long a task has taken."""
+    """Updates the member's measured speed."""
     del push
     if message.compute_s > 0:
       member = state.members[message.worker]
@@ -198,7 +203,7 @@ class Protocol(Generic[State]):
       member.speed = self.smooth(member.speed, speed)
 
   def allocate(self, state: State) -> None:
-    """Gives each member the size of its next batch."""
+    """Sets the size of each member's next batch."""
     speeds = [member.speed for member in state.members.values()]
     sizes = self.sizes(list(state.members), speeds)
     for member, samples in zip(state.members.values(), sizes, strict=True):
@@ -211,17 +216,17 @@ class Protocol(Generic[State]):
     return self.state_type()
 
   def on_join(self, state: State, worker: Worker) -> None:
-    """Takes note of a new member."""
+    """Updates the state for a new member."""
 
   def on_leave(
     self, state: State, worker: Worker, actions: list[Action]
   ) -> None:
-    """Takes note that a member is gone; `state.members` has it no longer."""
+    """Updates the state after a member was removed from `state.members`."""
 
   def on_pull(
     self, state: State, worker: Worker, actions: list[Action]
   ) -> None:
-    """Lets a member begin, now or later."""
+    """Gives a member a task, now or later."""
     self.reply(state, worker, actions)
 
   def on_push(
@@ -242,9 +247,9 @@ class Protocol(Generic[State]):
   def on_expired(
     self, state: State, number: int, actions: list[Action]
   ) -> None:
-    """Takes note that a timer of the protocol's own has expired."""
+    """Handles a timer that the protocol itself has started."""
 
-  # With what it answers.
+  # Actions, which the methods above add to their list.
 
   def reply(
     self,
@@ -260,13 +265,13 @@ class Protocol(Generic[State]):
     """Sends the parameters to a member, with the number of its samples.
 
     Args:
-      state: with the member.
-      worker: its name.
-      actions: to which the reply is added.
-      push_plan: as of `server.Reply`.
-      pull_plan: as of `server.Reply`.
-      fragment: as of `server.Reply`.
-      pulled: as of `server.Reply`.
+      state: the protocol's state.
+      worker: the member's name.
+      actions: the list to which the reply is added.
+      push_plan: as in `server.Reply`.
+      pull_plan: as in `server.Reply`.
+      fragment: as in `server.Reply`.
+      pulled: as in `server.Reply`.
 
     Returns:
       The task.
@@ -301,10 +306,10 @@ class Protocol(Generic[State]):
     """Makes an update of pushes.
 
     Args:
-      state: whose version goes up by one.
-      pushes: at least one.
-      actions: to which the update is added.
-      mean: whether the weights, those of staleness apart, have the sum 1.
+      state: the protocol's state, whose version rises by one.
+      pushes: gradients, at least one.
+      actions: the list to which the update is added.
+      mean: whether the weights, without those of staleness, have the sum 1.
     """
     version, weighting = state.version, self.weighting
     staleness = tuple([version - push.version for push in pushes])
@@ -331,13 +336,14 @@ class Protocol(Generic[State]):
     state.discarded[reason] += 1
 
   def timer(self, state: State, wait_s: float, actions: list[Action]) -> int:
-    """Starts a timer and returns its number, which `on_expired` gets."""
+    """Starts a timer and returns its number, which `on_expired` is given."""
+    # Timers and tasks share their numbers, so that `Expired` names one of them.
     number, state.next_task = state.next_task, state.next_task + 1
     actions.append(_messages.Timer(number, wait_s))
     return number
 
   def smooth(self, before: float | None, measured: float) -> float:
-    """Returns a measurement, smoothed by those before as batches' speeds."""
+    """Returns a measurement, smoothed by earlier ones as speeds are."""
     if before is None:
       return measured
     kept = self.batches.smoothing
@@ -351,6 +357,8 @@ class Protocol(Generic[State]):
     task = message.task
     push = state.tasks.get(task)
     if push is None or push.worker != message.worker:
+      # A network may deliver a push twice, and a worker may have been counted
+      # as gone while it computed.
       here = message.worker in state.members
       reason = "repeated" if here else "left"
       actions.append(_messages.Discard(task, reason))
@@ -370,6 +378,7 @@ class Protocol(Generic[State]):
 
   def _add(self, state: State, worker: Worker) -> None:
     (samples,) = self.sizes([worker], [None])
+    # An allocation for one worker alone would be the total of all batches.
     if state.members:
       samples = min(samples, max(1, round(state.mean_samples)))
     state.members[worker] = Member(state.joined, samples)

@@ -16,7 +16,7 @@ from jdist.server.h_ps import _h_ps
 
 @dataclasses.dataclass(frozen=True)
 class ProtocolEntry:
-  """A protocol and where it comes from.
+  """A protocol with its description and paper.
 
   Attributes:
     name: on the command line.

@@ -7,18 +7,18 @@ from collections.abc import Callable, Hashable, Iterable
 
 @dataclasses.dataclass(slots=True)
 class Assignment:
-  """A task that is out, or whose gradient has come back.
+  """A task that is out, or whose gradient waits for an update.
 
   Attributes:
-    task: its number.
-    worker: who computes it.
-    version: of the parameters that were sent.
-    samples: of its batch.
-    sent_s: when it was given.
-    push_plan: of its `Reply`.
-    pull_plan: of its `Reply`.
-    round: of the update that it is for, where that is known beforehand.
-    fragment: of the parameters that is pushed.
+    task: the number of the task.
+    worker: the name of its worker.
+    version: version of the parameters that were sent.
+    samples: number of samples of its batch.
+    sent_s: time at which it was given.
+    push_plan: `Reply.push_plan`.
+    pull_plan: `Reply.pull_plan`.
+    round: number of its update, where that is known beforehand.
+    fragment: number of the fragment that is pushed.
   """
 
   task: int
@@ -37,12 +37,12 @@ class Member:
   """A worker as its server knows it.
 
   Attributes:
-    rank: how many workers joined before.
-    samples: of its next batch.
+    rank: number of workers that joined before.
+    samples: size of its next batch.
     speed: samples a second, smoothed; None before the first push.
-    exchange_s: seconds of an exact pull and an exact push, smoothed; None where
-      nobody measures them.
-    tasks: numbers of those that are out.
+    exchange_s: seconds of an exact pull and an exact push, smoothed; None in
+      protocols that do not measure them.
+    tasks: numbers of its tasks that are out.
   """
 
   rank: int
@@ -57,17 +57,18 @@ class ServerState:
   """The state of a protocol, changed in place.
 
   Attributes:
-    version: updates so far.
+    version: number of updates so far.
     now_s: the driver's time at the last message.
-    members: who is here, by name, in the order of joining.
-    tasks: those that are out, by number.
-    next_task: the number of the next one.
-    joined: workers that ever joined, each time counted.
-    total_samples: of the members' next batches.
-    pushes: that were neither repeated nor of one who had left.
-    applied: how many of them went into an update.
-    discarded: pushes by the reason.
-    until_allocation: pushes until batches are allocated anew, if ever.
+    members: the workers that have joined, by name, in the order of joining.
+    tasks: tasks that are out, by number.
+    next_task: number of the next task.
+    joined: number of joins so far.
+    total_samples: sum of the members' next batches.
+    pushes: pushes so far, without repeated ones and those of workers that had
+      left.
+    applied: number of gradients in updates.
+    discarded: discarded pushes, by the reason.
+    until_allocation: pushes until batches are allocated anew; None if never.
   """
 
   version: int = 0
@@ -86,7 +87,7 @@ class ServerState:
 
   @property
   def mean_samples(self) -> float:
-    """Samples of a worker's batch, on the average."""
+    """The mean size of a worker's batch."""
     return self.total_samples / len(self.members) if self.members else 1.0
 
 
@@ -98,11 +99,11 @@ def by_rank(state: ServerState) -> Callable[[Hashable], int]:
 def in_order(
   state: ServerState, pushes: Iterable[Assignment]
 ) -> list[Assignment]:
-  """Returns pushes in the order in which their workers joined.
-
-  One who left after its push has no rank any more; tasks are in order.
-  """
+  """Returns pushes in the order in which their workers joined."""
   members = state.members
+  # A worker that left after its push has no rank any more. Its task's number
+  # puts it behind the members, in an order that does not depend on the driver:
+  # floating-point sums must not differ between two runs of one seed.
   return sorted(
     pushes,
     key=lambda push: (

@@ -1,4 +1,4 @@
-"""Stale synchronous parallel: nobody is more than a bound ahead."""
+"""Stale synchronous parallel: a bound on the lead over the slowest worker."""
 
 import collections
 import dataclasses
@@ -32,11 +32,11 @@ class SSPState(_server_state.ServerState):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SSP(_protocol.Protocol[SSPState]):
-  r"""Asynchronous SGD in which nobody runs far ahead of the slowest.
+  r"""Asynchronous SGD with a bound on the lead over the slowest worker.
 
   Each gradient is an update.  A member that has given c gradients begins the
   next one if c is at most the least of all members plus s, and waits if not.
-  Who joins or returns begins at the least clock.
+  A worker that joins or returns begins at the least clock.
 
   Attributes:
     bound: s, >= 0.  With 0 all are in the same round, yet every gradient is an
@@ -72,14 +72,14 @@ class SSP(_protocol.Protocol[SSPState]):
     checks.check_int("bound", self.bound, 0)
 
   def on_join(self, state: SSPState, worker: Worker) -> None:
-    """Puts a member beside the slowest."""
+    """Starts a member at the least clock."""
     state.clocks[worker] = state.lowest
     state.counts[state.lowest] += 1
 
   def on_leave(
     self, state: SSPState, worker: Worker, actions: list[Action]
   ) -> None:
-    """Waits for the member no longer."""
+    """Stops waiting for the member."""
     clock = state.clocks.pop(worker)
     state.waiting.get(clock, {}).pop(worker, None)
     self._take_from(state, clock, actions)
@@ -87,7 +87,7 @@ class SSP(_protocol.Protocol[SSPState]):
   def on_pull(
     self, state: SSPState, worker: Worker, actions: list[Action]
   ) -> None:
-    """Lets a member begin unless it is too far ahead."""
+    """Gives a member a task unless it is too far ahead."""
     clock = state.clocks[worker]
     if clock <= state.lowest + self.bound:
       self.reply(state, worker, actions)
@@ -97,7 +97,7 @@ class SSP(_protocol.Protocol[SSPState]):
   def on_push(
     self, state: SSPState, push: _server_state.Assignment, actions: list[Action]
   ) -> None:
-    """Makes an update, and lets those begin for whom it was awaited."""
+    """Applies the update and releases workers that the bound has blocked."""
     self.apply(state, [push], actions)
     clock = state.clocks[push.worker]
     state.clocks[push.worker] = clock + 1
@@ -107,7 +107,9 @@ class SSP(_protocol.Protocol[SSPState]):
   def _take_from(
     self, state: SSPState, clock: int, actions: list[Action]
   ) -> None:
-    """Counts one less at a clock; the least one only ever rises."""
+    """Counts one member less at a clock."""
+    # The least clock only rises, so that all updates together advance it once
+    # for each clock: constant work a message, without a search for the minimum.
     state.counts[clock] -= 1
     while state.clocks and not state.counts[state.lowest]:
       del state.counts[state.lowest]

@@ -35,9 +35,9 @@ class Weighting:
   Attributes:
     samples: the power p: `"linear"` is 1, the rate in proportion to the batch;
       `"square_root"` is 1/2; `"none"` is 0.
-    parts: q, of each worker, where each owns a part of the data and pushes as
-      often as the others; alike if None.
-    staleness: a, a function of the staleness; 1 if None.
+    parts: part q of the data that each worker owns, where all push equally
+      often; None if the parts are equal.
+    staleness: function a of the staleness; 1 if None.
 
   Raises:
     ValueError: when an argument is not as described.
@@ -97,9 +97,9 @@ class Weighting:
     """Returns the weight of a fresh gradient.
 
     Args:
-      samples: of the gradient's batch.
-      mean_samples: of all workers' batches.
-      worker: whose, where parts are given.
+      samples: size of the gradient's batch.
+      mean_samples: mean size of all workers' batches.
+      worker: name of the worker, which `parts` needs.
 
     Raises:
       ValueError: when the worker has no part.
@@ -119,5 +119,5 @@ class Weighting:
     return weight
 
   def damping(self, staleness: int) -> float:
-    """Returns the factor for gradients so many updates late."""
+    """Returns the factor for gradients of a staleness."""
     return 1.0 if self.staleness is None else self.staleness(staleness)

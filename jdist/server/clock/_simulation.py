@@ -84,10 +84,10 @@ class Simulation(_driver.Driver):
       machines: the cluster.
       protocol: the server's.
       profile: what a task costs.
-      seed: of the jitter, >= 0.
+      seed: seed of the jitter, >= 0.
       learner: the learners of server and workers, such as a
         `GradientLearner(...)`; None simulates time alone.
-      trace: where to note what was busy when.
+      trace: timeline of what was busy when, to be filled.
       detection_s: after so many seconds the server notices a failure.
 
     Raises:
@@ -151,7 +151,7 @@ class Simulation(_driver.Driver):
     # A connection keeps the order of its messages, whatever their sizes.
     self._pulls = {x: _ordered_channel.OrderedChannel() for x in self._of_name}
     self._pushes = {x: _ordered_channel.OrderedChannel() for x in self._of_name}
-    # Who computes, and since when.
+    # Machines that compute, and since when.
     self._busy: dict[str, float] = {}
     self._memory = {
       node.name: profile.max_samples(node.memory_bytes)
@@ -198,10 +198,10 @@ class Simulation(_driver.Driver):
     Limits count from second 0, so a run can be continued by a larger one.
 
     Args:
-      updates: of the parameters.
-      seconds: virtual ones.
-      samples: in updates.
-      events: steps of the clock.
+      updates: number of updates of the parameters.
+      seconds: virtual seconds.
+      samples: number of samples in updates.
+      events: number of steps of the clock.
 
     Raises:
       ValueError: when no limit is given, or one is no number >= 0, or memory
@@ -276,7 +276,7 @@ class Simulation(_driver.Driver):
     """Lets the parameters travel, and the machine's queue grow by its task."""
     name = str(reply.worker)
     given, life = _Given(reply), self._lives[name]
-    if name in self._away:  # What is sent to it is lost.
+    if name in self._away:  # A message to a failed machine is lost.
       life = -1
     else:
       self._queues[name].append(given)
@@ -370,8 +370,8 @@ class Simulation(_driver.Driver):
     more, payload = self._sent[str(reply.worker)].pop(task)
     assignment = self.state.tasks.get(task)
     if assignment is None or assignment.worker != reply.worker:
-      # The worker was counted as gone.  It will begin anew, and what is left
-      # of its tasks may build on parameters that it was never sent.
+      # The worker was counted as gone.  It will begin anew, and its remaining
+      # tasks may build on parameters that it was never sent.
       return
     header = reply._asdict() | {"more": more}
     worker.receive(header, payload)

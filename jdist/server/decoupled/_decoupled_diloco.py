@@ -14,19 +14,19 @@ class DecoupledState(_server_state.ServerState):
   """The state of `DecoupledDiLoCo`.
 
   Attributes:
-    merges: of each fragment, so far.
-    turn: the fragment after that which was merged last.
-    collected: pushes that wait for a merge, in the order in which they came.
-    grace: the fragment of each window that is open, by the number of its timer.
+    merges: number of merges of each fragment.
+    turn: the fragment after the one that was merged last.
+    collected: pushes that wait for a merge, in the order of their receipt.
+    grace: the fragment of each open grace window, by the number of its timer.
     waiting: members whose push of the turn's fragment is not merged, and
       whether they have asked for their next task.
-    next_fragment: which each member pushes after those that it has.
-    held: of each member, the merges of each fragment that it was sent.
-    unmerged: of each member and fragment, samples and steps since its last
+    next_fragment: the fragment of each member's next task.
+    held: for each member, the merges of each fragment that it was sent.
+    unmerged: for each member and fragment, samples and steps since its last
       push of the fragment.
-    covered: samples and steps of which a push's fragment is the progress.
-    stretch_s: seconds in which a member does its steps between two pushes,
-      smoothed over all.
+    covered: samples and steps whose progress each push holds.
+    stretch_s: seconds of a member's steps between two pushes, smoothed over all
+      members.
     merged_samples: samples whose progress is merged, each fragment counted by
       its part.
   """
@@ -50,40 +50,43 @@ class DecoupledState(_server_state.ServerState):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
-  r"""Learners on their own clocks, whose fragments a quorum suffices to merge.
+  r"""Learners on their own clocks, whose fragments are merged by a quorum.
 
   A member takes local steps for ever; after every H / P of them it pushes the
   next of P fragments of its parameters.  Once a quorum of the members has
-  pushed fragment p, and a grace window has gone by in which others may, its
-  outer step is made of all that is there,
+  pushed fragment p, and a grace window for the others has passed, the pushes
+  that were received make its outer step,
 
   .. math:: \Delta_p = \frac{\sum_m w_m \Delta_{m,p}}{\sum_m w_m}, \qquad
             w_m = c_m \cdot \frac{c_m}{s_m}, \qquad
             \Theta_p \leftarrow \Theta_p + \mathrm{outer}(\Delta_p)
 
   with c the samples (tokens) and s the steps of which a push is the progress.
-  The window is a part of the time that a member needs from one push to the
-  next, as measured: who goes on computing loses nothing by it.  When all
-  members have pushed, nobody waits for it.
+  The window is a part of the measured time that a member needs from one push to
+  the next, and members compute during it.  It ends early when all members have
+  pushed.
 
-  Nobody waits for a merge: `ahead` 1, a member goes on at once, with what was
-  merged until its push came; 2, it even has its next task before, so that no
-  message is waited for, and what was merged comes a task later.  With 0 a
-  member goes on once the fragment is merged that it has pushed, and all push
-  the same one; with P = 1, a quorum of all and equal members that is DiLoCo.
+  With `ahead` 1 a member continues at once after a push, with what was merged
+  until the push was received.  With 2 it has its next task already while it
+  computes: it waits for no message, and receives merges one task later.  With 0
+  it waits until the fragment that it has pushed is merged, and all members push
+  the same fragment; with P = 1, a quorum of all and equal members that is
+  DiLoCo.
 
-  Who joins or returns gets all parameters.  What it had not pushed is lost.
+  A member that joins or returns is sent all parameters, and what it had not
+  pushed is lost.
 
   Attributes:
     batches: the samples of one local step of each member.
     interval: H, local steps from one push of a fragment to its next; a
       multiple of P.
     fragments: P.
-    quorum: part of the members, in (0, 1], whose push a merge waits for.
-    grace: the window, in times from one push of a member to its next.
-    ahead: tasks that a member begins, or has, before its push is merged: 0, 1
-      or 2.
-    parts: of the parameters' bytes in each fragment; equal ones if None.
+    quorum: part of the members, in (0, 1], whose pushes a merge waits for.
+    grace: length of the window, in times between two pushes of a member.
+    ahead: number of tasks that a member has before its push is merged: 0, 1 or
+      2.
+    parts: part of the parameters' bytes in each fragment; None if all are
+      equal.
 
   Raises:
     ValueError: when an argument is not as described.
@@ -93,12 +96,12 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     (arXiv 2604.21428): quorum, grace window, weights c * c / s and the outer
     step.  Reconstruction, where the text at hand was the abstract and the
     equations: the quorum is a part of the members (K there); how the window
-    adapts; merged fragments arrive between two tasks, not between two steps;
-    who returns starts with a fresh inner optimizer.  Departures: a push is the
-    progress since the last one (there the difference to what the syncer holds,
-    which counts twice what a learner does while its push is under way), and a
-    learner keeps what it has done and is not merged.  Its radial-directional
-    averaging of what is pushed is left out.
+    adapts; merged fragments are received between two tasks, not between two
+    steps; a returning learner starts with a fresh inner optimizer.  Departures:
+    a push is the progress since the last one (there the difference to the
+    syncer's parameters, which counts steps twice that are made while a push is
+    under way), and a learner keeps its progress that is not merged.  The
+    paper's radial-directional averaging of pushes is left out.
 
   >>> from jdist import server
   >>> protocol = server.DecoupledDiLoCo(
@@ -154,12 +157,12 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
 
   @property
   def depth(self) -> int:
-    """Two tasks, where a member has the next one before; else one."""
+    """Two tasks with `ahead` 2, and one otherwise."""
     return max(self.ahead, 1)
 
   @property
   def steps(self) -> int:
-    """Local steps from one push of a member to its next."""
+    """Number of local steps between two pushes of a member."""
     return self.interval // self.fragments
 
   def part(self, fragment: int) -> float:
@@ -179,17 +182,18 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     return sum(map(self.part, reply.pulled))
 
   def on_join(self, state: DecoupledState, worker: Worker) -> None:
-    """Has a member begin with the fragment whose turn it is."""
+    """Lets a member begin with the fragment whose turn it is."""
     state.next_fragment[worker] = state.turn
     state.unmerged[worker] = [(0, 0)] * self.fragments
 
   def on_leave(
     self, state: DecoupledState, worker: Worker, actions: list[Action]
   ) -> None:
-    """Waits for the member no longer; what it has pushed stays."""
+    """Stops waiting for the member, whose pushes stay."""
     state.waiting.pop(worker, None)
     state.held.pop(worker, None)
     del state.next_fragment[worker], state.unmerged[worker]
+    # With fewer members the pushes so far may be a quorum.
     for fragment in dict.fromkeys(push.fragment for push in state.collected):
       self._close(state, fragment, actions)
 
@@ -209,9 +213,11 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     push: _server_state.Assignment,
     actions: list[Action],
   ) -> None:
-    """Keeps a fragment, and merges it if all that it waits for is here."""
+    """Keeps a fragment, and merges it if its merge is complete."""
     fragment = push.fragment
     unmerged = state.unmerged[push.worker]
+    # A task trains all fragments and pushes one: the others' samples wait for
+    # their own pushes, and each push counts all since its last one.
     for i, (samples, steps) in enumerate(unmerged):
       unmerged[i] = (samples + push.samples, steps + self.steps)
     state.covered[push.task] = unmerged[fragment]
@@ -227,9 +233,9 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     push: _server_state.Assignment,
     message: _messages.Push,
   ) -> None:
-    """Takes note of how long a member's steps have taken."""
+    """Updates the measured time of a member's steps."""
     super().observe(state, push, message)
-    # The mean of so many of the last ones as there are members.
+    # An exponential mean over about as many tasks as there are members.
     kept = 1.0 - 1.0 / max(len(state.members), 2)
     before, now = state.stretch_s, message.compute_s
     state.stretch_s = (
@@ -239,7 +245,7 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
   def on_expired(
     self, state: DecoupledState, number: int, actions: list[Action]
   ) -> None:
-    """Ends a grace window: what is there is merged."""
+    """Ends a grace window, and merges its fragment."""
     if number in state.grace:
       self._merge(state, state.grace[number], actions)
 
@@ -254,7 +260,7 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     if pushed == len(state.members):
       self._merge(state, fragment, actions)
       return
-    # What one has pushed who left is merged, too, but makes no quorum.
+    # The push of a member that has left is merged, but counts for no quorum.
     if pushed < math.ceil(self.quorum * len(state.members)):
       return
     window_s = self.grace * (state.stretch_s or 0.0)
@@ -266,13 +272,14 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
   def _merge(
     self, state: DecoupledState, fragment: int, actions: list[Action]
   ) -> None:
-    """Makes a fragment's outer step of all that is there."""
+    """Makes a fragment's outer step of all pushes so far."""
     pushes = [x for x in state.collected if x.fragment == fragment]
     state.collected = [x for x in state.collected if x.fragment != fragment]
     state.grace = {k: x for k, x in state.grace.items() if x != fragment}
     pushes = _server_state.in_order(state, pushes)
     staleness = tuple(state.merges[fragment] - x.version for x in pushes)
     covered = [state.covered.pop(push.task) for push in pushes]
+    # The weights c * c / s of the paper: tokens times tokens a step.
     shares = [samples * samples / steps for samples, steps in covered]
     total = sum(shares)
     weights = tuple(
@@ -296,10 +303,11 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
   def _give(
     self, state: DecoupledState, worker: Worker, actions: list[Action]
   ) -> None:
-    """Gives a member its next task, with what was merged since its last."""
+    """Gives a member its next task, with the merges since its last one."""
     held = state.held.get(worker)
     pulled = None
     if held is not None:
+      # Only fragments with a merge that the member has not been sent.
       pulled = tuple(i for i, x in enumerate(state.merges) if x > held[i])
     state.held[worker] = list(state.merges)
     fragment = state.next_fragment[worker] if self.ahead else state.turn
@@ -312,5 +320,5 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
       fragment=fragment,
       pulled=pulled,
     )
-    # Staleness counts the merges of the fragment.
+    # The staleness of a push counts merges of its fragment, not all updates.
     task.version = state.merges[fragment]

@@ -75,7 +75,7 @@ def message_plans(
       "place they are."
     )
   numbers = range(len(plans.bits))
-  # A difference needs no feedback: what it leaves out is in the next one.
+  # A difference needs no feedback: its error is part of the next difference.
   pull = [_plan_codecs.plan_codec(plans, i, feedback=False) for i in numbers]
   return MessagePlans(
     # An exact push has a codec, too: it sends the residual of pushes before.
@@ -120,7 +120,7 @@ def first_state(codec: Codec, like: PyTree, stream: int) -> PyTree:
 
 
 def layout(codec: Codec, like: PyTree, tail: PyTree) -> PyTree:
-  """Returns shapes and dtypes of a message: of a tree, and exact ones behind.
+  """Returns the shapes and dtypes of a message: a coded tree and an exact one.
 
   Bytes are put together by NumPy: compiled for a CPU, turning 340 kB of
   float32 into bytes and back took 40 ms each way, and a copy takes 0.1.
@@ -261,7 +261,7 @@ def receive_pull(codec: Codec, whole: bool) -> Callable[..., Any]:
 
 
 def padded_size(sizes: Sequence[int] | None, count: int) -> int:
-  """Returns the first of rising sizes that holds so many samples.
+  """Returns the smallest size that holds a number of samples.
 
   Args:
     sizes: the sizes; all powers of two if None.
@@ -282,7 +282,7 @@ def padded_size(sizes: Sequence[int] | None, count: int) -> int:
 
 
 def tree_of_push(payload: np.ndarray, kinds: PyTree) -> PyTree:
-  """Returns the message of a push that somebody has sent.
+  """Returns the message of a push.
 
   Raises:
     RefusedError: when it has another size than such a message.
@@ -296,11 +296,11 @@ def tree_of_push(payload: np.ndarray, kinds: PyTree) -> PyTree:
 
 
 def finite_loss(more: dict[str, Any], finite: Any) -> float:
-  """Returns the loss that somebody has sent with a push.
+  """Returns the loss of a push.
 
   Args:
-    more: of the push's header.
-    finite: whether all that was pushed is.
+    more: `more` of the push's header.
+    finite: whether the push's numbers are finite.
 
   Raises:
     RefusedError: when the loss or the push is not finite.

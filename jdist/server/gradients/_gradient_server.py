@@ -19,7 +19,7 @@ PyTree = Any
 
 
 class GradientServer:
-  r"""Decodes workers' gradients, updates the model, encodes what is sent.
+  r"""Decodes workers' gradients, updates the model, encodes the parameters.
 
   A task's gradient is that of the parameters which were sent for it,
   :math:`g_k = \nabla L(\theta_{t - \tau_k}; B_k)`, as its message decodes:
@@ -139,7 +139,8 @@ class GradientServer:
     whose = 0 if self._shared else worker
     more = {
       "start": self.position[whose],
-      # A worker whose last task is later is ahead of what it is sent.
+      # A worker whose last task is later has a gradient that is not in these
+      # parameters yet, and may take its local step.
       "settled": self._settled.get(worker, -1),
     }
     self.position[whose] += reply.samples

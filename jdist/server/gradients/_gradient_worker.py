@@ -16,10 +16,10 @@ PyTree = Any
 
 
 class GradientWorker:
-  """Computes gradients of what it was sent, and encodes them.
+  """Computes gradients at the parameters that it was sent, and encodes them.
 
   The residual of its feedback stays with it.  With a `local_step` a worker
-  whose last gradient is missing in what it was sent, as it is in a pipeline,
+  whose last gradient is missing in those parameters, as it is in a pipeline,
   takes the next gradient where that step leads.
 
   Args:

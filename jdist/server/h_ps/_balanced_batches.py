@@ -27,7 +27,7 @@ class BalancedBatches:
     total: B, samples of a round.
     measured: whether batches follow measurements; equal parts of B if not.
     smoothing: share of the last measurement that a new one leaves, in [0, 1).
-    minimum: the smallest batch, so that everybody is measured again.
+    minimum: the smallest batch, so that each worker is measured again.
     accumulate: whether a batch that memory does not hold is computed in parts;
       if not, memory bounds it.
 
@@ -100,6 +100,7 @@ class BalancedBatches:
     offsets = [0.0] * num
     if overheads_s is not None and known:
       offsets = list(overheads_s)
+    # At the level T the sizes (T - c) / t, within bounds, have the total as sum.
     level = _allocation.water_level(shares, total, self.minimum, upper, offsets)
     wanted = [
       min(max((level - c) * share, self.minimum), high)

@@ -20,8 +20,8 @@ class BitPlans:
   which each has a scale, and 32 n in 32 bits.
 
   Attributes:
-    bits: of each plan, of each tensor 32, 16, 8 or 4; the first plan is exact,
-      each later one takes fewer bytes.
+    bits: for each plan and each tensor 32, 16, 8 or 4; the first plan is exact,
+      and each later one takes fewer bytes.
     sizes: entries of each tensor.
     block: entries that share a scale.
 
@@ -83,7 +83,7 @@ class BitPlans:
     pipelined: bool,
     slack: float = 0.9,
   ) -> tuple[int, ...]:
-    """Returns for each worker the most bits that lengthen no round.
+    """Returns the plan with the most bits that lengthens no round, by worker.
 
     Pipelined, what a worker sends must be through in a part of the time in
     which the slowest computes.  Otherwise each has as long as the slowest with
@@ -93,7 +93,7 @@ class BitPlans:
     Args:
       compute_s: seconds of each worker's next task.
       exchange_s: seconds of its pull and push in 32 bits.
-      pipelined: whether communication goes on under computation.
+      pipelined: whether communication is hidden under computation.
       slack: that part of the computation, for messages of unlike length.
 
     >>> plans = BitPlans()

@@ -17,14 +17,14 @@ class HPSState(_server_state.ServerState):
   """The state of `HPS`.
 
   Attributes:
-    round: whose update comes next.
-    opened: rounds that were given out, the first after the last one.
-    owing: of each open round, members whose gradient its update waits for.
+    round: the round of the next update.
+    opened: the first round that has not been opened.
+    owing: for each open round, members whose gradients its update waits for.
     collected: gradients of open rounds.
-    next_round: the first round of which a member has no task yet.
-    ready: members that have asked for tasks, and get them as rounds open.
-    held: the version that a member was sent last.
-    plans: by how many bits a member's messages go.
+    next_round: for each member, the first round of which it has no task yet.
+    ready: members that have asked for tasks, and are given them as rounds open.
+    held: for each member, the version that it was sent last.
+    plans: for each member, the plan of bits of its messages.
   """
 
   round: int = 0
@@ -41,7 +41,7 @@ class HPSState(_server_state.ServerState):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HPS(_protocol.Protocol[HPSState]):
-  r"""Rounds of one gradient of each member, of what the member can do in time.
+  r"""Rounds of one gradient of each member, whose batches follow its speed.
 
   An update is the mean over the samples of a round, as in `BSP`.  With
   `BalancedBatches` all finish at the same time.  Pipelined, a member has two
@@ -53,23 +53,24 @@ class HPS(_protocol.Protocol[HPSState]):
 
   so that the staleness is exactly 1 from the second round on, and a round takes
   max(t, (t + c) / 2) where computing takes t, and a push and a pull c; t + c
-  without it.  A gradient that is late costs least at a low rate: the pipeline
-  may begin in the midst of a run, by `pipelined_from`.  With `plans` each
-  member's pushes and pulls take the most bits that lengthen no round.  What a
-  member is sent first, and first after it was away, is exact.
+  without it.  A stale gradient costs least at a low rate, so the pipeline may
+  begin in the middle of a run, by `pipelined_from`.  With `plans` each
+  member's pushes and pulls take the most bits that lengthen no round.  The
+  first pull of a member, and its first one after an absence, is exact.
 
-  Who joins takes part from the next round on that is not given out; nobody
-  waits for one who has left.  Gradients are summed in the order of joining.
+  A worker that joins takes part from the next round that is not opened, and no
+  round waits for a member that has left.  Gradients are summed in the order of
+  joining.
 
   Attributes:
     batches: `server.BalancedBatches`.
-    weighting: by samples, unless given otherwise.
-    pipelined: whether communication goes on under computation.
-    pipelined_from: updates before the pipeline begins; no gradient is late
-      until then.
-    plans: of messages' bits; all are exact if None.
-    limits: samples that a member's memory holds at once; any, of who is not
-      named.
+    weighting: weights of gradients in an update; by samples by default.
+    pipelined: whether communication is hidden under computation.
+    pipelined_from: number of updates before the pipeline begins; no gradient is
+      stale until then.
+    plans: plans of the messages' bits; None makes all messages exact.
+    limits: samples that a member's memory holds at once; members without an
+      entry have no limit.
     slack: part of the computation under which communication must fit, in
       (0, 1].
 
@@ -134,19 +135,19 @@ class HPS(_protocol.Protocol[HPSState]):
 
   @property
   def depth(self) -> int:
-    """Two tasks, of which one is computed and one under way; else one."""
+    """Two tasks in a pipeline, one of them under way, and one otherwise."""
     return 2 if self.pipelined else 1
 
   def overlaps(self, state: HPSState) -> bool:
-    """Returns whether a round is computed while one is under way by now."""
+    """Returns whether the pipeline has begun."""
     return self.pipelined and state.version >= self.pipelined_from
 
   def passes(self, worker: Worker, samples: int) -> int:
-    """Returns into how many batches a task is cut, to fit into memory."""
+    """Returns the number of batches into which memory cuts a task."""
     return self.batches.passes(samples, (self.limits or {}).get(worker))
 
   def share(self, plan: int) -> float:
-    """Returns a plan's part of a message's bytes."""
+    """Returns the bytes of a plan's messages over those of plan 0."""
     return 1.0 if self.plans is None else self.plans.share(plan)
 
   def observe(
@@ -155,20 +156,23 @@ class HPS(_protocol.Protocol[HPSState]):
     push: _server_state.Assignment,
     message: _messages.Push,
   ) -> None:
-    """Takes note of a task's speed, and of its messages' time."""
+    """Updates the measured speed, and the time of an exact exchange."""
     super().observe(state, push, message)
     if push.pull_plan is None:
-      return  # Nothing was sent for it.
+      # Without a pull the time since the reply is no time of messages.
+      return
     passed = state.now_s - push.sent_s - message.compute_s - message.waited_s
+    # Scaled to exact messages, so that measurements of all plans compare.
     share = (self.share(push.pull_plan) + self.share(push.push_plan)) / 2
     member = state.members[push.worker]
     member.exchange_s = self.smooth(member.exchange_s, max(passed, 0.0) / share)
 
   def allocate(self, state: HPSState) -> None:
-    """Gives each member the next round's batch, and the bits of messages."""
+    """Sets each member's batch of the next round, and its messages' bits."""
     members = state.members
     overheads, overlaps = None, self.overlaps(state)
     if not overlaps:
+      # In turn a member's messages lengthen its round; hidden ones do not.
       overheads = [
         (member.exchange_s or 0.0) * self.share(state.plans.get(worker, 0))
         for worker, member in members.items()
@@ -194,7 +198,7 @@ class HPS(_protocol.Protocol[HPSState]):
   def on_leave(
     self, state: HPSState, worker: Worker, actions: list[Action]
   ) -> None:
-    """Waits for the member no longer, and forgets what it holds."""
+    """Stops waiting for the member, and forgets its parameters."""
     for owing in state.owing.values():
       owing.pop(worker, None)
     for of_members in (state.next_round, state.ready, state.held):
@@ -205,7 +209,7 @@ class HPS(_protocol.Protocol[HPSState]):
   def on_pull(
     self, state: HPSState, worker: Worker, actions: list[Action]
   ) -> None:
-    """Gives a member its tasks of open rounds; those of later ones follow."""
+    """Gives a member its tasks of open rounds; later ones follow."""
     if state.round == state.opened:
       self._open(state, actions)
     state.ready[worker] = None
@@ -214,28 +218,30 @@ class HPS(_protocol.Protocol[HPSState]):
   def on_push(
     self, state: HPSState, push: _server_state.Assignment, actions: list[Action]
   ) -> None:
-    """Keeps a gradient until all of its round are here."""
+    """Keeps a gradient until its round is complete."""
     del state.owing[push.round][push.worker]
     state.collected.append(push)
     self._close(state, actions)
 
   def _close(self, state: HPSState, actions: list[Action]) -> None:
-    """Makes the updates for which all is here, and opens the next rounds."""
+    """Makes the updates that are complete, and opens the next rounds."""
     while state.round < state.opened and not state.owing[state.round]:
       del state.owing[state.round]
       pushes = [x for x in state.collected if x.round == state.round]
       state.collected = [x for x in state.collected if x.round > state.round]
       state.round += 1
+      # All members of a round may have left before they pushed.
       if pushes:
         pushes = _server_state.in_order(state, pushes)
         self.apply(state, pushes, actions, mean=True)
       self._open(state, actions)
 
   def _open(self, state: HPSState, actions: list[Action]) -> None:
-    """Gives out as many rounds as a member may have tasks."""
+    """Opens as many rounds as a member may have tasks."""
     if not state.members:
       return
     while state.opened < state.round + 1 + self.overlaps(state):
+      # The members of now: one that joins later takes part in a later round.
       state.owing[state.opened] = dict.fromkeys(state.members)
       state.opened += 1
       self.allocate(state)
@@ -254,7 +260,7 @@ class HPS(_protocol.Protocol[HPSState]):
       plan = state.plans.get(worker, 0)
       pull_plan: int | None = plan
       if worker not in state.held:
-        pull_plan = 0
+        pull_plan = 0  # There is nothing to which a difference could be added.
       elif state.held[worker] == state.version:
         pull_plan = None
       task = self.reply(
@@ -283,14 +289,14 @@ def h_ps(
   Args:
     total: samples of a round, of all workers together.
     tasks: whether batches let all finish at the same time; equal ones if not.
-    pipelined: as of `server.HPS`.
-    pipelined_from: as of `server.HPS`.
-    plans: as of `server.HPS`; None for exact messages.
-    limits: as of `server.HPS`.
-    smoothing: as of `server.BalancedBatches`.
-    accumulate: as of `server.BalancedBatches`.
-    slack: as of `server.HPS`.
-    timeout_s: as of `server.Protocol`.
+    pipelined: as in `server.HPS`.
+    pipelined_from: as in `server.HPS`.
+    plans: as in `server.HPS`; None for exact messages.
+    limits: as in `server.HPS`.
+    smoothing: as in `server.BalancedBatches`.
+    accumulate: as in `server.BalancedBatches`.
+    slack: as in `server.HPS`.
+    timeout_s: as in `server.Protocol`.
 
   Returns:
     The protocol; with one part alone, the others left out, an ablation.
@@ -299,7 +305,7 @@ def h_ps(
     ValueError: when an argument is out of its range.
 
   References:
-    H-PS; see `server.HPS` for what is reconstructed.
+    H-PS; `server.HPS` lists the reconstructions.
   """
   return HPS(
     batches=_balanced_batches.BalancedBatches(

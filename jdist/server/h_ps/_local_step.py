@@ -17,10 +17,10 @@ class LocalStepState(NamedTuple):
   """State that a worker keeps for its local steps, each shaped as `params`.
 
   Attributes:
-    gradient: of its last task.
+    gradient: the gradient of its last task.
     held: the parameters that it was sent for that task.
-    velocity: the server's momentum buffer times the negative rate, as far as
-      its moves show.
+    velocity: the server's momentum buffer times the negative rate, as estimated
+      from the moves of the parameters.
   """
 
   gradient: PyTree
@@ -30,7 +30,7 @@ class LocalStepState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LocalStep:
-  r"""Foresees the update that is under way while a worker computes.
+  r"""Predicts the update that is under way while a worker computes.
 
   In a pipeline a worker's last gradient g' is not yet in the parameters that
   it was sent.  It takes the next gradient where the server's SGD would be with
@@ -88,13 +88,13 @@ class LocalStep:
   def control(
     self, version: int, *, leads: bool, last: int | None
   ) -> np.ndarray:
-    """Returns what `move` is told of one task, an array of four floats.
+    """Returns the input of `move` for a task, an array of four floats.
 
     Args:
-      version: updates in the parameters that were sent for it.
+      version: number of updates in the parameters that were sent for it.
       leads: whether the worker's last gradient is missing in them.
-      last: the version that was sent for the worker's task before; None of who
-        has forgotten what it held.
+      last: the version that was sent for the worker's task before; None after a
+        restart, which forgets it.
     """
     rate = self.rate(version) if callable(self.rate) else self.rate
     flags = leads, last is not None, version != last
@@ -104,6 +104,7 @@ class LocalStep:
     self, held: PyTree, state: LocalStepState, control: jax.Array
   ) -> tuple[PyTree, PyTree]:
     """Returns where to take the gradient, and the server's velocity."""
+    # An array, so that rates and flags that change compile nothing anew.
     rate, leads, remembers, moved = control
     mu = self.momentum
     of_gradient, of_velocity = (1 + mu, mu**2) if self.nesterov else (1.0, mu)
@@ -112,7 +113,7 @@ class LocalStep:
       velocity = new - old
       if self.nesterov:
         velocity = (velocity + mu * before) / (1 + mu)
-      # The second task on the same parameters: they show nothing new.
+      # A second task on the same parameters shows no new move.
       velocity = jnp.where(moved > 0, velocity, before)
       return jnp.where(remembers > 0, velocity, jnp.zeros_like(velocity))
 

@@ -27,8 +27,8 @@ def plan_codec(
   32 bits as they are.
 
   Args:
-    plans: of a tree of so many leaves.
-    plan: its number.
+    plans: plans for a tree with the same number of leaves.
+    plan: number of the plan.
     feedback: whether the sender adds what it has not sent to the next message.
   """
   return _message_codec.MessageCodec(
@@ -58,16 +58,16 @@ def fit_bit_plans(
 
   and 16 at least if it has one dimension, or belongs to the first or the last
   layer: to the first or the last of the tree's outermost keys, in whose order
-  the layers of `jdist.models` run.  Of the plans of 32, 16, 8 and 4 bits, each
-  tensor with as many more as it needs, those that differ remain.
+  the layers of `jdist.models` run.  The plans are those of 32, 16, 8 and 4 bits
+  in which each tensor has at least the bits that it needs, without repetitions.
 
   Args:
-    gradient: a worker's, of one batch.
+    gradient: a worker's gradient of one batch.
     error_limit: epsilon, > 0. Rounded at random in blocks of 64, gradients of
       small networks are wrong by 0.8 to 1.6 % in 8 bits and by 14 to 27 % in 4:
       0.02 allows the one and not the other.
     block: entries that share a scale.
-    seed: of the rounding.
+    seed: seed of the rounding.
 
   Returns:
     The plans.

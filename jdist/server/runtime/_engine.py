@@ -1,21 +1,19 @@
 """The thin interface behind which an engine runs server and workers.
 
-`spawn`, `push`, `pull`, `on_lost`, `stop`: all that the drivers ask of what
-starts processes and carries bytes.  `RayEngine` is one, `ThreadEngine`, all in
-one process, another.
+`RayEngine` starts processes, `ThreadEngine` runs all in one.
 
-**Running a protocol of one's own.**  Nothing here knows a protocol or a model.
-A run is three things:
+**A protocol of one's own.**  An engine knows neither protocols nor models.  A
+run consists of
 
-- a protocol, any `server.Protocol`: what becomes of messages;
-- a `ServerLearner`, at the server: encodes replies, takes pushes, makes
-  updates, and has all state that a checkpoint keeps;
-- a `WorkerLearner`, at each worker: whatever state a worker has (parameters,
-  an inner optimizer, fragments); it turns a reply into the bytes of a push.
+- a `server.Protocol`, which decides by messages alone;
+- a `ServerLearner`, which encodes replies, decodes pushes, makes updates, and
+  has all state that a checkpoint keeps;
+- a `WorkerLearner` for each worker, which has the worker's state (parameters,
+  an inner optimizer, fragments) and turns a reply into a push.
 
-`GradientServer` and `GradientWorker` are those of plain gradients.  Another
-pair, say of local steps and fragments, may put what it likes into payloads and
-into the headers' `"more"`; `LiveServer`, `Recording` and the engines carry it.
+`GradientServer` and `GradientWorker` are the pair of plain gradients.  Another
+pair may put anything into payloads and the headers' `"more"`: servers and
+engines only carry it.
 """
 
 from collections.abc import Callable
@@ -26,11 +24,11 @@ import numpy as np
 
 
 class LostServerError(ConnectionError):
-  """Says that the server does not answer; it may come back."""
+  """Raised while the server does not answer; it may be started again."""
 
 
 class LostRunError(RuntimeError):
-  """Says that a run has lost a part without which it cannot go on."""
+  """Raised when a run has lost a part without which it cannot continue."""
 
 
 # A header that JSON can hold, and a payload, uint8 [bytes].

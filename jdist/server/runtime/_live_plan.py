@@ -17,7 +17,7 @@ class LivePlan(_run_marks.RunPlan):
     machines: The cluster whose links messages take; none are modelled if None.
     record: A file for all messages of a run from its beginning. A run that is
       resumed records nothing.
-    versions: Of Python, JAX and jdist, which workers must have, too.
+    versions: Versions of Python, JAX and jdist that workers must have, too.
   """
 
   workers: tuple[str, ...]

@@ -21,9 +21,9 @@ from jdist.server.runtime import (
 from jdist.server.runtime.transport import _mailboxes
 
 _log = logging.getLogger(__name__)
-# Within so many seconds a checkpoint that is asked for is written.
+# A requested checkpoint is written within this time.
 _SAVE_S = 15.0
-# After their hello; words of control are the engine's alone.
+# Messages that a worker may send after its hello; others are the engine's.
 _FROM_WORKERS = ("push", "join", "state")
 
 
@@ -31,26 +31,27 @@ class LiveServer:
   """Runs a protocol for workers in other processes, in wall seconds.
 
   One thread hands messages to the protocol, one after the other; an engine's
-  threads bring and fetch them.  Links are `cluster.Network`'s, the same as the
-  virtual clock's, on a clock that follows the wall's: a message is handed over
-  when the links of its way have carried its bytes, or when it really is here,
-  if that is later.  Timers are on the same clock.
+  threads deliver and collect them.  Modelled links are the virtual clock's
+  `cluster.Network`, on a clock that follows the wall's: a message is handed
+  over when its links have carried its bytes, or when it is really received, if
+  that is later.  Timers are on the same clock.
 
-  Who is lost, or hangs longer than the protocol's `timeout_s`, leaves; what it
-  had computed and not sent is lost, with the residual of its feedback, and its
-  samples are not taken again (`lost_samples`).  Who returns is sent exact
-  parameters.  A push that the learner refuses takes its worker's tasks from
-  it, and is counted; after three one after the other the worker is sent home.
+  A worker that is lost, or hangs longer than the protocol's `timeout_s`,
+  leaves.  What it had computed and not sent is lost, with the residual of its
+  feedback, and its samples are not taken again (`lost_samples`).  After a
+  return it is sent exact parameters.  A push that the learner refuses is
+  counted and takes its worker's tasks from it; after three refusals in a row
+  the worker is stopped.
 
   A checkpoint is made at each mark: the protocol's state, the learner's arrays
-  and positions, and the state of each worker as it is a few tasks later.  A
-  server that begins in a directory with one goes on from the newest: updates
-  since then are lost, and tasks that were out.
+  and positions, and the state of each worker a few tasks later.  A server that
+  begins in a directory with checkpoints resumes from the newest one, without
+  the updates since then and the tasks that were out.
 
   Args:
-    protocol: any.
-    learner: the server's side of the gradients.
-    plan: what else the run does.
+    protocol: the server's protocol.
+    learner: the server's learner.
+    plan: the settings of the run.
 
   Raises:
     ValueError: when a checkpoint is of another run, a `training.OtherRunError`.
@@ -96,7 +97,8 @@ class LiveServer:
           return {"refused": self._error}
       with self._lock:
         self._lives += 1
-        # From now on: what comes next may be a push of this life.
+        # Set here, not in the server's thread: the worker's next message may
+        # be read before its hello has been handled.
         life = self._core.boxes[worker].life = self._lives
       header = header | {"life": life}
       self._put(kind, worker, header, payload)
@@ -111,7 +113,7 @@ class LiveServer:
   def pull(
     self, worker: str, life: int
   ) -> "concurrent.futures.Future[_engine.Message]":
-    """Returns what will be the next message to a worker."""
+    """Returns the next message to a worker, as soon as there is one."""
     future: concurrent.futures.Future[_engine.Message] = (
       concurrent.futures.Future()
     )
@@ -119,34 +121,34 @@ class LiveServer:
     return future
 
   def lost(self, worker: str) -> None:
-    """Takes note that a worker's process is gone."""
+    """Marks a worker's process as lost."""
     box = self._core.boxes[worker]
     with self._lock:
       box.life, box.here = 0, False
     self._put("lost", worker)
 
   def start(self) -> None:
-    """Begins with those who are here."""
+    """Starts the run with the workers that have said hello."""
     self._put("start")
 
   def save(self) -> int:
-    """Makes a checkpoint, and returns after which update; -1 without one."""
+    """Makes a checkpoint, and returns its update; -1 if none was made."""
     done: concurrent.futures.Future[int] = concurrent.futures.Future()
     self._put("save", header={"done": done})
     return done.result(timeout=_SAVE_S)
 
   def finish(self) -> None:
-    """Ends the run before its plan is done; workers are sent home."""
+    """Ends the run before its last mark, and stops the workers."""
     self._put("finish")
 
   def stop(self) -> None:
-    """Ends the run and the thread; workers are sent home."""
+    """Ends the run and the thread, and stops the workers."""
     self.finish()
     self._stopping.set()
     self._thread.join(timeout=10.0)
 
   def status(self) -> dict[str, Any]:
-    """Returns where the run stands, in a form that JSON can hold."""
+    """Returns the progress of the run, in a form that JSON can hold."""
     core = self._core
     found, delivery = core.checkpoints.found, core.delivery
     state = None if delivery is None else delivery.state

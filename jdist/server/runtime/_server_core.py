@@ -20,18 +20,18 @@ from jdist.server.runtime import (
 from jdist.server.runtime.transport import _mailboxes, _wall_links
 from jdist.storage import plain_data
 
-# Waits for workers' states when a checkpoint is made.
+# A checkpoint waits this long for the states of workers.
 _SAVE_S = 5.0
 
 
 class Item(NamedTuple):
-  """A message in the inbox, and when it came.
+  """A message in the inbox.
 
   Attributes:
-    at_s: by the monotonic clock.
-    kind: of a worker's message, or a word of control.
-    worker: whose.
-    header: all of it.
+    at_s: time of its receipt, on the monotonic clock.
+    kind: kind of a worker's message, or of an engine's call.
+    worker: the worker's name.
+    header: the whole header.
     payload: uint8 [bytes].
   """
 
@@ -59,26 +59,27 @@ class _LiveState(TypedDict):
 
 
 class ServerCore:
-  """Hands messages to the protocol, and does what it answers; by one thread.
+  """Hands messages to the protocol and carries out its actions, in one thread.
 
   Args:
-    protocol: any.
-    learner: the server's side of the gradients.
-    plan: what else the run does.
+    protocol: the server's protocol.
+    learner: the server's learner.
+    plan: the settings of the run.
 
   Attributes:
-    learner: as given.
-    delivery: protocol and learner together, once the run has begun.
-    boxes: of all workers.
-    first_s: seconds on the clock at the start, of a resumed run.
-    checkpoints: if there are any.
+    learner: the server's learner.
+    delivery: the driver of protocol and learner, once the run has begun.
+    boxes: the mailboxes of all workers, by name.
+    first_s: seconds on the clock at the start, which a resumed run continues.
+    checkpoints: writer and reader of the checkpoints.
     records: the figures of the marks so far.
-    snapshots: of the learner, by the number of the mark, until fetched.
-    pulled_bytes: payloads sent to workers.
-    pushed_bytes: payloads of workers.
-    over_s: by how long computing was longer than modelled, by worker.
-    finished: whether the plan is done.
-    ended_s: when it was.
+    snapshots: the learner's snapshots that have not been fetched, by the number
+      of the mark.
+    pulled_bytes: bytes of payloads that were sent to workers.
+    pushed_bytes: bytes of payloads that workers have sent.
+    over_s: seconds by which computing took longer than modelled, by worker.
+    finished: whether the run has ended.
+    ended_s: time of its end.
   """
 
   def __init__(
@@ -158,14 +159,14 @@ class ServerCore:
   def _after(
     self, seconds: float, function: Callable[..., Any], *arguments: Any
   ) -> None:
-    """Has a function called once so many seconds have passed."""
+    """Has a function called after some seconds."""
     timeout = self._environment.timeout(max(seconds, 0.0))
     timeout.callbacks.append(lambda _: function(*arguments))
 
   # Messages.
 
   def handle(self, item: Item) -> None:
-    """Does what a message asks for."""
+    """Handles a message by its kind."""
     getattr(self, f"_on_{item.kind}")(item)
 
   def _on_start(self, item: Item) -> None:
@@ -183,7 +184,7 @@ class ServerCore:
     self._began_s = time.monotonic()
     if resumed:
       for worker in list(self.delivery.state.members):
-        # Its tasks went with the server that gave them.
+        # Its tasks were lost with the server that gave them.
         self.delivery.deliver(_messages.Leave(worker), self.first_s)
         self.delivery.take_sent()
     if self._plan.unit == "seconds":
@@ -289,7 +290,7 @@ class ServerCore:
     more: dict[str, Any] | None = None,
     payload: np.ndarray | None = None,
   ) -> None:
-    """Hands a message to the protocol and does what it answers."""
+    """Hands a message to the protocol, and sends the tasks that it gives."""
     delivery = self.delivery
     assert delivery is not None
     if self.finished:
@@ -399,7 +400,7 @@ class ServerCore:
       self.close()
 
   def close(self) -> None:
-    """Sends all workers home."""
+    """Stops all workers."""
     for box in self.boxes.values():
       box.put(_mailboxes.word("stop"))
 
@@ -430,7 +431,7 @@ class ServerCore:
   def _load(
     self, header: _run_checkpoints.Header, parts: dict[str, np.ndarray]
   ) -> None:
-    # Whoever can write the directory may have written anything.
+    # The file may hold anything, and must do nothing but be read.
     state = plain_data.from_plain(header["state"], _LiveState, "state")
     self.delivery = self._new_delivery([])
     self.delivery.load(state["driver"])

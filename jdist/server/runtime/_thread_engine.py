@@ -10,10 +10,10 @@ from jdist.server.runtime import _engine
 
 
 class ThreadEngine:
-  """Runs workers as threads beside the server; nothing is copied.
+  """Runs the server and all workers as threads, and copies no message.
 
-  For tries and tests: all compute with one process's devices.  A thread that
-  raises counts as a lost worker.
+  All compute with one process's devices, for experiments and tests.  A thread
+  that raises counts as a lost worker.
   """
 
   def __init__(self) -> None:
@@ -48,7 +48,8 @@ class ThreadEngine:
     self._call = call
 
   def poll(self) -> None:
-    """Tells of workers that were lost."""
+    """Reports the workers that were lost."""
+    # In the caller's thread: `on_lost` may raise, and spawns workers.
     while self._lost:
       name, reason = self._lost.pop(0)
       self._call(name, reason)

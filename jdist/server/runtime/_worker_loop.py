@@ -1,4 +1,4 @@
-"""A worker: pulls tasks, computes one after the other, pushes what comes out.
+"""A worker's loop: pulls tasks, computes them in order, pushes the results.
 
 Three threads: one waits for messages, one computes, one sends.  So the next
 task may be on its way while a push travels.
@@ -21,7 +21,7 @@ from jdist import _version, cluster
 from jdist.server.gradients import _learner
 from jdist.server.runtime import _engine
 
-# Between two tries to reach a server that does not answer.
+# Time between two attempts to reach a server that does not answer.
 _AGAIN_S = 0.25
 
 
@@ -29,14 +29,14 @@ _AGAIN_S = 0.25
 class Pace:
   """Lengthens each task to the time that it takes on a modelled machine.
 
-  A worker sleeps after it has computed, until the time of the cluster's file
-  has gone by: of unlike speeds on like machines.  Computing that takes longer
-  than that is told (`over_s`), and not shortened.
+  A worker sleeps after it has computed until the modelled time has passed, so
+  that equal machines show the speeds of a cluster's file.  Where computing
+  itself takes longer, the excess is reported (`over_s`).
 
   Attributes:
     node: the machine, with its jitter and slow-downs.
     profile: the costs of a task at speed 1.
-    seed: of the jitter; the same draws as on the virtual clock.
+    seed: seed of the jitter, which has the same draws as on the virtual clock.
   """
 
   node: cluster.Node
@@ -45,7 +45,7 @@ class Pace:
 
 
 def versions() -> dict[str, str]:
-  """Returns what must be the same at server and workers."""
+  """Returns the versions that server and workers must have in common."""
   return {
     "python": ".".join(platform.python_version_tuple()[:2]),
     "jax": jax.__version__,
@@ -55,16 +55,17 @@ def versions() -> dict[str, str]:
 
 
 class WorkerLoop:
-  """Works for a server until it is sent home.
+  """Runs the worker loop until the server sends a stop message.
 
   Args:
-    channel: the way to the server.
-    name: of the worker.
-    learner: the worker's side of the gradients, prepared.
-    depth: tasks that it may have at once, the protocol's.
-    pace: of a modelled machine; as fast as it can if None.
-    patience_s: how long it waits for a server that does not answer.
-    found: versions that it tells, its own if None.
+    channel: the connection to the server.
+    name: the worker's name.
+    learner: the worker's learner, which has been prepared.
+    depth: number of tasks that it may have at once, `Protocol.depth`.
+    pace: the modelled machine whose time tasks take; None computes at full
+      speed.
+    patience_s: seconds to wait for a server that does not answer.
+    found: versions to report; the process's own if None.
   """
 
   def __init__(
@@ -87,7 +88,7 @@ class WorkerLoop:
     self._fresh = True
 
   def run(self) -> None:
-    """Works; returns when sent home.
+    """Runs until a stop message.
 
     Raises:
       LostServerError: when the server does not answer for too long.
@@ -123,7 +124,7 @@ class WorkerLoop:
         time.sleep(_AGAIN_S)
 
   def _work(self, session: "_Session") -> bool:
-    """Works for a server; returns whether it was sent home."""
+    """Does the tasks of a session; returns whether the server said stop."""
     while True:
       header, payload, arrived_s = session.inbox.get()
       kind = header["kind"]
@@ -163,7 +164,7 @@ class WorkerLoop:
   def _wait(
     self, header: dict[str, Any], arrived_s: float, start_s: float
   ) -> float:
-    """Waits for the modelled end; returns by how much it was overrun."""
+    """Waits for the modelled end; returns the seconds by which it was late."""
     if self._pace is None or self._random is None:
       return 0.0
     node, profile = self._pace.node, self._pace.profile
@@ -180,7 +181,7 @@ class WorkerLoop:
 
 
 class _Session:
-  """The threads that wait and send, from a hello until the server is lost."""
+  """The threads that pull and push, from a hello until the server is lost."""
 
   def __init__(
     self,
@@ -192,7 +193,7 @@ class _Session:
     self._channel, self._name = channel, name
     self._life = receipt["life"]
     self.generation: int | None = None
-    # Tasks that are here, and words of control.
+    # Received tasks and control messages.
     self.inbox: queue.Queue[Any] = queue.Queue(depth + 8)
     self._outbox: queue.Queue[_engine.Message | None] = queue.Queue(depth)
     self._closed = threading.Event()
@@ -204,7 +205,7 @@ class _Session:
   def send(
     self, kind: str, header: dict[str, Any], payload: np.ndarray | None = None
   ) -> None:
-    """Gives a message to the thread that sends; waits if it is behind."""
+    """Queues a message for the sender; waits while its queue is full."""
     head = {"kind": kind, "worker": self._name, "life": self._life}
     payload = np.zeros(0, np.uint8) if payload is None else payload
     message = (head | header, payload)
@@ -214,7 +215,7 @@ class _Session:
         return
 
   def close(self) -> None:
-    """Ends the threads, once what they wait for is there."""
+    """Ends the threads after their present calls."""
     self._closed.set()
     with contextlib.suppress(queue.Full):
       self._outbox.put_nowait(None)
@@ -237,6 +238,8 @@ class _Session:
       header, payload = self._channel.pull(self._name, self._life)
       if header["kind"] == "rejoin":
         self.generation = header["generation"]
+        # At once, not behind the computation: the server can then give new
+        # tasks while the old one, whose push it will discard, is completed.
         join = {"kind": "join", "worker": self._name, "life": self._life}
         self._channel.push(join)
       elif self.generation is None and "generation" in header:

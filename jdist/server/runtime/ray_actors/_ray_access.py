@@ -95,7 +95,7 @@ def _is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def quiet_start() -> Iterator[None]:
-  """Lets Ray tell of its start only what is wrong, and leave SIGTERM alone.
+  """Silences Ray's messages at its start, and keeps the handler of SIGTERM.
 
   Ray's own handlers end its processes while the run still needs them.  By
   default SIGTERM ends a process at once; from here on it raises a `SystemExit`,
@@ -108,7 +108,8 @@ def quiet_start() -> Iterator[None]:
   logger.setLevel(logging.ERROR)
   try:
     with warnings.catch_warnings():
-      # Its processes do not go on in a fork, but execute another program.
+      # Ray's forks execute another program at once, so the warning about forks
+      # of threaded processes does not apply.
       warnings.filterwarnings("ignore", message=".*os.fork.*")
       warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
       yield

@@ -15,9 +15,9 @@ from jdist import checks
 from jdist.server.runtime import _engine
 from jdist.server.runtime.ray_actors import _ray_access, _ray_actors
 
-# Within so many seconds a worker that was sent home is there.
+# A worker that was stopped returns within this time.
 _HOME_S = 5.0
-# What a spare process has imported when it is needed.
+# Modules that a spare process imports while it waits.
 _PRELOADED = (
   "jdist.data", "jdist.models", "jdist.server", "jdist.training", "flax",
   "optax",
@@ -32,7 +32,7 @@ ONE_THREAD = {
   "NPROC": "1",
   "OMP_NUM_THREADS": "1",
 }
-# Of workers with a GPU, in place of that.
+# Variables of workers with a GPU, in place of those.
 _ON_GPU = {"JAX_PLATFORMS": "cuda"}
 
 _CACHE = (
@@ -50,21 +50,22 @@ class RayEngine:
   that of the address is used, which off this machine must have token
   authentication on.  A worker that dies is noticed by its call, which fails;
   `spawn` starts a new one in its place.  SIGTERM ends a run as an exit does, so
-  that `stop` is reached, unless somebody handles it otherwise.
+  that `stop` is reached, unless the program has a handler of its own.
 
   Args:
-    workers: so many will be spawned.
+    workers: number of workers that will be spawned.
     address: HOST:PORT of a cluster's head; None starts one here.
-    cpus_per_worker: of Ray's, by which it places actors; parts of one are for
-      workers that mostly sleep.
-    gpus_per_worker: of Ray's, which shows each worker its own; parts of one for
-      workers that share a GPU, 0 for CPUs alone.  The server has none.
+    cpus_per_worker: Ray's CPUs for each worker, by which it places actors;
+      take a part of one for workers that mostly sleep.
+    gpus_per_worker: Ray's GPUs for each worker, which sees only its own; take a
+      part of one for workers that share a GPU, and 0 for CPUs alone.  The
+      server has none.
     spares: further processes that have loaded all that a worker needs, and wait
       to take the place of one that is lost.
-    environment: of the actors; by default one thread on the CPU, and CUDA for
-      workers with a GPU.
-    cache: directory for compiled programs, which all actors of a machine use;
-      one that goes with the engine if None.
+    environment: environment variables of the actors; by default one thread on
+      the CPU, and CUDA for workers with a GPU.
+    cache: directory for compiled programs, which all actors of a machine share;
+      None makes one that is removed with the engine.
 
   Raises:
     ImportError: when Ray is missing.

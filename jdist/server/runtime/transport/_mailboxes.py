@@ -1,4 +1,4 @@
-"""Messages to workers that they have not pulled yet."""
+"""Mailboxes: messages to workers that have not been pulled yet."""
 
 import collections
 import concurrent.futures
@@ -16,12 +16,12 @@ class Mailbox:
   """A worker as its server serves it.
 
   Attributes:
-    life: of its process; messages of an earlier one are dropped.
-    generation: goes up whenever its tasks were taken from it.
-    messages: those that it has not pulled; as many as it may have tasks, and
-      words of control.
-    waiting: its pull that waits.
-    here: whether its process lives, as far as is known.
+    life: number of its process; messages of an earlier one are dropped.
+    generation: rises whenever its tasks are taken from it.
+    messages: messages that it has not pulled: at most as many tasks as it may
+      have, and control messages.
+    waiting: its pending pull.
+    here: whether its process is alive, as far as is known.
   """
 
   life: int = 0
@@ -33,7 +33,7 @@ class Mailbox:
   here: bool = False
 
   def put(self, message: _engine.Message) -> None:
-    """Hands a message over, at once if its pull waits."""
+    """Delivers a message, immediately if a pull is pending."""
     if self.waiting is not None:
       waiting, self.waiting = self.waiting, None
       waiting.set_result(message)
@@ -43,8 +43,10 @@ class Mailbox:
   def pull(
     self, life: int, future: concurrent.futures.Future[_engine.Message]
   ) -> None:
-    """Fills a pull's future, now or with the next message."""
+    """Answers a pull, now or with the next message."""
     if life != self.life:
+      # An earlier process of this worker may still be alive, behind a network
+      # that was interrupted: it must not take its successor's messages.
       future.set_result(word("stop"))
     elif self.messages:
       future.set_result(self.messages.popleft())
@@ -52,13 +54,13 @@ class Mailbox:
       self.waiting = future
 
   def empty(self) -> None:
-    """Drops what was not pulled, and ends a pull that waits."""
+    """Drops what was not pulled, and ends a pending pull."""
     self.messages.clear()
     if self.waiting is not None:
       self.put(word("stop"))
 
   def take_tasks(self) -> None:
-    """Drops a worker's tasks and tells it, should it live, to join again."""
+    """Drops a worker's tasks, and asks it to join again if it is alive."""
     self.generation += 1
     self.messages.clear()
     if self.here:
