@@ -100,7 +100,7 @@ class BalancedBatches:
     offsets = [0.0] * num
     if overheads_s is not None and known:
       offsets = list(overheads_s)
-    # At the level T the sizes (T - c) / t, within bounds, have the total as sum.
+    # At the level T the sizes (T - c) / t, within bounds, sum up to the total.
     level = _allocation.water_level(shares, total, self.minimum, upper, offsets)
     wanted = [
       min(max((level - c) * share, self.minimum), high)
