@@ -1,24 +1,18 @@
 """Parameter servers: protocols as data, and what drives them."""
 
-from jdist.server._allocation import Allocation as Allocation
 from jdist.server._allocation import FixedBatches as FixedBatches
-from jdist.server._allocation import largest_remainder as largest_remainder
 from jdist.server._allocation import SpeedBatches as SpeedBatches
 from jdist.server._asynchronous import ASP as ASP
 from jdist.server._asynchronous import dbs as dbs
 from jdist.server._asynchronous import Ringmaster as Ringmaster
 from jdist.server._bsp import BSP as BSP
-from jdist.server._driver import Driver as Driver
-from jdist.server._driver import NodeTotals as NodeTotals
 from jdist.server._message_codec import MessageCodec as MessageCodec
-from jdist.server._message_codec import MessageState as MessageState
 from jdist.server._messages import Action as Action
 from jdist.server._messages import Apply as Apply
 from jdist.server._messages import Discard as Discard
 from jdist.server._messages import Expired as Expired
 from jdist.server._messages import Join as Join
 from jdist.server._messages import Leave as Leave
-from jdist.server._messages import Message as Message
 from jdist.server._messages import Pull as Pull
 from jdist.server._messages import Push as Push
 from jdist.server._messages import Reply as Reply
@@ -81,9 +75,7 @@ from jdist.server.h_ps._local_step import LocalStep as LocalStep
 from jdist.server.h_ps._plan_codecs import fit_bit_plans as fit_bit_plans
 from jdist.server.run._server_run import ServerRun as ServerRun
 from jdist.server.runtime._engine import Channel as Channel
-from jdist.server.runtime._engine import Engine as Engine
 from jdist.server.runtime._engine import LostRunError as LostRunError
-from jdist.server.runtime._engine import LostServerError as LostServerError
 from jdist.server.runtime._live_plan import LivePlan as LivePlan
 from jdist.server.runtime._live_server import LiveServer as LiveServer
 from jdist.server.runtime._live_session import LiveSession as LiveSession

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import server
+from jdist.server import _message_codec
 
 ROWS = np.random.default_rng(0).normal(size=(64, 9)).astype(np.float32)
 RATE, MOMENTUM = 0.05, 0.9
@@ -67,7 +68,7 @@ class Reference:
     number = self.sent[kind, worker] + (self.names.index(worker) << 20)
     self.sent[kind, worker] += 1
     codec = server.MessageCodec(codec.codec, None, codec.seed)
-    state = server.MessageState(jnp.int32(number), ())
+    state = _message_codec.MessageState(jnp.int32(number), ())
     return np.asarray(_round_trip(codec)(x, state))
 
   def reply(self, reply):

@@ -6,6 +6,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from jdist import server
+from jdist.server import _allocation
 
 SHARES = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12)
 
@@ -14,14 +15,16 @@ SHARES = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12)
 def test_sums_are_exact_inside_the_bounds(shares, low, room, data):
   high = [low + data.draw(st.integers(0, room)) for _ in shares]
   total = data.draw(st.integers(low * len(shares), sum(high)))
-  sizes = server.largest_remainder(shares, total, minimum=low, maximum=high)
+  sizes = _allocation.largest_remainder(
+    shares, total, minimum=low, maximum=high
+  )
   assert sum(sizes) == total
   assert all(low <= s <= h for s, h in zip(sizes, high, strict=True))
 
 
 @hypothesis.given(SHARES, st.integers(0, 10_000))
 def test_without_bounds_each_is_within_one_of_its_part(shares, total):
-  sizes = server.largest_remainder(shares, total)
+  sizes = _allocation.largest_remainder(shares, total)
   for size, share in zip(sizes, shares, strict=True):
     assert abs(size - total * share / sum(shares)) < 1 + 1e-6
   # A larger share has no smaller part.

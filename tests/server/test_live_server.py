@@ -11,7 +11,7 @@ import pytest
 
 from jdist import cluster, server, training
 from jdist.server.run import _run_checkpoints
-from jdist.server.runtime import _delivery, _envelope
+from jdist.server.runtime import _delivery, _engine, _envelope
 from jdist.storage import hashes, sealed_json
 from tests.server import _live_runs
 
@@ -382,7 +382,7 @@ class Killed(server.ThreadEngine):
       return found
     if self.starts > 1 or found["samples"] >= 16:
       self.server.stop()
-      raise server.LostServerError("It was killed.")
+      raise _engine.LostServerError("It was killed.")
     return found
 
 

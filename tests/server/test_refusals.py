@@ -5,6 +5,7 @@ import math
 import jax.numpy as jnp
 
 from jdist import cluster, codecs, data, reducers, server
+from jdist.server import _allocation
 from jdist.server.h_ps import _plan_codecs
 from tests import _refusals
 from tests.server import test_gradients as gradients
@@ -54,7 +55,7 @@ def without_learner():
 
 
 make = simulation.simulation
-shares = server.largest_remainder
+shares = _allocation.largest_remainder
 TREE = {name: {"w": jnp.ones((8, 8))} for name in "abc"}
 STATE = server.ASP().init("a")
 MESSAGE = server.MessageCodec(codecs.Cast("bfloat16"))
