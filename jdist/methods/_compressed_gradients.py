@@ -45,6 +45,7 @@ def qsgd(
     Alistarh et al., QSGD (arXiv 1610.02132), section 3.  Departure: integers
     have a fixed width instead of Elias's code.
   """
+  # Stochastic rounding makes Q unbiased, so that QSGD needs no feedback.
   codec = codecs.Quantize(bits, block, "norm", "stochastic")
   reducer = reducers.compressed(codec, wire=wire)
   return _compressed(optimizer, axis, reducer, seed=seed)
@@ -79,6 +80,8 @@ def terngrad(
     share the largest; the mean is not made ternary again.
   """
   reducer = reducers.compressed(codecs.Ternary(), wire=wire)
+  # Clipping precedes the codec: an outlier would be the scale of its leaf, and
+  # nearly all other entries would be rounded to zero.
   return transforms.only_floats(
     optax.chain(
       transforms.clip_deviations(deviations),
@@ -118,6 +121,8 @@ def signsgd(
     raise ValueError(
       f"`momentum` must be below 1, got {momentum}: gradients would not count."
     )
+  # Each worker votes with its own momentum.  A momentum behind the vote would
+  # smooth signs, which have lost the size of the noise.
   momenta = reducers.Smoothing(momentum)
   return _compressed(optimizer, axis, reducers.MajorityVote(), momenta)
 
@@ -148,6 +153,8 @@ def ef_signsgd(
     units of gradients, see `ErrorFeedback`; in an all-to-all each part of a
     leaf has a scale.
   """
+  # A scale for each leaf, the mean magnitude, makes the signs a contraction,
+  # which the proof of error feedback needs.
   reducer = reducers.compressed(codecs.Sign(), wire=wire)
   return _compressed(optimizer, axis, reducer, reducers.ErrorFeedback())
 
@@ -184,6 +191,7 @@ def one_bit_adam(
   """
   checks.check_rate("learning_rate", learning_rate)
   weight_decay = checks.check_continuous("weight_decay", weight_decay)
+  # The authors' scale keeps the norm of the momentum, not its mean magnitude.
   signs = reducers.Compression(
     codecs.Sign(scale="l2"), reducers.ErrorFeedback()
   )
@@ -191,6 +199,7 @@ def one_bit_adam(
     transforms.scale_by_frozen_adam(
       warmup_steps, axis, signs, b1=b1, b2=b2, eps=eps
     ),
+    # Decoupled decay comes behind Adam's scaling and in front of the rate.
     optax.add_decayed_weights(weight_decay),
     optax.scale_by_learning_rate(learning_rate),
   )
@@ -257,6 +266,8 @@ def powersgd(
     Vogels, Karimireddy, Jaggi, PowerSGD (arXiv 1905.13727), algorithms 1 and 2;
     the departures of `reducers.PowerSGD`.
   """
+  # A mean of low rank is biased: without feedback, directions outside of it
+  # would be lost for good.
   reducer = reducers.PowerSGD(rank, 0 if seed is None else seed, factors)
   return _compressed(optimizer, axis, reducer, reducers.ErrorFeedback())
 
@@ -308,6 +319,8 @@ def dgc(
     if steps_per_phase is None
     else reducers.warm_up(sparse, steps_per_phase, ratio)
   )
+  # Momenta accumulate in front of the choice of entries, so that an entry that
+  # waits several steps keeps the momentum it would have had (section 3.1).
   feedback = reducers.MomentumCorrection(momentum, nesterov)
   chain = _compressed(optimizer, axis, reducer, feedback)
   if threshold is None:
@@ -347,6 +360,7 @@ def demo(
     as in the authors' code.
   """
   optimizer = checks.check_optimizer("optimizer", optimizer)
+  # The sign is taken of the mean, which all workers have decoded alike.
   signs = optax.stateless(lambda mean, params: jax.tree.map(jnp.sign, mean))
   return _compressed(
     optax.chain(signs, optimizer),

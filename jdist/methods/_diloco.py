@@ -106,6 +106,7 @@ def streaming_diloco(
   # `Delayed` takes None for a whole round, which fragments do not have.
   delay_steps = checks.check_structural("delay_steps", delay_steps, minimum=0)
   rule = _outer(rule, outer_learning_rate, outer_momentum)
+  # Each fragment has an outer state of its own, which counts its own rounds.
   return transforms.fragment_steps(
     optimizer,
     interval,
@@ -158,9 +159,12 @@ def sparse_loco(
     the greatest of 256.
   """
   checks.check_continuous("density", density, high=1.0, open_low=True)
+  # The largest entries are far from zero: levels between their least and their
+  # greatest value waste no code on the gap around zero.
   values = codecs.Quantize(bits, 256, "min_max")
   codec = codecs.TopK(density, chunk=chunk, values=values)
   compression = reducers.Compression(codec, reducers.ErrorFeedback(decay))
+  # No outer momentum: the decayed residual takes its place.
   outer = transforms.outer_sgd(outer_learning_rate, None)
   return _local_sgd.in_rounds(
     optimizer, interval, axis, outer, None, compression
@@ -201,6 +205,8 @@ def muloco(
   checks.check_rate("learning_rate", learning_rate)
   checks.check_continuous("momentum", momentum, high=1.0)
   weight_decay = checks.check_continuous("weight_decay", weight_decay)
+  # Muon's updates are orthogonal matrices, without large entries, so that two
+  # bits of a round's progress lose little.
   inner = _leniently(
     optax.contrib.muon(
       learning_rate,

@@ -87,6 +87,8 @@ def post_local_sgd(
     averages parameters in every step, which equals averaging gradients for
     optimizers linear in the gradient.
   """
+  # Rounds of one step keep one program for both phases, where a switch from
+  # `ssgd` would change the state of the optimizer.
   policy = intervals.post_local(switch_step, interval)
   return in_rounds(optimizer, policy, axis, None, overlap, compression)
 
@@ -165,6 +167,7 @@ def easgd(
     on its result, where the paper's acts together with the gradient, on the
     point before; Nesterov's momentum in Optax's form.
   """
+  # The rule divides beta by the number of workers, which only the axis knows.
   rule = transforms.Elastic(moving_rate)
   return in_rounds(optimizer, interval, axis, rule, overlap, compression)
 
@@ -214,6 +217,7 @@ def scaffold(
     are equal as long as all workers take part; the mean cannot drift by
     rounding.
   """
+  # The rule sums the rates of a round itself, as its length may change.
   rule = transforms.ControlVariates(learning_rate, global_learning_rate)
   return in_rounds(optimizer, interval, axis, rule, overlap, compression)
 
@@ -263,6 +267,8 @@ def slow_mo(
     the optimizer and leave counters alone: schedules continue, and so does
     Adam's bias correction, which then divides fresh moments by about one.
   """
+  # Unlike an outer SGD, u is in units of gradients: a rate that falls within a
+  # run does not leave it too large.
   rule = transforms.SlowMomentum(
     learning_rate, slow_learning_rate, slow_momentum, buffers
   )

@@ -142,6 +142,7 @@ class Method:
       axis: The axis of the workers.
       **options: Arguments of the factory.
     """
+    # A factory takes some of these: `muloco`, for instance, has no optimizer.
     found: dict[str, Any] = {
       "optimizer": optimizer,
       # `local_steps`, on which users build methods, has this name for it.
@@ -152,4 +153,5 @@ class Method:
       found["interval"] = run.interval
     found = {k: v for k, v in found.items() if k in self.arguments}
     found |= {name: of(run) for name, of in self.from_run.items()}
+    # What a user sets explicitly takes precedence over the run.
     return self.factory(**(found | options), axis=axis)

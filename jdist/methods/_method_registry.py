@@ -44,6 +44,7 @@ registry: dict[str, _method.Method] = {
     _local_sgd.post_local_sgd,
     _method.Paper("Lin et al.", "Don't Use Large Mini-Batches, Use Local SGD",
       "ICLR 2020", _ARXIV + "1808.07217"),
+    # The paper switches at the first decay of the rate, halfway or later.
     {"switch_step": lambda run: run.num_steps // 2},
   ),
   "diloco": _method.Method(
@@ -57,6 +58,7 @@ registry: dict[str, _method.Method] = {
     _method.Paper("Ju et al.", "Multi-step delayed parameter update",
       "Journal of Harbin Institute of Technology 2025",
       "https://doi.org/10.11918/202407052"),
+    # The delay begins with the first long round, which the rule decides.
     interval_policy="growth",
     late=transforms.Delayed(1, carry=None, after_step=None),
   ),
@@ -100,6 +102,7 @@ registry: dict[str, _method.Method] = {
     _method.Paper("Xu et al.", "OD-SGD: One-step Delay Stochastic Gradient "
       "Descent for Distributed Training",
       "ACM TACO 2020", _ARXIV + "2005.06728"),
+    # The paper tunes this rate; here the rate of the optimizer is the default.
     {"local_learning_rate": lambda run: run.learning_rate},
   ),
   "streaming_diloco": _method.Method(
@@ -107,6 +110,7 @@ registry: dict[str, _method.Method] = {
     _method.Paper("Douillard et al.", "Streaming DiLoCo with overlapping "
       "communication: Towards a Distributed Free Lunch",
       "arXiv 2025", _ARXIV + "2501.18512"),
+    # A short interval has neither four steps to stagger nor one to be late.
     {
       "fragments": lambda run: min(4, run.interval),
       "delay_steps": lambda run: min(1, run.interval - 1),
@@ -131,6 +135,7 @@ registry: dict[str, _method.Method] = {
     _method.Paper("Bernstein et al.", "signSGD with Majority Vote is "
       "Communication Efficient and Fault Tolerant",
       "ICLR 2019", _ARXIV + "1810.05291"),
+    # Signum's momentum precedes the vote; the run's optimizer must have none.
     {"momentum": lambda run: run.momentum},
     own_momentum=True,
   ),
@@ -163,6 +168,7 @@ registry: dict[str, _method.Method] = {
       "ICLR 2018", _ARXIV + "1712.01887"),
     {
       "momentum": lambda run: run.momentum,
+      # The SGD of a run has Nesterov's momentum, too.
       "nesterov": lambda run: True,
       "steps_per_phase": lambda run: run.warmup_steps or None,
     },

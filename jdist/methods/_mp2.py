@@ -62,6 +62,7 @@ def mp2(
   ...   optax.adam(1e-3), Halves, lambda theta, f: theta * f, 2.0, axis=None
   ... )
   """
+  # The paper averages parameters and not gradients; for Adam these differ.
   front = _local_sgd.in_rounds(
     optimizer, interval, axis, None, None, compression
   )

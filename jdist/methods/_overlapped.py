@@ -111,6 +111,7 @@ def msdpu(
           f"{overlap.after_step}."
         )
       overlap = dataclasses.replace(overlap, after_step=warmup_steps)
+  # The pull is added to the gradient, as the gradient of a penalty would be.
   corrected = optax.chain(
     transforms.pull_to_anchor(correction, learning_rate), optimizer
   )
@@ -201,6 +202,7 @@ def overlap_local_sgd(
     which differs while the rate changes.
   """
   rule = transforms.PulledAnchor(pull, momentum)
+  # The mean of a round is communicated during the whole next one.
   late = transforms.Delayed(stream=stream)
   return _local_sgd.in_rounds(
     optimizer, interval, axis, rule, late, compression
@@ -238,6 +240,7 @@ def od_sgd(
     compensates the delay as DC-ASGD does: `lead_step` takes any local
     optimizer); the delayed phase follows the warm-up at once.
   """
+  # Checked here, under the name that the user has written.
   checks.check_rate("local_learning_rate", local_learning_rate)
   return transforms.lead_step(
     optimizer,

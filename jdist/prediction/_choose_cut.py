@@ -126,6 +126,7 @@ def choose_cut(
     checks.check_type(name, score, ScoredCut, "of `score_cuts`")
     checks.check_number(f"{name}.accuracy", score.accuracy, high=1)
   best = max(score.accuracy for score in scores)
+  # Without this check the smallest cut would win among predictors at chance.
   if all(score.accuracy <= score.untrained for score in scores):
     raise ValueError(
       "`scores` must have one that is above its untrained predictor's "

@@ -40,7 +40,7 @@ def choose_steps(
   >>> choose_steps(num_epochs=2, steps_per_epoch=5, per_epoch=2)
   (2, 4, 6, 7)
   """
-  remedy = "Of `data.Batches` take `int(batches.steps_per_epoch)`."
+  remedy = "For `data.Batches` pass `int(batches.steps_per_epoch)`."
   num_epochs = checks.check_int("num_epochs", num_epochs, 1)
   steps_per_epoch = checks.check_int(
     "steps_per_epoch", steps_per_epoch, 1, remedy=remedy
@@ -54,6 +54,7 @@ def choose_steps(
     )
   steps: list[int] = []
   for epoch in range(num_epochs):
+    # A stream for each epoch: a longer run samples the same steps at first.
     order = _permutation.permutation(steps_per_epoch, seed, _STEPS_KEY, epoch)
     chosen = np.sort(order[:per_epoch]) + 1 + epoch * steps_per_epoch
     steps += chosen.tolist()
@@ -124,6 +125,7 @@ class Collector:
       "metadata": _checked_metadata(metadata),
     }
     self._files: _parameter_set.Files | None = None
+    # One process writes.  The others take part in the means only.
     if jax.process_index() == 0:
       try:
         self._files = _parameter_set.Files(folder)
@@ -135,6 +137,7 @@ class Collector:
       }
     self._numbers = {step: i for i, step in enumerate(self._steps)}
 
+    # One program for all cuts: the workers' parameters are averaged once.
     def vectors(state: training.TrainState) -> dict[str, jax.Array]:
       params = collectives.mean(state.params, workers.axis)
       return {
@@ -178,6 +181,8 @@ class Collector:
   ) -> None:
     rows = {name: np.asarray(vector) for name, vector in vectors.items()}
     sha256 = {name: hashes.hash_bytes(row) for name, row in rows.items()}
+    # A resumed run repeats steps.  On the same machine it has the same bits;
+    # otherwise later samples would belong to another trajectory.
     if number < self.done:
       if files.rows[number]["sha256"] == sha256:
         return
@@ -185,6 +190,7 @@ class Collector:
     for name, row in rows.items():
       self._arrays[name][number] = row
       self._arrays[name].flush()
+    # The line is written last: a sample counts when its line exists.
     files.append({"row": number, "step": step, "sha256": sha256})
 
 
@@ -200,6 +206,7 @@ def _sorted_cuts(cuts: Sequence[_cut.Cut]) -> tuple[_cut.Cut, ...]:
     raise ValueError(
       f"`cuts` must be of different depths, at least one, got {depths}."
     )
+  # A front in one cut may be the rear of another, so that all leaves count.
   first, *others = (
     {leaf for layer in (*cut.front, *cut.rear) for leaf in layer.leaves}
     for cut in cuts

@@ -53,6 +53,8 @@ class Cut:
   @functools.cached_property
   def fingerprint(self) -> str:
     """A hash of the leaves in both halves, without the network's name."""
+    # Two builds of one network must match, so that names of models, such as
+    # those in messages, do not count.
     text = json.dumps([self.describe()[half] for half in ("front", "rear")])
     return hashes.hash_bytes(text.encode())[:16]
 
@@ -129,6 +131,7 @@ class Cut:
     leaves = _leaves(self.front)
     whole = _network.leaves_of(tree).keys() - {leaf.path for leaf in leaves}
     found = self._checked("tree" if whole else "front", tree)
+    # One vector in float32 is one message, whatever the types of the leaves.
     return jnp.concatenate(
       [jnp.ravel(found[leaf.path]).astype(jnp.float32) for leaf in leaves]
     )
@@ -154,6 +157,7 @@ class Cut:
     self.check_vector(half, vector)
     values, start = {}, 0
     for leaf in _leaves(getattr(self, half)):
+      # Slices of static bounds, which XLA fuses into their users.
       part = vector[start : start + leaf.size]
       values[leaf.path] = part.reshape(leaf.shape).astype(leaf.dtype)
       start += leaf.size
@@ -190,6 +194,8 @@ def refuse_other_cut(argument: str, theirs: Cut, ours: Cut) -> None:
     + [("behind", x) for x in _leaves(cut.rear)]
     for cut in (ours, theirs)
   )
+  # The first difference is the most useful one: a shifted cut or another width
+  # changes all leaves behind it.
   for (i, leaf), (j, other) in zip(mine, others, strict=False):
     if leaf != other:
       difference = f"in place of {leaf} there is {other}"
@@ -256,6 +262,7 @@ def cut(
   params = model.params if isinstance(model, models.Model) else model
   layers = _network.layers_of(params, order)
   remedy = f"The network has {len(layers)} layers."
+  # One layer must remain on each side.
   number = checks.check_int(
     "num_layers", num_layers, 1, len(layers) - 1, remedy
   )

@@ -95,6 +95,8 @@ def evaluate_predictor(
   checks.check_int("samples_per_batch", samples_per_batch, 1)
   checks.check_int("images_per_batch", images_per_batch, 1)
   images, labels = np.asarray(images), np.asarray(labels)
+  # Samples and images are cut into parts of one size, with padding that the
+  # mask removes, so that a single program is compiled.
   hits = np.zeros(len(samples))
   for first in range(0, len(samples), samples_per_batch):
     part = hits[first : first + samples_per_batch]
@@ -156,6 +158,7 @@ def check_model(predictor: _predictor.Predictor, model: models.Model) -> None:
       f'predicted, got {model!r} with some. Build it with norm="none" or '
       'norm="group".'
     )
+  # The predictor may have been loaded: its cut must be that of this network.
   mine = _cut.cut(model, len(predictor.cut.front), name="the model")
   _cut.refuse_other_cut("model", mine, predictor.cut)
 
@@ -195,7 +198,7 @@ def check_images(
   if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
     raise ValueError(
       f"`{other}` must be integers [images], the class of each, got "
-      f"{checks.show(labels)}. Of one-hot labels take `labels.argmax(-1)`."
+      f"{checks.show(labels)}. For one-hot labels pass `labels.argmax(-1)`."
     )
   if len(labels) != len(images):
     raise ValueError(
@@ -217,6 +220,7 @@ def check_images(
       f"`{own}` must be images that `normalize` makes inputs of the model, got "
       f"{checks.show(images)}: {error}"
     ) from error
+  # JAX does not report an index out of range.
   low, high = int(labels.min()), int(labels.max())
   if low < 0 or high >= num_classes:
     raise ValueError(

@@ -96,6 +96,8 @@ def layers_of(
   tree: PyTree, order: Sequence[str] | None = None
 ) -> tuple[LeafGroup, ...]:
   """Returns the layers of a network, at least two; see `cut`."""
+  # Leaves of one module belong to one layer.  JAX sorts the keys of dicts as
+  # text, which would put `conv10` in front of `conv2`.
   modules: dict[str, list[Leaf]] = {}
   for path, leaf in sorted(leaves_of(tree).items(), key=_natural):
     modules.setdefault(".".join(path[:-1]), []).append(_leaf(path, leaf))
@@ -105,6 +107,8 @@ def layers_of(
     leaves = sorted(modules[name], key=_rank)
     # A module of vectors only is the normalization of the previous layer.
     vectors = len(leaves[0].shape) < 2
+    # Two normalizations in sequence, or one in front of all layers, mean that
+    # the names do not give the order of execution.
     if order is None and vectors and (normalized or not layers):
       other = f"{normalized} is" if normalized else "no layer is"
       raise ValueError(

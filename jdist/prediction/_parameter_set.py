@@ -60,6 +60,7 @@ class Files:
         f"`directory` must not hold files of others, but {directory} has "
         f"{foreign[0]} and no {_MANIFEST}. Choose another directory."
       )
+    # Until the manifest exists, empty rows mark these files as ours.
     rows.touch()
     for name, size in sizes.items():
       array_files.create_rows(directory / name, len(body["steps"]), size)
@@ -168,9 +169,11 @@ class ParameterSet:
       ValueError: If the samples are of another network or cut.
     """
     _cut.check_cut("cut", cut)
+    # An equal cut of a network with another name has the same fronts.
     same = [mine.fingerprint == cut.fingerprint for mine in self.cuts]
     if not any(same):
       away = [abs(len(mine.front) - len(cut.front)) for mine in self.cuts]
+      # The message compares with the most similar cut.
       near = self.cuts[int(np.argmin(away))]
       _cut.refuse_other_cut("cut", cut, near)
     return self._files.open(file_of("front", cut))[: self.done]

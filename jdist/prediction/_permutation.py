@@ -29,4 +29,6 @@ def balanced(
     inside = np.flatnonzero(labels[order] == label)
     place[inside] = (np.arange(len(inside)) + 0.5) / len(inside)
   drawn = order[np.argsort(place, kind="stable")[:size]]
+  # The interleaved order would give every mini-batch the same sequence of
+  # classes.
   return drawn[permutation(size, seed, _ORDER_KEY, number)]

@@ -104,10 +104,13 @@ class Predictor:
       convs = convs.reshape(_NUM_CELLS, self.rank)
     if "hidden_dense" in params:
       dense = jax.nn.relu(_dense(params["hidden_dense"], features))
+    # All layers of a kind share the features; only the last product is their
+    # own, which keeps the predictor small next to the predicted network.
     parts = []
     for layer in self.cut.rear:
       kernel = params["layers"][layer.name]["kernel"]
       flat = (dense if layer.is_dense else convs) @ kernel
+      # A convolution is decoded in rows of 64 cells, the last one too long.
       parts.append(flat.reshape(-1)[: layer.size])
     return self.cut.unflatten_rear(jnp.concatenate(parts))
 
@@ -124,6 +127,7 @@ class Predictor:
     """Returns the 8 features of a front."""
     # Each of the three pools halves the grid, and a grid of 1 stays.
     grid, num_channels = self.grid, self.num_channels
+    # The front fills the grid in its flat order, with zeros at the end.
     missing = grid * grid * num_channels - vector.size
     x = jnp.pad(vector.astype(jnp.float32), (0, missing))
     x = x.reshape(1, grid, grid, num_channels)
@@ -137,6 +141,7 @@ class Predictor:
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
       )
       x = jax.nn.relu(x + block["conv"]["bias"].reshape(1, 1, 1, -1))
+      # Channel attention: one weight for each channel, from its mean.
       weights = jax.nn.relu(_dense(block["squeeze"], jnp.mean(x, (0, 1, 2))))
       weights = jax.nn.sigmoid(_dense(block["excite"], weights))
       x = x * weights.reshape(1, 1, 1, -1)
@@ -161,6 +166,7 @@ class Predictor:
       add(block, "squeeze", sizes=(_NUM_CHANNELS, _NUM_SQUEEZED))
       add(block, "excite", sizes=(_NUM_SQUEEZED, _NUM_CHANNELS))
     num_features = _NUM_CHANNELS
+    # The hidden layers exist only if a layer of their kind is predicted.
     kinds = {layer.is_dense for layer in self.cut.rear}
     if False in kinds:
       add("hidden", sizes=(_NUM_CHANNELS, _NUM_CELLS * self.rank))
@@ -230,6 +236,7 @@ def predictor(
   """
   _cut.check_cut("cut", cut)
   rank = checks.check_int("rank", rank, 1)
+  # The authors' networks have fronts of a multiple of 64 but for LeNet.
   if grid is None:
     grid = _GRID if cut.num_front % _NUM_CELLS == 0 else 1
   checks.check_choice("grid", checks.check_int("grid", grid, 1), (1, _GRID))

@@ -164,6 +164,7 @@ def fit_predictor(
   _evaluate.check_images(_DATA[1:3], *train, model, normalize)
   _evaluate.check_images(_DATA[4:], *test, model, normalize)
   num_batches = _count_batches(fit, len(samples), len(train[0]))
+  # Their hashes are kept: a resumed training must have the same data.
   data = zip(_DATA, (samples, *train, held_out, *test), strict=True)
   kept = _fit_folder.FitFolder(
     directory,
@@ -218,8 +219,11 @@ def _train(
       )
   while done < fit.num_epochs * num_batches:
     epoch, batch = divmod(done, num_batches)
+    # Rows and images depend on the number of the update alone, which makes a
+    # resumed training equal to an uninterrupted one.
     rows = _sample_rows(fit, len(samples), epoch, batch)
     state, loss = take_updates(state, np.asarray(samples[rows]), done)
+    # The last kept state is finite, and training may restart from it.
     if not math.isfinite(loss):
       raise FloatingPointError(
         f"The loss of epoch {epoch + 1} is {loss}. Lower `learning_rate`, now "
@@ -247,6 +251,7 @@ def _count_batches(fit: PredictorFit, num_samples: int, num_images: int) -> int:
       f"`samples_per_batch` must be at most {num_samples}, the number of "
       f"samples, got {fit.samples_per_batch}."
     )
+  # The images of one batch of samples are drawn without replacement.
   needed = fit.images_per_batch * fit.image_batches
   if needed > num_images:
     raise ValueError(
@@ -286,6 +291,7 @@ def _make_updates(
     # All images are on the device and each update gathers its own, so that one
     # program serves every batch.
     parts = (fit.image_batches, fit.images_per_batch)
+    # Every class has its share in the images of one batch of samples.
     drawn = _permutation.balanced(labels, math.prod(parts), fit.seed, number)
     placed, losses = jnp.asarray(vectors), []
     for i, part in enumerate(drawn.reshape(parts).astype(np.int32)):
@@ -316,6 +322,7 @@ def _update(
 ) -> tuple[PyTree, jax.Array]:
   inputs, labels = normalize(images[rows]).astype(jnp.float32), labels[rows]
   order, share = _mix(mixup, jax.random.fold_in(key, step), len(rows))
+  # Mixup: one partner and one share for all samples of the mini-batch.
   inputs = share * inputs + (1 - share) * inputs[order]
 
   def loss_of(params: PyTree) -> jax.Array:
@@ -323,6 +330,8 @@ def _update(
       predictor, model, params, vectors, inputs, train=True
     )
 
+    # The cross-entropy is linear in the labels, so that the loss of mixed
+    # labels is the mix of two losses.
     def loss(labels: jax.Array) -> jax.Array:
       every = jnp.broadcast_to(labels, logits.shape[:-1])
       cross_entropy = optax.softmax_cross_entropy_with_integer_labels
@@ -359,6 +368,7 @@ def _sample_rows(
 ) -> np.ndarray:
   """Returns the samples of a batch, from one order for each epoch."""
   order = _permutation.permutation(num_samples, fit.seed, _SAMPLES_KEY, epoch)
+  # With more batches than samples the order starts again.
   first = batch * fit.samples_per_batch
   return np.sort(
     order[np.arange(first, first + fit.samples_per_batch) % num_samples]

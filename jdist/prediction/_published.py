@@ -56,6 +56,7 @@ def published_model(
     the pooling among VGG-15's eight last convolutions.
   """
   fixed, _ = _published(name)
+  # Another width or shortcut would be another network than the published one.
   if own := sorted(fixed.keys() & options.keys()):
     raise ValueError(
       f"`{own[0]}` must be left out, as {name} has {own[0]}="

@@ -28,6 +28,7 @@ def refuse_other_predictor(
   description: dict[str, Any], ours: _predictor.Predictor
 ) -> None:
   """Raises a ValueError unless a directory holds such a predictor."""
+  # The cut is compared first: its message names the leaf that differs.
   theirs = _cut.Cut.from_description(description["cut"])
   _cut.refuse_other_cut("directory", theirs, ours.cut)
   for name in ("rank", "grid", "dense_from"):
@@ -85,6 +86,7 @@ def load_predictor(
   predictor = _predictor.Predictor(
     theirs, found["rank"], found["grid"], found["dense_from"]
   )
+  # The file only names arrays; their structure follows from the predictor.
   like = jax.eval_shape(predictor.init, jax.random.key(0))
   return predictor, array_files.tree_of(arrays, like)
 

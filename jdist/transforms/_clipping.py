@@ -147,6 +147,7 @@ def clip_deviations(
     limit = _anchor.scalar(deviations) * jnp.sqrt(jnp.mean(jnp.square(near)))
     return (jnp.clip(near, -limit, limit) / power).astype(x.dtype)
 
+  # Not `optax.stateless`, whose `init` would not see complex parameters.
   def init_fn(params: optax.Params) -> optax.EmptyState:
     checks.check_real("params", params, "`clip_deviations`")
     return optax.EmptyState()

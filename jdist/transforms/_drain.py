@@ -109,6 +109,7 @@ def drain(
 
     updates, new = bring_in(state)
     there = _anchor.apply_updates(params, updates, new)
+    # Only a chain with other transformations has states to be kept apart.
     if _drains_itself(state):
       params, state = there, new
     else:
@@ -141,9 +142,9 @@ def _check_accumulates(state: PyTree) -> None:
   )
   if any(map(around, parts)):
     raise ValueError(
-      "`optimizer` must be `optax.MultiSteps` itself where it stands around a "
-      "method that drains, for it passes on to it only every so many steps, "
-      "got one within another transformation. Put that into it, as in "
+      "`optimizer` must be `optax.MultiSteps` itself if it accumulates for a "
+      "method that drains, which it calls in some steps only, got one within "
+      "another transformation. Put that into it, as in "
       "`optax.MultiSteps(optax.chain(..., method), 4)`."
     )
 
@@ -175,6 +176,7 @@ def _reached(
     )
     if is_held
   }
+  # Equations are in the order of execution: one pass finds all dependents.
   for equation in traced.eqns:
     if not found.isdisjoint(map(id, equation.invars)):
       found |= set(map(id, equation.outvars))

@@ -154,6 +154,7 @@ def scale_by_frozen_adam(
     return collectives.varying(state, axis)
 
   def by_few_bytes(grads: PyTree, state: FrozenAdamState) -> FrozenAdamState:
+    # Each worker blends its own gradient into the common momentum.
     own = _blended(_anchor.scalar(b1), state.mu, grads)
     with collectives.phase(warmup_steps):
       mu, memory = compression.mean(own, state.compression, axis)

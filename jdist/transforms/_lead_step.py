@@ -153,6 +153,8 @@ def lead_step(
       target = a + jnp.where(late, u.astype(a.dtype), jnp.zeros_like(a))
       return (target - p.astype(a.dtype)).astype(g.dtype)
 
+    # The target is computed from the anchor, not from the parameters: roundings
+    # of many steps would add up in these.
     new_updates = jax.tree.map(difference, state.anchor, own, params, updates)
     clock = state.clock
     state = state._replace(

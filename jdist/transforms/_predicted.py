@@ -222,6 +222,7 @@ def predict_rest(
     )
     before = cut.split(state.anchor)
     old = before[1] if rest is None else state.predicted
+    # A prediction costs a forward pass, and only the end of a round needs it.
     anchor, predicted = jax.lax.cond(
       collectives.agreed(over, axis),
       lambda: bring_together(agreed, old, state.predictor),
@@ -279,6 +280,7 @@ def predict_rest(
     ahead: PyTree,
     extra_args: dict[str, Any],
   ) -> tuple[PyTree, PredictRestState]:
+    # A front that holds nothing would take a step with gradients of zero.
     if _control.drains(extra_args) and not _state.drains(state.front):
       return jax.tree.map(jnp.zeros_like, moves), state
     moves, new = front.update(moves, state.front, ahead, **extra_args)
@@ -383,7 +385,7 @@ def _leaves(tree: PyTree) -> dict[str, str]:
 
 
 def _kept(found: Any) -> jax.Array:
-  """Returns how far workers stand beside the anchor of a state with rounds."""
+  """Returns the intended distance of workers from the anchor of a state."""
   kept = () if found is None else found.kept
   if isinstance(kept, tuple):
     return jnp.zeros((), jnp.float32)

@@ -202,6 +202,7 @@ def update_first(
         state.pending, lambda row: collectives.gather(row, axis), in_flight
       )
       return buckets_of(params).unpack(rows, params)
+    # The rest was averaged in `hold`, within the step of its gradients.
     held, rest = _split(state.pending, order, pending)
     buckets = buckets_of(held)
     means = _in_turns(
@@ -283,6 +284,8 @@ def update_first(
   ) -> tuple[optax.Updates, UpdateFirstState]:
     _anchor.check_params(params, "`update_first`")
     _control.refuse(control, "`update_first`")
+    # As a whole the transformation is one step late, because the gradients that
+    # it is given are already those of the present parameters.
     late, state = apply_pending(state, params, **extra_args)
     if control.drain:
       return late, state

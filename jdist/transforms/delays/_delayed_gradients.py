@@ -88,6 +88,7 @@ def delay_gradients(
   optimizer = checks.check_optimizer("optimizer", optimizer)
   delays = _leaf_delays.check_steps(steps)
   optimizer = optax.with_extra_args_support(optimizer)
+  # Without a delay the result is the optimizer's to the bit, with its state.
   if delays == [0]:
     return optimizer
 
@@ -116,6 +117,7 @@ def delay_gradients(
     new_updates, inner = step_with(
       {k: state.step >= k for k in delays}, updates, state, params, extra_args
     )
+    # Written after it was read: row t mod k still held the gradient of t - k.
     pending = jax.tree.map(
       lambda g, k, p: p.at[state.step % k].set(g.astype(p.dtype)) if k else p,
       updates,

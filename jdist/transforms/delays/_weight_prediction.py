@@ -87,6 +87,7 @@ def predict_weights(
   def init_fn(params: optax.Params) -> PredictWeightsState:
     _leaf_delays.broadcast("steps", steps, params)
     inner = optimizer.init(params)
+    # In the predicted steps such a transformation would communicate or count.
     for what in ("averages", "rounds", "drains"):
       if _anchor.contains(inner, _anchor.declares(what)):
         raise ValueError(
@@ -124,6 +125,7 @@ def predict_weights(
     for i in range(farthest):
       if params is not None:
         params = optax.apply_updates(params, updates)
+      # Otherwise the step length would grow by the decay of the variance.
       if b2 is not None:
         state = _held(state, b2)
       updates, state = optimizer.update(zero, state, params, **extra_args)

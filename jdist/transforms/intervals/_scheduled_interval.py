@@ -110,6 +110,7 @@ def post_local(
       decided = optax.tree.where(
         own, later.next(state.later, start_step, loss), decided
       )
+    # Both are computed and one is selected: `later` must not advance before.
     local = start_step >= switch_step
     synchronous = jnp.asarray(1, jnp.int32), state.later
     steps, later_state = optax.tree.where(local, decided, synchronous)
