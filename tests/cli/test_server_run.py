@@ -208,6 +208,12 @@ def test_decoupled_diloco_takes_local_steps(words, tmp_path):
     (["--interval", "3"], "`--interval` must be left out for dbs, which does"),
     (["--workers", "3"], "`--workers` must be left out with `--protocol`"),
     (["--reducer", "gather"], "`--reducer` must be left out"),
+    (["--table", "gpipe"], "`--table` must be left out without `--stages`"),
+    (["--checkpoint-every-epochs", "1"], "`--checkpoint-every-epochs` must be"),
+    (
+      ["--protocol", "decoupled_diloco", "--interval-policy", "growth"],
+      "`--interval-policy` must be left out with `--protocol`",
+    ),
     (["--protocol", "asap"], "`--protocol` must be one of bsp"),
     (["--protocol", "nowhere:it"], "`--protocol` must be MODULE:NAME of a"),
     (["--cluster", "nowhere.toml"], "There is no file"),

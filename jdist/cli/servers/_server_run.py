@@ -16,13 +16,14 @@ from jdist.cli import (
 )
 from jdist.cli.servers import _protocols, _server_parts
 
-# Options of runs without a server, whose workers are the cluster's machines.
-# They fill no argument of a factory, so that `check_used` does not know them.
+# Options of runs without a server, whose workers are the cluster's machines and
+# whose checkpoints are one for each evaluation. `check_used` does not refuse
+# them: they fill no argument, or one that a protocol has as well.
 _UNUSED = (
   "method", "workers", "substrate", "accumulate", "host_rounds", "steps",
-  "coordinator_address", "num_processes", "process_id", "skip_nonfinite",
-  "final_params", "tensorboard", "stages", "table", "microbatches", "window",
-  "chunks", "cuts", "reducer",
+  "interval_policy", "reducer", "coordinator_address", "num_processes",
+  "process_id", "skip_nonfinite", "checkpoint_every_epochs", "final_params",
+  "tensorboard", "stages",
 )  # fmt: skip
 
 
