@@ -11,7 +11,7 @@ that holds other arrays is refused.  One process saves at a time: on several
 hosts that share a disk, the first.
 """
 
-import io
+import functools
 import os
 import pathlib
 import re
@@ -119,13 +119,13 @@ def _fill(
   """Writes the arrays and the manifest, and removes earlier files."""
   files = {}
   for name, (words, of) in arrays.items():
-    buffer = io.BytesIO()
-    np.save(buffer, words, allow_pickle=False)
-    data = buffer.getvalue()
-    digest = hashes.hash_bytes(data)
+    save = functools.partial(np.save, arr=words, allow_pickle=False)
+    # Hashed first, as the name holds the hash, and without a copy in memory: a
+    # data set may fill most of it.
+    digest = hashes.hash_written(save)
     # The name is for people; the hash tells arrays of equal names apart.
     file = f"{_UNFIT.sub('_', name)[:_NUM_LETTERS]}-{digest[:12]}.npy"
-    sealed_json.write_whole(target / file, data)
+    sealed_json.write_whole(target / file, save)
     files[name] = [file, digest, of]
   earlier -= {file for file, _, _ in files.values()}
   # Keep listing stale files: an interrupted save may leave them behind.

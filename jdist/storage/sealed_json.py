@@ -9,7 +9,8 @@ move, so that what it lists is complete.
 import json
 import os
 import pathlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, IO
 
 from jdist import checks
 from jdist.storage import hashes
@@ -55,11 +56,16 @@ def read(path: pathlib.Path, *, form: int) -> Any:
   return body
 
 
-def write_whole(path: pathlib.Path, data: bytes) -> None:
-  """Writes a file that is either there whole or not at all."""
+def write_whole(
+  path: pathlib.Path, data: bytes | Callable[[IO[bytes]], object]
+) -> None:
+  """Writes a file that is either there whole or not at all.
+
+  The `data` may also be a function that writes them to a file.
+  """
   partial = path.with_name(path.name + ".partial")
   with partial.open("wb") as file:
-    file.write(data)
+    data(file) if callable(data) else file.write(data)
     file.flush()
     # Without it the new name may reach the disk before the content does.
     os.fsync(file.fileno())

@@ -1,5 +1,6 @@
 """Arrays on the disk: what is replaced, and what is never touched."""
 
+import io
 import pathlib
 
 import jax
@@ -294,7 +295,10 @@ def _kill_at(monkeypatch, number):
     return call
 
   def half_a_file(path, data):
-    path.with_name(path.name + ".partial").write_bytes(data[: len(data) // 2])
+    whole = io.BytesIO()
+    data(whole) if callable(data) else whole.write(data)
+    half = whole.getvalue()[: whole.tell() // 2]
+    path.with_name(path.name + ".partial").write_bytes(half)
 
   monkeypatch.setattr(
     sealed_json, "write_whole", guarded(sealed_json.write_whole, half_a_file)
