@@ -131,56 +131,52 @@ def reached_s(row: dict[str, Any], accuracy: float) -> float | None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-  """Returns the seconds of each variant, beside synchronous SGD's."""
-  lines = [
-    "| on | Mbit/s | variant | seeds | ms a step | seconds of the run | times "
-    "sooner than ssgd | test accuracy, % | seconds to ssgd's less 0.3 points "
-    "| times sooner | less 1 point | times sooner | MB sent |",
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-  ]
+  """Returns a table of the seconds of each variant and of synchronous SGD."""
+  lines = []
   for preset, rate, own in _by_links(rows):
     base = {row["seed"]: row for row in own if _is_ssgd(row)}
     for name in _RATES[preset]:
       runs = [x for x in own if x["method"] == name and x["seed"] in base]
       if runs:
         lines.append(_line([preset, f"{rate / 1e6:g}", name], runs, base))
-  return "\n".join(lines)
+  return comparison.table(
+    "on | Mbit/s | variant | seeds | ms a step | seconds of the run | times "
+    "sooner than ssgd | test accuracy, % | seconds to ssgd's less 0.3 points "
+    "| times sooner | less 1 point | times sooner | MB sent",
+    lines,
+  )
 
 
 def bounds(rows: list[dict[str, Any]]) -> str:
-  """Returns how much sooner than synchronous SGD a step can end at the most.
+  """Returns a table of how much sooner than synchronous SGD a step can end.
 
-  Communication over computation + 1: its step over one that sends nothing or
-  hides all, which is that of the quickest stretch between two evaluations.
+  The bound is the step over one that sends nothing or hides all messages, which
+  is taken from the quickest stretch between two evaluations.
   """
-  lines = [
-    "| on | Mbit/s | ms a step of ssgd | ms a step that waits for nothing | "
-    "the bound |",
-    "|---|---|---|---|---|",
-  ]
+  lines = []
   for preset, rate, own in _by_links(rows):
     base = [1e3 * x["train_s"] / x["steps"] for x in own if _is_ssgd(x)]
     if not base:
       continue
+    others = [x for x in own if not _is_ssgd(x)]
     quickest = statistics.mean(
       min(map(_quickest_ms, runs))
-      for runs in _by_seed([x for x in own if not _is_ssgd(x)])
+      for runs in comparison.group(others, lambda row: row["seed"]).values()
     )
     step = statistics.mean(base)
     lines.append(
-      f"| {preset} | {rate / 1e6:g} | {step:.0f} | {quickest:.1f} | "
-      f"{step / quickest:.1f} |"
+      f"{preset} | {rate / 1e6:g} | {step:.0f} | {quickest:.1f} "
+      f"| {step / quickest:.1f}"
     )
-  return "\n".join(lines)
+  return comparison.table(
+    "on | Mbit/s | ms a step of ssgd | ms a step that waits for nothing | the "
+    "bound",
+    lines,
+  )
 
 
 def _is_ssgd(row: dict[str, Any]) -> bool:
   return bool(row["method"] == "ssgd")
-
-
-def _by_seed(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-  seeds = sorted({row["seed"] for row in rows})
-  return [[row for row in rows if row["seed"] == seed] for seed in seeds]
 
 
 def _quickest_ms(row: dict[str, Any]) -> float:
@@ -205,16 +201,18 @@ def _line(
   cells: list[str],
   runs: list[dict[str, Any]],
   base: dict[int, dict[str, Any]],
-) -> str:
-  def mean(values: list[float]) -> float:
-    return statistics.mean(values)
-
-  cells = [*cells, f"{len(runs)}"]
-  cells.append(f"{mean([1e3 * x['train_s'] / x['steps'] for x in runs]):.0f}")
-  cells.append(f"{mean([x['train_s'] for x in runs]):.0f}")
-  sooner = [base[x["seed"]]["train_s"] / x["train_s"] for x in runs]
-  cells.append(f"{mean(sooner):.2f}")
-  cells.append(f"{100 * mean([x['accuracy'] for x in runs]):.2f}")
+) -> list[str]:
+  mean = comparison.mean
+  step_ms = mean(runs, lambda x: 1e3 * x["train_s"] / x["steps"])
+  sooner = mean(runs, lambda x: base[x["seed"]]["train_s"] / x["train_s"])
+  cells = [
+    *cells,
+    f"{len(runs)}",
+    f"{step_ms:.0f}",
+    f"{mean(runs, 'train_s'):.0f}",
+    f"{sooner:.2f}",
+    f"{100 * mean(runs, 'accuracy'):.2f}",
+  ]
   for margin in _MARGINS:
     times, ratios = [], []
     for x in runs:
@@ -226,9 +224,9 @@ def _line(
     if len(times) < len(runs):
       cells += [f"reached by {len(times)} of {len(runs)}", ""]
     else:
-      cells += [f"{mean(times):.0f}", f"{mean(ratios):.2f}"]
-  cells.append(f"{mean([x['sent_bytes'] for x in runs]) / 1e6:.0f}")
-  return f"| {' | '.join(cells)} |"
+      cells.append(f"{statistics.mean(times):.0f}")
+      cells.append(f"{statistics.mean(ratios):.2f}")
+  return [*cells, f"{mean(runs, 'sent_bytes') / 1e6:.0f}"]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pathlib
 from typing import Any
 
 from jdist import training, transforms
+from jdist.training import comparison
 
 _SHARE = 1 / 8  # What a worker of eight keeps of its progress.
 _CASES: dict[str, dict[str, Any]] = {
@@ -37,42 +38,33 @@ def rows() -> list[dict[str, Any]]:
 
 def draw(found: list[dict[str, Any]], path: pathlib.Path) -> None:
   """Draws a line for each case."""
-  plt = training.pyplot()
-  figure, axes = plt.subplots(figsize=(7.0, 4.2), layout="constrained")
-  for name in _CASES:
-    some = [row for row in found if row["case"] == name]
-    axes.plot(
-      [row["config"]["interval"] for row in some],
-      [row["limit"] for row in some],
-      marker="o",
-      label=name,
-    )
-  axes.set_xscale("log", base=2)
-  axes.set_yscale("log")
-  axes.set_xticks(_INTERVALS, [str(x) for x in _INTERVALS])
-  axes.set_xlabel("local steps of a round, H")
-  axes.set_ylabel("largest stable rate x curvature")
-  axes.set_title("Nesterov momentum 0.9, 1/8 of one's own progress kept")
-  axes.grid(alpha=0.3)
-  axes.legend()
-  figure.savefig(path, dpi=130)
-  plt.close(figure)
+  with comparison.picture(path, figsize=(7.0, 4.2), grid={"lw": 0.8}) as (
+    (axes,),
+  ):
+    axes.spines[["top", "right"]].set_visible(True)
+    for name, own in comparison.group(found, lambda row: row["case"]).items():
+      points = [(row["config"]["interval"], row["limit"]) for row in own]
+      axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(_INTERVALS, [str(x) for x in _INTERVALS])
+    axes.set_xlabel("local steps of a round, H")
+    axes.set_ylabel("largest stable rate x curvature")
+    axes.set_title("Nesterov momentum 0.9, 1/8 of one's own progress kept")
+    axes.legend()
 
 
 def table(found: list[dict[str, Any]]) -> str:
-  """Returns a Markdown table: a line for each case."""
+  """Returns a table with a line for each case."""
   shown = (1, 2, 4, 8, 16)
-  lines = [
-    "| the mean comes | " + " | ".join(f"H={h}" for h in shown) + " |",
-    "|---|" + "---|" * len(shown),
-  ]
-  for name in _CASES:
-    of = {
-      r["config"]["interval"]: r["limit"] for r in found if r["case"] == name
-    }
-    cells = [f"{of[h]:.3f}" if h in of else "" for h in shown]
-    lines.append(f"| {name} | " + " | ".join(cells) + " |")
-  return "\n".join(lines)
+  limits = {
+    (row["case"], row["config"]["interval"]): f"{row['limit']:.3f}"
+    for row in found
+  }
+  return comparison.table(
+    " | ".join(["the mean comes", *(f"H={h}" for h in shown)]),
+    [(name, *(limits.get((name, h), "") for h in shown)) for name in _CASES],
+  )
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import report
 import run
 
 from jdist import pipeline, training
+from jdist.training import comparison
 
 FLUSHED = (
   *(name for name, x in pipeline.TABLES.items() if not x.asynchronous),
@@ -50,11 +51,7 @@ def table(
   flushed: Mapping[report.Cell, report.Row],
 ) -> str:
   """Returns our means over baselines with their papers' partitions."""
-  lines = [
-    "| stages | ours with | mean | without naive | equal machines | least of "
-    "any |",
-    "|---|---|---|---|---|---|",
-  ]
+  lines = []
   for stages in sorted({cell[2] for cell in cells}):
     for words, speed in _WAYS.items():
       every: dict[str, list[float]] = {"": [], "plain": [], "equal": []}
@@ -70,10 +67,11 @@ def table(
             every["plain"] += [ours / other] * (name != "naive")
             every["equal"] += [ours / other] * (cell[1] == "equal")
       means = [f"{statistics.mean(x):.2f}" for x in every.values()]
-      lines.append(
-        f"| {stages} | {words} | {' | '.join(means)} | {min(every['']):.3f} |"
-      )
-  return "\n".join(lines)
+      lines.append((stages, words, *means, f"{min(every['']):.3f}"))
+  return comparison.table(
+    "stages | ours with | mean | without naive | equal machines | least of any",
+    lines,
+  )
 
 
 def tables(flushed: Mapping[report.Cell, report.Row], stages: int) -> str:

@@ -25,6 +25,7 @@ import optax
 import jdist
 from jdist import cluster, collectives, models, pipeline, profiling, training
 from jdist.pipeline import Op
+from jdist.training import comparison
 
 _FOLDER = pathlib.Path(__file__).resolve().parent
 ROWS = _FOLDER / "results" / "late_sends.jsonl"
@@ -305,44 +306,39 @@ def _rows() -> list[dict[str, Any]]:
 
 def report() -> None:
   """Prints the tables of LATE_SENDS.md, and of TABLES.md."""
-  rows = _rows()
-  print(
-    "| table | S | M | ticks | late | r = 0 | 0.1 | 0.25 | 0.5 | 1 | 2 |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|"
-  )
-  cells: dict[tuple[Any, ...], list[Any]] = {}
-  for row in rows:
-    config = row["config"]
-    if config["kind"] == "ratio":
-      key = config["table"], config["stages"], config["microbatches"]
-      cells.setdefault(key, []).append(row)
-  for (name, stages, number), found in cells.items():
+  rows = comparison.group(_rows(), lambda row: row["config"]["kind"])
+  lines = []
+  for (name, stages, number), found in comparison.group(
+    rows["ratio"],
+    lambda row: tuple(
+      row["config"][x] for x in ("table", "stages", "microbatches")
+    ),
+  ).items():
     late, between = found[0]["late"], found[0]["between"]
     gains = [x["between"]["step"] / x["late"]["step"] for x in found]
-    print(
-      f"| {name} | {stages} | {number} | {between['ticks']} | {late['ticks']} "
-      "| " + " | ".join(f"{x:.2f}" for x in gains) + " |"
-    )
-  print(
-    "\n| model | GPUs | table | M | send, ms | longest pass, ms | between, ms "
-    "| hidden | late, ms | hidden | gain |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|"
-  )
-  for row in rows:
-    config = row["config"]
-    if config["kind"] != "program":
-      continue
-    late, between = row["late"], row["between"]
+    ticks = between["ticks"], late["ticks"]
+    lines.append((name, stages, number, *ticks, *(f"{x:.2f}" for x in gains)))
+  titles = "table | S | M | ticks | late | r = 0 | 0.1 | 0.25 | 0.5 | 1 | 2"
+  print(comparison.table(titles, lines))
+  lines = []
+  for row in rows["program"]:
+    config, late, between = row["config"], row["late"], row["between"]
     hidden = abs(100 * between["hidden_share"])
     gpus = config["topology"].replace("h200", config["gpu"])
-    print(
-      f"| {config['model']} | {gpus} | {config['table']} "
+    lines.append(
+      f"{config['model']} | {gpus} | {config['table']} "
       f"| {config['microbatches']} | {1e3 * row['send_s']:.3f} "
       f"| {1e3 * max(row['backward_s']):.2f} | {1e3 * between['step']:.1f} "
       f"| {hidden:.0f} % | {1e3 * late['step']:.1f} "
       f"| {100 * late['hidden_share']:.0f} % "
-      f"| {between['step'] / late['step']:.2f} |"
+      f"| {between['step'] / late['step']:.2f}"
     )
+  table = comparison.table(
+    "model | GPUs | table | M | send, ms | longest pass, ms | between, ms "
+    "| hidden | late, ms | hidden | gain",
+    lines,
+  )
+  print(f"\n{table}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdist import cluster, pipeline, training
+from jdist.training import comparison
 
 _PATH = pathlib.Path(__file__).resolve().parent / "results" / "planner.jsonl"
 _SIZES = ((2, 2), (4, 8), (8, 8), (8, 32))
@@ -192,10 +193,12 @@ def measure() -> None:
 def report() -> None:
   """Prints what the rows say."""
   rows = {row["purpose"]: row for row in training.read_rows(_PATH)}
-  print("| table | " + " | ".join(f"S={s}, M={m}" for s, m in _SIZES) + " |")
-  for name, found in rows["bubbles"]["bubbles"].items():
-    values = (f"{100 * a:.1f} ({100 * b:.1f})" for a, b in found)
-    print(f"| {name} | {' | '.join(values)} |")
+  sizes = [f"S={s}, M={m}" for s, m in _SIZES]
+  lines = [
+    (name, *(f"{100 * a:.1f} ({100 * b:.1f})" for a, b in found))
+    for name, found in rows["bubbles"]["bubbles"].items()
+  ]
+  print(comparison.table(" | ".join(["table", *sizes]), lines))
   small, big = rows["cases"], rows["large"]
   print(
     f"{small['cases']} cases, worst ratio {small['worst_ratio']:.4f}, "
