@@ -87,7 +87,6 @@ def move_layers(
     for s in state.params
   }
   common = _common(arrays, having)
-  device = 0 if before.peers is None else before.peers.device
   # Unequal counts would silently differ by stage after the move.
   if before.peers is not None:
     before.peers.check_agreement(
@@ -95,32 +94,10 @@ def move_layers(
       f"step {state.step}, {_digest([state.key, *common.values()])}",
       state.step,
     )
-  found: dict[int, dict[str, Any]] = {}
-  for s, leaves in wanted.items():
-    target = after.table.device_of[s]
-    tag = _peers.Tag(_peers.Kind.LAYERS, s, 0, state.step)
-    # All processes compute all transfers, so each knows what it has to send and
-    # what it will receive, in which order.
-    parts = _sources(leaves, having, before.table.device_of, target)
-    if device == target:
-      # Each stage needs its own copy, as an update donates it.
-      found[s] = {name: jnp.array(x) for name, x in common.items()}
-    for source, names in parts.items():
-      if device == source:
-        have = {k: v for own in arrays.values() for k, v in own.items()}
-        mine = {name: have[name] for name in names}
-        if device == target:
-          found[s] |= mine
-        else:
-          assert before.peers is not None, "there are other devices"
-          before.peers.send(target, tag, list(mine.values()))
-    if device == target:
-      for source, names in parts.items():
-        if source != device:
-          assert before.peers is not None, "there are other devices"
-          like = [leaves.shapes[name] for name in names]
-          came = before.peers.receive(source, tag, like)
-          found[s] |= dict(zip(names, came, strict=True))
+  found = _transfer(state.step, before, after, having, wanted, arrays)
+  for values in found.values():
+    # Each stage needs its own copy, as an update donates it.
+    values.update({name: jnp.array(x) for name, x in common.items()})
   moved = {s: wanted[s].tree(values) for s, values in found.items()}
   fresh = after.init_state(optimizer)  # This also makes its update program.
   params, opt_state, model_state = (
@@ -131,6 +108,43 @@ def move_layers(
   return state._replace(
     params=params, opt_state=opt_state, model_state=model_state
   )
+
+
+def _transfer(
+  step: int,
+  before: ProcessLike,
+  after: ProcessLike,
+  having: Mapping[int, "_Leaves"],
+  wanted: Mapping[int, "_Leaves"],
+  arrays: Mapping[int, Mapping[str, Any]],
+) -> dict[int, dict[str, Any]]:
+  """Sends and receives leaves; returns those of this process's new stages.
+
+  All processes go through all transfers in one order, so each knows what it has
+  to send and what it will receive.  Sends are buffered, so none blocks.
+  """
+  peers = before.peers
+  device = 0 if peers is None else peers.device
+  have = {name: x for own in arrays.values() for name, x in own.items()}
+  found: dict[int, dict[str, Any]] = {}
+  for s, leaves in wanted.items():
+    target = after.table.device_of[s]
+    tag = _peers.Tag(_peers.Kind.LAYERS, s, 0, step)
+    if device == target:
+      found[s] = {}
+    parts = _sources(leaves, having, before.table.device_of, target)
+    for source, names in parts.items():
+      if device == source == target:
+        found[s] |= {name: have[name] for name in names}
+      elif device == source:
+        assert peers is not None, "there are other devices"
+        peers.send(target, tag, [have[name] for name in names])
+      elif device == target:
+        assert peers is not None, "there are other devices"
+        like = [leaves.shapes[name] for name in names]
+        received = peers.receive(source, tag, like)
+        found[s] |= dict(zip(names, received, strict=True))
+  return found
 
 
 def _whole_state(
