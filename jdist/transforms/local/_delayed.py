@@ -29,8 +29,9 @@ class Delayed:
   :math:`w_i \leftarrow \alpha w_i + (1 - \alpha) a` when the mean is applied.
 
   Without `stream` a message is sent when its mean is due, in a conditional
-  where nothing overlaps: the readable reference.  A stream gives the same bits,
-  unless a codec looks at whole leaves, which it then sees in parts.
+  where nothing overlaps: the readable reference.  A stream gives the same
+  result up to rounding, unless a codec looks at whole leaves (top-k, cosines),
+  which it then encodes in parts.
 
   Attributes:
     steps: d >= 1, as many as the link needs, or None for a whole round; 0 only
