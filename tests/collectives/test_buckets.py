@@ -116,7 +116,7 @@ def test_pieces_and_rows_begin_at_granules():
   assert [x.tolist() for x in back] == [[1, 2, 3], [1, 2]]
 
 
-def test_scalars_travel_and_empty_leaves_need_not():
+def test_scalars_are_sent_and_empty_leaves_are_not():
   tree = {"a": struct(), "b": struct(0, 3), "c": struct(), "d": struct(3, 0)}
   assert leaves_of(Buckets.of(tree)) == [[0, 2]]
   assert Buckets.of({}).buckets == ()
@@ -162,7 +162,7 @@ LAW = hypothesis.settings(max_examples=100)
 
 @LAW
 @hypothesis.given(distributed())
-def test_every_element_travels_exactly_once(case):
+def test_every_element_is_sent_exactly_once(case):
   tree, buckets, _ = case
   leaves = jax.tree.leaves(tree)
   seen = [np.zeros(leaf.size, int) for leaf in leaves]
@@ -217,7 +217,7 @@ def some_tree(rng, *lead):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("substrate", ["none", "vmap", "shard_map"])
-def test_a_round_trip_on_every_substrate(substrate):
+def test_collectives_round_trip_on_every_substrate(substrate):
   team = collectives.workers(
     1 if substrate == "none" else 2, substrate=substrate
   )

@@ -49,7 +49,7 @@ def test_small_arrays_are_one_buffer_without_padding():
   same_bits(_exchange.unpack_bytes([buffer], tree), tree)
 
 
-def test_rows_stay_rows():
+def test_leading_rows_are_kept():
   tree = payload((3,))
   (buffer,) = _exchange.pack_bytes(tree, num_leading=1)
   assert buffer.shape == (3, 34)

@@ -112,7 +112,7 @@ def _end(process):
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_the_others_say_who_has_died_and_end(killed, team):
+def test_other_processes_name_the_dead_one_and_exit(killed, team):
   started = team.join(3)
   begun_s = time.monotonic()
   started[killed].send_signal(signal.SIGKILL)
@@ -139,7 +139,7 @@ def test_a_process_that_fails_says_why(team):
     assert "has ended with status 1: its disk is full;" in told
 
 
-def test_processes_that_end_alike_keep_their_status(team):
+def test_processes_with_equal_errors_keep_their_status(team):
   # Each has a few seconds to end by itself.
   started = team.join(2)
   _tell(started[0], "leave 3 diverged")
@@ -149,7 +149,7 @@ def test_processes_that_end_alike_keep_their_status(team):
   assert started[1].stderr.read() == ""
 
 
-def test_who_has_finished_is_not_missed(team):
+def test_finished_process_is_not_reported(team):
   started = team.join(3)
   for number in (1, 0, 2):
     _tell(started[number], "end")
@@ -157,7 +157,7 @@ def test_who_has_finished_is_not_missed(team):
   assert [process.stderr.read() for process in started] == [""] * 3
 
 
-def test_what_jax_sends_passes_through_the_same_port(team):
+def test_jax_traffic_uses_the_same_port(team):
   started = team.join(2)
   for _ in range(2):
     _tell(started[1], "talk")
@@ -192,7 +192,7 @@ def test_jax_does_not_see_its_service_end(team):
     ([(0, 3), (2, 4)], "ValueError `num_processes` must be the same"),
   ],
 )
-def test_who_does_not_belong_together_is_told_so(starts, told, team):
+def test_mismatched_processes_are_refused(starts, told, team):
   processes = [
     # The others wait for process 0, which may start after them.
     team.start(*start, timeout_s=1 if start[0] == 0 or len(starts) == 1 else 60)
@@ -202,7 +202,7 @@ def test_who_does_not_belong_together_is_told_so(starts, told, team):
   assert processes[-1].stdout.read().startswith(told.format(port=team.port))
 
 
-def test_two_processes_of_one_number_are_told_so(team):
+def test_duplicate_process_number_is_refused(team):
   team.start(0, 3)
   twice = [team.start(2, 3), team.start(2, 3)]
   while all(process.poll() is None for process in twice):
@@ -219,7 +219,7 @@ def test_an_address_has_a_host_and_a_port(address):
     _lifeline.Lifeline(address, 2, 1)
 
 
-def test_a_name_that_does_not_exist_is_told(team):
+def test_unknown_host_name_is_reported(team):
   process = team.start(1, 2, address="no.such.invalid:1234", timeout_s=1)
   assert process.wait(timeout=60) == 4
   assert "process 0 did not answer at no.such.invalid:1234" in (

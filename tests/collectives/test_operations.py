@@ -101,7 +101,7 @@ def test_two_workers_by_hand():
 
 
 @pytest.mark.parametrize("name", TEAMS)
-def test_workers_say_what_numpy_says(name):
+def test_operations_match_numpy(name):
   team = make_team(name)
   n = team.num_workers
   rng = np.random.default_rng(0)
@@ -167,7 +167,7 @@ def test_values_that_are_equal_on_all_workers_are_treated_as_their_own(name):
 
 
 @pytest.mark.parametrize("name", TEAMS)
-def test_workers_speak_inside_a_conditional_and_a_scan(name):
+def test_collectives_work_in_conditionals_and_scans(name):
   team = make_team(name)
   n = team.num_workers
 
@@ -192,7 +192,7 @@ def test_workers_speak_inside_a_conditional_and_a_scan(name):
 
 
 @pytest.mark.parametrize("name", TEAMS)
-def test_an_empty_tree_needs_no_word(name):
+def test_empty_tree_has_no_words(name):
   team = make_team(name)
 
   def step(x):
@@ -212,7 +212,7 @@ def test_an_empty_tree_needs_no_word(name):
 
 @pytest.mark.parametrize("dtype", ["uint8", "bool", "float16", "complex64"])
 @pytest.mark.parametrize("name", ["none", "vmap", "shard_map", "two_a_device"])
-def test_payloads_of_any_dtype_travel_unchanged(name, dtype):
+def test_payloads_of_any_dtype_are_sent_unchanged(name, dtype):
   team = make_team(name)
   n = team.num_workers
   x = np.arange(n * n * 3).reshape(n, n, 3).astype(dtype)
@@ -403,7 +403,7 @@ def test_leaves_share_a_message_between_cpu_hosts(monkeypatch, name):
   assert number(merged) == 4
 
 
-def test_leaves_that_lie_on_several_devices_share_no_buffer(monkeypatch):
+def test_sharded_leaves_share_no_buffer(monkeypatch):
   """A buffer of them would first be gathered."""
   team = make_team("mesh_2x2")
   placed = team.place({"a": np.ones((2, 4)), "b": np.ones((2, 6))})
@@ -412,7 +412,7 @@ def test_leaves_that_lie_on_several_devices_share_no_buffer(monkeypatch):
   assert means.lower(placed).as_text().count('all_reduce"') == 2
 
 
-def test_of_bools_there_is_a_number():
+def test_sum_of_bools_is_an_integer():
   alone = collectives.sum(jnp.array([True, False]), None)
   two = jax.vmap(lambda x: collectives.sum(x, "worker"), axis_name="worker")(
     jnp.array([[True, False], [True, True]])

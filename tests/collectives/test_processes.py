@@ -153,7 +153,7 @@ def four():
 
 
 @pytest.mark.smoke
-def test_four_processes_say_what_numpy_says(four):
+def test_four_processes_match_numpy(four):
   results, _ = four
   assert [r["workers"] for r in results] == [[0], [1], [2], [3]]
   assert {r["axis"] for r in results} == {"worker"}

@@ -165,10 +165,10 @@ def view(worker):
   ("buffers", lambda: unpack(lambda x: x * 2), "one for each"),
   ("buffers", lambda: unpack(lambda x: [x[0][:, :4]]), "has shape (1, 8), got"),
 )
-def test_what_is_refused(argument, call, rule):
+def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)
 
 
 @pytest.mark.parametrize("axis", [None, "worker", ("inner", "outer")])
-def test_what_is_an_axis_is_accepted(axis):
+def test_valid_axes_are_accepted(axis):
   collectives.check_axis(axis)

@@ -37,7 +37,7 @@ class _Team:
 
 
 @pytest.mark.parametrize("wants", [0, 1, 2])
-def test_all_stop_one_step_after_the_one_that_is_furthest(wants):
+def test_all_stop_one_step_after_the_latest(wants):
   team = _Team(3)
   for one, step in zip(team.all, (5, 7, 6), strict=True):
     assert not any(one.stops_after(x + 1) for x in range(step))
@@ -49,7 +49,7 @@ def test_all_stop_one_step_after_the_one_that_is_furthest(wants):
     ]
 
 
-def test_two_that_want_to_stop_agree_once():
+def test_two_stop_requests_agree_once():
   team = _Team(2)
   for one in team.all:
     assert not one.stops_after(3)
@@ -61,7 +61,7 @@ def test_two_that_want_to_stop_agree_once():
   assert not any(one.want() for one in team.all)
 
 
-def test_no_step_is_begun_before_all_have_answered():
+def test_no_step_begins_before_all_have_answered():
   team = _Team(2)
   for one in team.all:
     assert not one.stops_after(3)
@@ -78,7 +78,7 @@ def test_no_step_is_begun_before_all_have_answered():
   assert found == [True]
 
 
-def test_who_gets_no_answer_does_not_wait_for_ever(monkeypatch):
+def test_missing_answer_times_out(monkeypatch):
   monkeypatch.setattr(_stop_agreement, "_LIMIT_S", 0.01)
   team = _Team(2)
   team.want(1)

@@ -165,7 +165,7 @@ def test_workers_that_share_a_device_count_as_machines_of_their_own():
     assert one.bytes_per_step == two.bytes_per_step > 0
 
 
-def test_alone_nothing_is_sent():
+def test_single_worker_sends_nothing():
   step = lambda x: collectives.mean(x, None)  # noqa: E731
   assert count(step, struct(3), axis=None).collectives == ()
   step = lambda x: collectives.mean(x, AXIS)  # noqa: E731
@@ -238,7 +238,7 @@ STEPS = (
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_the_program_moves_what_was_counted(step):
+def test_compiled_program_sends_counted_bytes(step):
   team = collectives.workers(8, substrate="shard_map")
   x = team.place(np.ones((8, 16), np.float32))
   counted = count(step, struct(16)).collectives

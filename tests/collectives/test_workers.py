@@ -128,7 +128,7 @@ def test_typed_keys_are_leaves_like_others(name):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", TEAMS)
-def test_a_step_is_traced_and_compiled_once_and_its_state_stays_where_it_is(
+def test_step_compiles_once_and_keeps_state_sharding(
   name,
 ):
   team = make_team(name)
@@ -323,7 +323,7 @@ def test_on_one_device_workers_are_mapped_and_one_needs_no_axis(monkeypatch):
   assert (alone.substrate, alone.axis, alone.mesh) == ("none", None, None)
 
 
-def test_a_mesh_of_the_user_is_taken_as_it_is():
+def test_user_mesh_is_used_unchanged():
   mesh = collectives.make_mesh((2, 4), ("replica", "fsdp"))
   team = collectives.workers(2, mesh=mesh, axis="replica")
   assert (team.axis, team.mesh, team.mesh_axis) == ("replica", mesh, "replica")
@@ -338,12 +338,12 @@ def test_meshes_have_automatic_axes():
   assert collectives.make_mesh((3,), ("a",)).size == 3
 
 
-def test_devices_are_what_they_are_once_jax_has_started():
+def test_devices_are_fixed_once_jax_has_started():
   assert jax.device_count() == 8
   assert collectives.make_cpu_devices(3) == 8
 
 
-def test_a_batch_of_no_samples_is_split_too():
+def test_empty_batch_is_split():
   team = collectives.workers(2, substrate="vmap")
   assert team.shard(np.zeros((0, 3))).shape == (2, 0, 3)
   assert team.shard(np.zeros((4, 0))).shape == (2, 2, 0)

@@ -16,7 +16,7 @@ ROUNDS = 3
 @pytest.mark.parametrize(
   "reducer", [INT4, reducers.compressed(codecs.RandomK(0.2))], ids=str
 )
-def test_a_part_is_what_its_reducer_makes_of_it(reducer):
+def test_chunk_equals_its_own_reduction(reducer):
   """Two parts of 32 entries, by hand: each has its own state and key."""
   parts = reducers.Chunked(reducer, max_bytes=128)
   x = jnp.asarray(

@@ -40,7 +40,7 @@ def test_an_all_to_all_by_hand():
   assert (states.residual[0] == 0).all()
 
 
-def test_the_owner_remembers_what_it_left_out():
+def test_owner_keeps_what_it_left_out():
   x = jnp.tile(jnp.asarray([4.0, 1.0]), (1, 3, 16))
   means, shares, states, _ = _reducers.run(
     carry(small.Rounded(levels=2, block=2)), x, 1
@@ -76,7 +76,7 @@ def test_sums_go_in_the_order_of_the_workers():
     assert mean.tolist() == [[0.0]] * 4  # ((2 - 1e8) + 1) + 1e8 = 0.
 
 
-def test_more_workers_than_are_unrolled():
+def test_sum_of_many_workers_is_a_scan():
   trees = {"w": jnp.ones((20, 1, 333)).at[3].set(21.0)}
   for reducer in (
     carry(small.Rounded()),
@@ -89,7 +89,7 @@ def test_more_workers_than_are_unrolled():
 # Keys.
 
 
-def test_workers_rows_and_leaves_draw_their_own():
+def test_workers_rows_and_leaves_draw_independently():
   """All that is rounded here is 0.5 of a step, up or down by a coin."""
   codec = small.Rounded(levels=1, block=64, stochastic=True)
   x = jnp.full(512, 0.5).at[::64].set(1.0)
@@ -106,7 +106,7 @@ def test_workers_rows_and_leaves_draw_their_own():
   assert abs(total - x.mean()) < 0.05
 
 
-def test_owners_draw_their_own():
+def test_owners_draw_independent_numbers():
   """What workers send is exact here, and the mean is 0.5 of a step."""
   codec = small.Rounded(levels=1, block=64, stochastic=True)
   none = jnp.zeros(256).at[::64].set(1.0)
@@ -153,7 +153,7 @@ _NOT_FINITE = {
     list(_NOT_FINITE.items()),
   ),
 )
-def test_what_is_not_finite_is_seen_by_all_and_does_not_stay(name, bad):
+def test_nonfinite_values_reach_all_and_do_not_stay(name, bad):
   trees = {"w": jnp.ones((2, 3, 96)), "other": jnp.ones((2, 3, 64))}
   trees["w"] = trees["w"].at[1, 1, 70].set(bad)
   means, _, states, _ = _reducers.run(_reducers.LAWFUL[name], trees, 2)
@@ -201,7 +201,7 @@ def step_of(reducer, axis):
   ("num_workers", "name"),
   _thinned.thinned([1, 2, 5, 8], list(_reducers.LAWFUL)),
 )
-def test_bits_told_are_bytes_sent(name, num_workers):
+def test_num_bits_equals_sent_bytes(name, num_workers):
   reducer = _reducers.LAWFUL[name]
   traffic = collectives.traffic(
     step_of(reducer, "worker"), LIKE, axis="worker", num_workers=num_workers
@@ -236,7 +236,7 @@ def test_bits_by_hand():
   assert bits == (2048, 3072, 3072)
 
 
-def test_a_large_leaf_travels_alone():
+def test_large_leaf_is_sent_alone():
   like = {"w": jax.ShapeDtypeStruct((1 << 20,), "float32"), **LIKE}
   traffic = collectives.traffic(
     step_of(carry(small.Rounded()), "worker"),
@@ -269,7 +269,7 @@ def test_residuals_are_each_workers_own_and_absent_where_none_is_needed():
   assert carry(small.Whole(), wire="all_to_all").init({}, None) == ()
 
 
-def test_nothing_to_send():
+def test_tree_without_elements_sends_nothing():
   for tree in ({}, {"w": jnp.zeros((0, 3))}):
     for reducer in _reducers.LAWFUL.values():
       state = reducer.init(tree, None)

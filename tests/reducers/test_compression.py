@@ -93,7 +93,7 @@ def test_local_steps_are_those_of_numpy(late, momentum):
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("interval", [3, intervals.msdpu(2, 0.1)])
-def test_with_all_bits_it_is_what_it_was(late, interval):
+def test_feedback_of_exact_means_changes_nothing(late, interval):
   targets = random_targets(12, 4, 5)
 
   def anchors(compression=None):
@@ -115,7 +115,7 @@ def test_with_all_bits_it_is_what_it_was(late, interval):
     np.testing.assert_allclose(found, anchors(), 1e-5, 1e-7)
 
 
-def test_with_all_bits_it_is_parameter_averaging():
+def test_exact_compression_is_parameter_averaging():
   targets = random_targets(12, 4, 5)
   found = transforms.local_steps(
     MOMENTUM,
@@ -131,7 +131,7 @@ def test_with_all_bits_it_is_parameter_averaging():
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("reducer", [LARGEST, _reducers.Owned(0.25)], ids=repr)
-def test_nothing_of_the_progress_is_lost(late, reducer):
+def test_no_progress_is_lost(late, reducer):
   """The anchor has moved by the mean progress but for what is held."""
   targets = random_targets(18, 4, 5)
   optimizer = transforms.local_steps(
@@ -158,7 +158,7 @@ def test_nothing_of_the_progress_is_lost(late, reducer):
   assert np.abs(held).max() > 0.01
 
 
-def test_a_first_late_round_leaves_no_trace():
+def test_first_late_round_changes_no_state():
   """A reducer that sends something of nothing: it is not applied."""
   optimizer = transforms.local_steps(
     SGD,
@@ -261,7 +261,7 @@ def test_random_numbers_change_by_step_and_seed_and_not_by_worker():
   assert not (one["a"] == other["a"]).any()
 
 
-def test_a_codec_stands_for_its_reducer():
+def test_codec_is_accepted_as_reducer():
   codec = codecs.TopK(k=2)
   found = reducers.Compression(codec).reducer
   assert found == reducers.compressed(codec)
@@ -281,7 +281,7 @@ VOTES = {
 
 
 @pytest.mark.parametrize("name", VOTES)
-def test_of_a_vote_nothing_is_left_to_be_kept(name):
+def test_vote_leaves_no_residual(name):
   for feedback in (None, reducers.Smoothing(0.5)):
     assert reducers.Compression(VOTES[name], feedback).feedback is feedback
   for feedback in (
@@ -352,7 +352,7 @@ def test_without_the_parameters_another_dtype_is_refused(name, held, given):
     mean_of_another_dtype(name, held, given)
 
 
-def test_a_dtype_that_needs_no_layout_is_sent_as_it_is():
+def test_gradients_of_other_dtype_are_sent_in_it():
   optimizer = transforms.average_gradients(
     "worker", reducers.Compression(EXACT)
   )

@@ -126,7 +126,7 @@ def test_a_decayed_residual_loses_what_it_decays():
   )
 
 
-def test_ef21_knows_the_mean_of_what_is_known():
+def test_ef21_keeps_mean_of_estimates():
   xs = gradients(12)
   outputs, states = run(average(LARGEST, reducers.EF21()), xs)
   own, mean = states.feedback.own, states.feedback.mean
@@ -137,7 +137,7 @@ def test_ef21_knows_the_mean_of_what_is_known():
     )
 
 
-def test_ef21_finds_the_mean_of_gradients_that_stay():
+def test_ef21_converges_to_mean_of_constant_gradients():
   xs = jax.tree.map(lambda x: np.repeat(x, 12, 0), gradients(1))
   outputs, _ = run(average(LARGEST, reducers.EF21()), xs)
   for name, x in xs.items():
@@ -147,7 +147,7 @@ def test_ef21_finds_the_mean_of_gradients_that_stay():
 @pytest.mark.smoke
 @pytest.mark.parametrize("feedback", [None, reducers.ErrorFeedback()])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_with_all_bits_it_is_plain_averaging_to_the_bit(feedback, dtype):
+def test_exact_compression_equals_plain_averaging(feedback, dtype):
   xs = gradients(8, dtype=dtype)
   if feedback is not None:
     # The mean of what is kept in float32, rounded once.
@@ -157,7 +157,7 @@ def test_with_all_bits_it_is_plain_averaging_to_the_bit(feedback, dtype):
   chex.assert_trees_all_equal(found, wanted)
 
 
-def test_without_a_reducer_nothing_has_changed():
+def test_average_without_compression_keeps_no_state():
   optimizer = transforms.average_gradients("worker")
   state = optimizer.init(jnp.ones(3))
   assert state == ()
@@ -235,7 +235,7 @@ def test_substrates_agree(name, reducer):
 
 
 @pytest.mark.parametrize("name", FEEDBACKS)
-def test_what_owners_held_back_is_in_the_next_message(name):
+def test_absorbed_residuals_are_in_the_next_message(name):
   feedback = FEEDBACKS[name]
   random = np.random.default_rng(0)
   x, held = (
@@ -260,7 +260,7 @@ def test_what_owners_held_back_is_in_the_next_message(name):
 
 @pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
 @pytest.mark.parametrize("name", ("error", "nesterov"))
-def test_what_the_cast_of_the_mean_leaves_out_is_kept(name, dtype):
+def test_cast_error_of_mean_is_kept(name, dtype):
   """In + nothing = N times the means + residuals, though means are narrow."""
   num_workers, num_steps = 2, 40
   # Their mean lies between two numbers of bfloat16, of float16 their sum.
@@ -295,7 +295,7 @@ OF_COMPLEX = {
 
 @pytest.mark.parametrize("name", OF_COMPLEX)
 @pytest.mark.parametrize("feedback", ["error", "ef21", "momentum"])
-def test_of_complex_numbers_nothing_is_kept_that_was_sent(name, feedback):
+def test_complex_residual_excludes_sent_part(name, feedback):
   if feedback == "momentum":
     feedback = reducers.MomentumCorrection(0.0)
   else:
@@ -305,7 +305,7 @@ def test_of_complex_numbers_nothing_is_kept_that_was_sent(name, feedback):
   np.testing.assert_allclose(outputs, np.full((3, 2, 2), [2, 2j]), 1e-6)
 
 
-def test_between_hosts_complex_shares_are_whole():
+def test_complex_shares_are_kept_between_hosts():
   reducer = reducers.Hierarchical(EXACT, EXACT)
 
   def one(x):

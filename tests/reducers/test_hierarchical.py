@@ -26,7 +26,7 @@ def run(reducer, trees):
   )
 
 
-def test_what_is_told_is_between_hosts():
+def test_num_bits_counts_traffic_between_hosts():
   """Not of all workers: inside a host nothing is told."""
 
   def step(x):

@@ -100,7 +100,7 @@ def test_nothing_is_lost_in_bfloat16_on_devices(name):
     (4, "float32", "shard_map"),
   ],
 )
-def test_nor_on_other_substrates(name, num_workers, dtype, substrate):
+def test_law_holds_on_other_substrates(name, num_workers, dtype, substrate):
   check(name, num_workers, dtype, substrate)
 
 
@@ -128,7 +128,7 @@ def test_rounding_of_the_mean_is_the_owners_too():
 
 
 @pytest.mark.parametrize("owner_feedback", [True, "own_share", False])
-def test_int4_loses_mass_without_feedback_at_the_owner(owner_feedback):
+def test_int4_loses_mass_without_owner_feedback(owner_feedback):
   """Missing over rounds with error feedback, of what workers still hold."""
   num_workers, rounds, size = 8, 20, 2048
   reducer = reducers.compressed(

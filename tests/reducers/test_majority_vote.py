@@ -21,7 +21,7 @@ def test_a_vote_by_hand():
 @pytest.mark.parametrize(
   ("num_workers", "dtype"), [(3, "bfloat16"), (8, "float32")]
 )
-def test_it_has_the_sign_of_the_sum_of_own_shares(num_workers, dtype):
+def test_vote_has_sign_of_sum_of_own_shares(num_workers, dtype):
   trees = _reducers.make_tree(num_workers, 2, dtype)
   means, shares, *_ = _reducers.run(VOTE, trees, num_workers)
   for x, mean, share in zip(
@@ -43,7 +43,7 @@ def test_a_nan_is_seen_by_all():
   assert (means[:, 0, 16:] == 1).all()
 
 
-def test_one_bit_up_and_one_down():
+def test_vote_sends_one_bit_up_and_one_down():
   like = [jax.ShapeDtypeStruct((8000,), "float32")]
   bits = VOTE.num_bits(like, 4)
   assert bits.payload == 4 * (2000 + 8)

@@ -59,14 +59,14 @@ def test_the_first_match_wins_and_the_rest_is_exact():
     ({}, ["embed", "layer/0/bias", "layer/0/kernel", "step"]),
   ],
 )
-def test_what_a_rule_matches(rule, matches):
+def test_rule_matches_by_path_size_and_rank(rule, matches):
   found = chosen(reducers.Rule(ROUND, **rule))
   assert [
     name for name, reducer in found.items() if reducer == ROUND
   ] == matches
 
 
-def test_leaves_with_the_same_reducer_go_together():
+def test_leaves_of_equal_reducers_are_reduced_together():
   policy = reducers.PerLeaf(
     (
       reducers.Rule(LARGE, "*/kernel"),

@@ -60,7 +60,7 @@ def test_rounds_agree_with_a_reference():
     )
 
 
-def test_a_matrix_of_low_rank_arrives_whole():
+def test_low_rank_matrix_is_reduced_exactly():
   rng = np.random.default_rng(0)
   x = rng.standard_normal((20, 2)) @ rng.standard_normal((2, 12))
   trees = {"w": jnp.asarray(np.broadcast_to(x, (N, 1, 20, 12)), jnp.float32)}
@@ -80,7 +80,7 @@ def test_zeros_and_nan_do_not_stay():
   np.testing.assert_allclose(means["dense"][:, 3], 1, atol=1e-5)
 
 
-def test_a_nan_takes_nothing_from_other_leaves():
+def test_nan_does_not_affect_other_leaves():
   """Nor from other workers: what they wanted to send stays theirs."""
   int8 = reducers.compressed(codecs.Quantize(8), owner_feedback="own_share")
   trees = {
@@ -206,21 +206,21 @@ def test_columns_are_orthonormal_and_span_the_same_space(condition):
     np.testing.assert_allclose(q @ (q.T @ p), p, atol=1e-6)
 
 
-def test_a_direction_that_is_hardly_there_is_too_short_and_not_too_long():
+def test_nearly_dependent_column_becomes_shorter_not_longer():
   p = matrix(80, 4, 1e6)
   (found,) = orthogonalize([jnp.asarray(p, jnp.float32)])
   values = np.linalg.svd(found, compute_uv=False)
   assert values[0] <= 1 + 1e-5 and values[2] > 0.99
 
 
-def test_well_apart_they_are_those_of_qr():
+def test_well_conditioned_columns_match_qr():
   p = matrix(60, 5, 10.0)
   q, r = np.linalg.qr(p)
   (found,) = orthogonalize([jnp.asarray(p, jnp.float32)])
   np.testing.assert_allclose(found, q * np.sign(np.diag(r)), atol=1e-5)
 
 
-def test_scales_do_not_matter():
+def test_orthogonalization_is_scale_invariant():
   p = matrix(50, 3)
   scales = (1.0, 1e30, 1e-30)
   (plain,) = orthogonalize([jnp.asarray(p, jnp.float32)])
@@ -256,7 +256,7 @@ def test_only_its_own_matrix_is_not_finite(bad):
   assert np.isfinite(other).all()
 
 
-def test_many_are_done_in_one_batch():
+def test_many_matrices_are_orthogonalized_in_one_batch():
   given = [jnp.ones((n, 2)) for n in range(5, 15)]
   text = str(jax.make_jaxpr(_power_sgd.orthogonalize)(given))
   # Two passes, whatever the number of matrices.

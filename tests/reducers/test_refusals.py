@@ -215,5 +215,5 @@ _SCALED = codecs.RandomK(0.1)
     "a `jdist.Compression`",
   ),
 )
-def test_what_is_refused(argument, call, rule):
+def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)

@@ -39,7 +39,7 @@ def test_a_phase_is_its_reducer(substrate):
   assert labels.phases[2].mine is False
 
 
-def test_residuals_go_on_into_the_next_phase():
+def test_residuals_continue_in_next_phase():
   xs = [[4.0, 1.0], [4.0, 1.0], [0.0, 0.0]]
   phases = reducers.Scheduled(
     ((2, _reducers.Largest(1)), (None, _reducers.Plain()))
@@ -57,7 +57,7 @@ def test_a_phase_that_is_not_on_sends_nothing(substrate):
   assert all(c.conditional for c in profiling.read_collectives(text))
 
 
-def test_a_part_that_shrinks():
+def test_warm_up_sends_smaller_parts():
   reducer = reducers.warm_up(_reducers.Largest, 10, 1)
   assert reducer.phases == ((None, _reducers.Largest(1)),)
   made = reducers.warm_up(lambda ratio: Part(ratio), 3, 0.01)

@@ -174,7 +174,7 @@ def test_every_device_reduces_its_own_shards(name):
       assert x[0].tobytes() == x[1].tobytes()
 
 
-def test_a_state_lies_where_its_shard_is():
+def test_state_is_placed_with_its_shard():
   team = team_of()
   reducer = REDUCERS["all-to-all int4"]
   optimizer = transforms.average_gradients(
@@ -276,7 +276,7 @@ def test_bits_are_of_all_devices():
   [FEEDBACK, reducers.EF21(), reducers.MomentumCorrection(0.5)],
   ids=["error", "ef21", "momentum"],
 )
-def test_what_owners_hold_back_comes_out_in_a_drain(feedback):
+def test_drain_includes_owner_residuals(feedback):
   team = team_of()
   compression = reducers.Compression(
     REDUCERS["all-to-all int4"], feedback, specs=SPECS
@@ -303,7 +303,7 @@ def test_what_owners_hold_back_comes_out_in_a_drain(feedback):
   close(moved, held)
 
 
-def test_without_a_place_for_it_owners_go_on_to_hold_it():
+def test_owners_keep_residuals_without_feedback():
   team = team_of()
   optimizer = transforms.average_gradients(
     team.axis,

@@ -79,7 +79,7 @@ QUICK = ("top-k, DGC",)
     for name in CASES
   ],
 )
-def test_streamed_is_simple_to_the_bit(name):
+def test_streamed_mean_equals_late_mean_to_the_bit(name):
   team = collectives.workers(4, substrate="shard_map")
   streamed = Host(build(team.axis, **CASES[name]), team, SHAPES)
   simple = Host(build(team.axis, streamed=False, **CASES[name]), team, SHAPES)
@@ -186,7 +186,7 @@ def test_no_collective_waits_for_the_step_or_a_conditional(reducer):
 
 
 @pytest.mark.smoke
-def test_what_arrives_is_from_the_state():
+def test_received_means_depend_on_the_state_only():
   optimizer = build(None, INT4, feedback=FEEDBACK)
   w = jax.tree.map(jnp.asarray, params(SHAPES))
   state = optimizer.init(w)
@@ -203,7 +203,7 @@ def test_what_arrives_is_from_the_state():
   assert arrived(none, changed).sum() == 64  # Two parts of 32.
 
 
-def test_a_first_late_round_leaves_no_trace():
+def test_first_late_round_changes_no_state():
   """A reducer that sends something of nothing: it is not applied."""
   team = collectives.workers(2, substrate="vmap")
   optimizer = build(team.axis, _reducers.Owned(0.25), feedback=reducers.EF21())
@@ -214,7 +214,7 @@ def test_a_first_late_round_leaves_no_trace():
   assert states[7].sync.compression.step.tolist() == [1, 1]
 
 
-def test_all_bits_are_those_of_plain_streaming():
+def test_exact_chunks_equal_plain_streaming():
   team = collectives.workers(4, substrate="vmap")
   plain = transforms.local_steps(
     optax.sgd(0.1),
@@ -306,7 +306,7 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_what_cannot_be_is_refused(name):
+def test_invalid_arguments_raise(name):
   call, message = REJECTED[name]
   with pytest.raises(ValueError, match=message):
     call()

@@ -20,7 +20,7 @@ RATE = 0.1
 
 
 @pytest.mark.smoke
-def test_a_mean_arrives_after_one_step_of_two():
+def test_mean_is_applied_after_one_step_of_two():
   optimizer = transforms.local_steps(
     optax.sgd(0.5), 2, axis="worker", overlap=transforms.Delayed(steps=1)
   )
@@ -82,7 +82,7 @@ def reference(x, interval, delay, carry, rate, mu, warmup):
     [0.0, 0.5, 1.0], [1, 2, 3, 5], [None, NESTEROV], [0, 3], rounds=3
   ),
 )
-def test_steps_are_those_of_the_formulas(carry, delay, outer, warmup):
+def test_steps_match_formulas(carry, delay, outer, warmup):
   targets = random_targets(steps=23)
   optimizer = transforms.local_steps(
     optax.sgd(RATE),
@@ -101,7 +101,7 @@ def test_steps_are_those_of_the_formulas(carry, delay, outer, warmup):
 
 
 @pytest.mark.parametrize("steps", [1, 2, None])
-def test_a_delay_may_begin_with_the_first_round_that_is_longer(steps):
+def test_delay_begins_with_first_longer_round(steps):
   growing = intervals.scheduled(lambda t: jnp.where(t < 6, 1, 3 + t // 12))
   runs = []
   for after_step in (6, None):
@@ -119,7 +119,7 @@ def test_a_delay_may_begin_with_the_first_round_that_is_longer(steps):
   np.testing.assert_array_equal(states.anchor, others.anchor)
 
 
-def test_a_delay_that_may_begin_at_once_does():
+def test_delay_begins_at_once_if_first_round_is_long():
   runs = [
     train(
       transforms.local_steps(
@@ -133,7 +133,7 @@ def test_a_delay_that_may_begin_at_once_does():
   np.testing.assert_array_equal(*runs)
 
 
-def test_until_the_delay_begins_nothing_is_mixed():
+def test_nothing_is_mixed_before_the_delay_begins():
   targets, inner = random_targets(14), optax.sgd(RATE)
 
   def run(overlap, targets, start=0.0):
@@ -158,7 +158,7 @@ def falling(steps):
 
 
 @pytest.mark.parametrize("carry", [None, 1.0])
-def test_after_all_steps_of_the_round_it_is_the_round_late(carry):
+def test_delay_of_whole_round_equals_round_late(carry):
   # Adaptive, so that losses arrive as well, and with a warm-up.
   targets, losses = random_targets(70), falling(70)
   runs = []
@@ -180,7 +180,7 @@ def test_after_all_steps_of_the_round_it_is_the_round_late(carry):
   np.testing.assert_allclose(w, same, 1e-5, 1e-6)
 
 
-def test_a_loss_decides_as_one_that_arrives_with_the_round():
+def test_loss_within_round_gives_same_intervals():
   intervals_of = []
   for delay in (None, 1):
     optimizer = transforms.local_steps(
@@ -230,7 +230,7 @@ def run_streamed(optimizer, targets, chosen):
     pytest.param(None, None, marks=pytest.mark.slow),
   ],
 )
-def test_streamed_is_simple_to_the_bit(outer, carry):
+def test_streamed_mean_equals_late_mean_to_the_bit(outer, carry):
   build = functools.partial(
     _chains.late, optax.sgd(RATE, momentum=0.9), 5, axis="worker",
     rule=outer, steps=2, carry=carry,
@@ -298,7 +298,7 @@ def test_a_slow_host_makes_rounds_longer_and_loses_nothing(chosen):
   assert rounds < 29 // 3 if chosen == (9,) else rounds >= 6
 
 
-def test_a_host_says_when_a_mean_arrives_and_a_round_ends():
+def test_host_controls_arrival_and_round_end():
   optimizer = transforms.local_steps(
     optax.sgd(RATE), 3, axis="worker", overlap=transforms.Delayed(steps=2)
   )
@@ -347,7 +347,7 @@ def test_a_delay_out_of_range_is_refused(options, message):
     transforms.Delayed(**options)
 
 
-def test_a_host_must_say_both():
+def test_host_must_give_both_controls():
   optimizer = transforms.local_steps(
     optax.sgd(RATE), 3, axis=None, overlap=transforms.Delayed(steps=2)
   )

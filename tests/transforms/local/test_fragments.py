@@ -26,18 +26,18 @@ PARAMS = {"a": jnp.zeros(4), "b": jnp.zeros(2), "c": jnp.zeros(2)}
     ((5, 5, 5), 1, (0, 0, 0)),
   ],
 )
-def test_leaves_are_dealt_in_runs_of_about_equal_size(sizes, number, wanted):
+def test_leaves_are_split_in_runs_of_equal_size(sizes, number, wanted):
   tree = [jnp.zeros(size) for size in sizes]
   assert _fragments.fragments_of(tree, number) == wanted
 
 
-def test_a_function_deals_leaves_by_their_path():
+def test_function_assigns_leaves_by_path():
   tree = {"block": {"kernel": jnp.zeros(2), "bias": jnp.zeros(1)}}
   of = {"block/kernel": 0, "block/bias": 1}
   assert _fragments.fragments_of(tree, of.get) == (1, 0)
 
 
-def test_python_floats_are_dealt_too():
+def test_python_floats_are_split_too():
   optimizer = transforms.fragment_steps(SGD, 2, 2, axis=None)
   state = optimizer.init({"a": 0.0, "b": 1.0})
   assert [x.item() for x in state.anchor.values()] == [0.0, 1.0]
@@ -45,7 +45,7 @@ def test_python_floats_are_dealt_too():
 
 @pytest.mark.parametrize("fragments", [1, lambda path: 0])
 @pytest.mark.parametrize("params", [{}, {"steps": jnp.array(3)}])
-def test_where_nothing_is_trained_there_is_no_fragment(params, fragments):
+def test_tree_without_floats_is_refused(params, fragments):
   optimizer = transforms.fragment_steps(SGD, 2, fragments, axis=None)
   with _refusals.refused("fragments", "of floats"):
     optimizer.init(params)
@@ -68,11 +68,11 @@ def test_a_fragment_that_is_no_int_is_refused(label):
 
 
 @pytest.mark.parametrize("label", [np.int64(0), jnp.array(0), False])
-def test_what_counts_as_an_int_is_a_fragment(label):
+def test_integer_like_labels_are_accepted(label):
   assert _fragments.fragments_of(PARAMS, lambda path: label) == (0, 0, 0)
 
 
-def test_an_outer_schedule_counts_the_meetings_of_a_fragment():
+def test_outer_schedule_counts_rounds_of_fragment():
   rates = (0.5, 0.25, 1.0)
   optimizer = methods.streaming_diloco(
     optax.sgd(1.0), 2, 2, lambda count: jnp.array(rates)[count], 0.0,
@@ -99,7 +99,7 @@ def test_each_fragment_has_an_outer_state_of_its_own():
   assert [len(jax.tree.leaves(trace)) for trace in traces] == [1, 2]
 
 
-def test_a_worker_that_never_listens_goes_on_alone():
+def test_mix_of_1_trains_alone():
   optimizer = methods.streaming_diloco(SGD, 2, 1, axis=None, mix=1.0)
   w, state = jnp.array([1.0, 2.0]), optimizer.init(jnp.array([1.0, 2.0]))
   alone, alone_state = w, SGD.init(w)

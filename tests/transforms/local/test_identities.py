@@ -85,7 +85,7 @@ def test_outer_sgd_of_1_is_parameter_averaging():
   np.testing.assert_allclose(outer, averaged, rtol=1e-6, atol=1e-6)
 
 
-def test_aliases_are_what_they_say():
+def test_aliases_equal_their_definitions():
   targets = random_targets(18)
   inner = LINEAR["momentum"]
 

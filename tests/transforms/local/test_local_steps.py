@@ -47,7 +47,7 @@ def test_two_workers_move_the_anchor_by_outer_nesterov():
   np.testing.assert_array_equal(params, states.anchor)
 
 
-def test_a_late_mean_arrives_one_round_later():
+def test_late_mean_is_applied_one_round_later():
   optimizer = transforms.local_steps(
     optax.sgd(0.5), 1, axis="worker", overlap=transforms.Delayed(carry=0.5)
   )
@@ -63,7 +63,7 @@ def test_a_late_mean_arrives_one_round_later():
   assert params[1].tolist() == [2.375, 3.125]
 
 
-def test_a_carry_of_none_is_the_share_in_the_mean_under_way():
+def test_carry_none_keeps_own_share_of_pending_mean():
   # Two workers: half, as above.
   optimizer = methods.msdpu(
     optax.sgd(0.5),
@@ -136,7 +136,7 @@ def reference(x, interval, late, carry, rate, mu, warmup):
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("outer", [None, NESTEROV])
 @pytest.mark.parametrize("carry", [None, 0.0, 0.5, 1.0])
-def test_rounds_are_those_of_the_formulas(carry, outer, warmup):
+def test_rounds_match_formulas(carry, outer, warmup):
   late = carry is not None
   targets = random_targets(steps=3 + 5 * 3 if warmup else 18)
   optimizer = transforms.local_steps(
@@ -312,7 +312,7 @@ def test_accumulation_inside_local_steps_counts_micro_steps():
   assert states.clock.round[:, 0].tolist() == [0, 1, 1, 2]
 
 
-def test_a_pull_reaches_its_anchor():
+def test_pull_adds_distance_from_anchor():
   # By hand: beta / (H rate) (w - a) with H = 2, besides a gradient of 1.
   inner = optax.chain(transforms.pull_to_anchor(0.5, 0.1), optax.sgd(1.0))
   optimizer = transforms.local_steps(inner, 2, axis=None)
@@ -321,7 +321,7 @@ def test_a_pull_reaches_its_anchor():
   assert updates.item() == pytest.approx(-(1 + 0.5 / (2 * 0.1) * 2))
 
 
-def test_a_pull_is_nothing_where_the_rate_is_zero():
+def test_pull_is_zero_where_rate_is_zero():
   pull = transforms.pull_to_anchor(0.5, optax.linear_schedule(1.0, 0.0, 1))
   w = jnp.array(3.0)
   state = pull.init(w)

@@ -176,7 +176,7 @@ OFTEN = [
   ("rule", "few_bytes", "steps"),
   _thinned.some([*itertools.product(RULES, (False, True), (None, 2))], OFTEN),
 )
-def test_a_late_mean_streamed_or_not(rule, few_bytes, steps):
+def test_streamed_late_mean_equals_late_mean(rule, few_bytes, steps):
   by_host = steps is not None
   # A host's rounds are other programs.  A code of two bits is -1, 0 or 1, and
   # no product with it is rounded; one of four bits is in sevenths.
@@ -276,7 +276,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_go_together_is_refused(name):
+def test_incompatible_arguments_raise(name):
   call, message = REFUSED[name]
   with pytest.raises(ValueError, match=f"(?s){message}"):
     call()

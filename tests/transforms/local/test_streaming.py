@@ -135,7 +135,7 @@ def combinations():
 @pytest.mark.parametrize(
   ("policy", "name", "outer", "quick"), list(combinations())
 )
-def test_streamed_is_simple_to_the_bit(policy, name, outer, quick):
+def test_streamed_mean_equals_late_mean_to_the_bit(policy, name, outer, quick):
   outer, carry = OUTER[outer]
   team = collectives.workers(4, substrate="shard_map")
   build = functools.partial(
@@ -207,7 +207,7 @@ def hand_over(place):
   return (8, 1, 2, None, 4, 8, 8)[hand_over.turn % 7]
 
 
-def test_whatever_the_host_chooses_nothing_is_lost():
+def test_no_progress_is_lost_for_any_host_choice():
   team = collectives.workers(4, substrate="vmap")
   hand_over.turn = 0
   optimizer = transforms.local_steps(
@@ -285,7 +285,7 @@ ON_THE_WAY = {
 
 
 @pytest.mark.parametrize("name", ON_THE_WAY)
-def test_no_part_waits_for_the_step_nor_the_step_for_a_part(name):
+def test_streamed_parts_and_step_are_independent(name):
   interval, others, options = ON_THE_WAY[name]
   optimizer = _chains.late(
     optax.stateless(lambda updates, _: jax.tree.map(jnp.sin, updates)),
@@ -315,9 +315,7 @@ def test_no_part_waits_for_the_step_nor_the_step_for_a_part(name):
   [({}, 2.0), ({"order": "back_first"}, 4.0)],
   ids=["by default", "back first"],
 )
-def test_front_layers_arrive_first_unless_told_otherwise(
-  options, moved, reducer
-):
+def test_front_layers_are_sent_first_by_default(options, moved, reducer):
   # In a round of two steps the front leaf moves by 2, and that behind it by 4.
   optimizer = transforms.local_steps(
     optax.sgd(1.0),
@@ -340,7 +338,7 @@ def test_front_layers_arrive_first_unless_told_otherwise(
 
 
 @pytest.mark.smoke
-def test_what_arrives_is_from_the_state():
+def test_received_means_depend_on_the_state_only():
   optimizer = transforms.local_steps(
     optax.sgd(0.1),
     4,
@@ -378,7 +376,7 @@ def test_leaves_without_elements_are_streamed_at_once(steps):
   assert updates["w"].shape == (0, 3) and state.clock.round.item() == 2
 
 
-def test_a_round_is_sent_once():
+def test_each_entry_is_sent_once_per_round():
   # In a round of 4 every element goes once, but for the last part's overlap.
   stream = transforms.Stream(max_bytes=12)
   number, size = stream.cut(33, 4, itemsize=4)
