@@ -197,7 +197,7 @@ def communicates(function: Callable[..., Any], *args: Any) -> bool:
   """Returns whether a function has a collective, traced where it is called.
 
   Args:
-    function: of one worker, inside `Workers.jit` or a step of it.
+    function: a function of one worker, called inside `Workers.jit`.
     *args: its arguments.
 
   >>> from jdist import collectives

@@ -96,6 +96,8 @@ class Compression:
     # number to an array.
     seed = 0 if self.seed is None else self.seed
     seed = checks.check_structural("seed", seed, minimum=0, maximum=2**63 - 1)
+    # Both checks are made here, because neither a reducer nor a feedback knows
+    # with which other one it is used.
     if feedback is not None and feedback.keeps_rest and not reducer.averages:
       raise ValueError(
         "`feedback` keeps what is not in a worker's share of the mean, and "

@@ -45,6 +45,8 @@ class Rule:
   def matches(self, path: str, leaf: Any) -> bool:
     """Returns whether a leaf is selected."""
     size = math.prod(leaf.shape)
+    # The size and rank are checked first, so that a user's function sees fewer
+    # leaves.
     if size < self.min_size or len(leaf.shape) < self.min_ndim:
       return False
     if self.path is None:

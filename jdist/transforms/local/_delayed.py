@@ -135,6 +135,7 @@ class Delayed:
 
 
 def _is_one(carry: jax.typing.ArrayLike | None) -> bool:
-  """Returns whether all progress is kept; of a traced one that is unknown."""
+  """Returns whether all progress is known to be kept."""
+  # The value of a traced carry is unknown, and is treated as a part.
   known = carry is not None and not checks.is_traced(carry)
   return known and float(carry) == 1.0  # type: ignore[arg-type]
