@@ -345,8 +345,8 @@ class LateMean:
       reason = f"the mean arrives {delay.steps} steps into a longer round"
     else:
       return constant
-    # Sending all at the round's end, in a conditional, would hide nothing, and a
-    # user would not notice.
+    # Sending all at the round's end, in a conditional, would hide nothing, and
+    # a user would not notice.
     raise ValueError(
       "`stream_steps` must be given to `update`, in its `control`, by a "
       f"streamed method whose steps do not all send alike: here {reason}. Let "
