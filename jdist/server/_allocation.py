@@ -132,6 +132,8 @@ class SpeedBatches:
     """
     if not speeds:
       return ()
+    # A worker that was not measured yet counts as one of the mean speed, so
+    # that it disturbs the others' batches least.
     known = [speed for speed in speeds if speed is not None and speed > 0]
     mean = sum(known) / len(known) if known else 1.0
     num = len(speeds)
@@ -204,7 +206,8 @@ def largest_remainder(
   ]
   sizes = [math.floor(each) for each in wanted]
   left = total - sum(sizes)
-  # Rounding of floats may leave one too many or too few anywhere.
+  # The index breaks ties, so that all drivers allocate alike. Rounding of
+  # floats may leave one sample too many or too few anywhere.
   order = sorted(range(num), key=lambda i: (sizes[i] - wanted[i], i))
   while left > 0:
     for i in order:
@@ -243,7 +246,9 @@ def water_level(
   >>> water_level([2.0, 1.0], 10, 0, [8.0, 8.0], offsets=[1.0, 0.0])
   4.0
   """
-  # Below its first bend a share gives `minimum`, above its second `upper`.
+  # The sum is piecewise linear in the level, and rises. Below its first bend a
+  # share gives `minimum`, above its second `upper`. The bends are sorted once,
+  # and the level is found by bisection: O(n log n) for n workers.
   offsets = [0.0] * len(shares) if offsets is None else offsets
   bends = [
     (minimum / s + c, s, minimum + s * c)
@@ -256,7 +261,8 @@ def water_level(
   ]
   bends.sort()
   at = [bend for bend, _, _ in bends]
-  # Of the shares between their bends: their sum, and what the others give.
+  # Up to each bend, the slope of the shares that are between their bends, and
+  # the constant that all shares contribute.
   slopes = list(itertools.accumulate((s for _, s, _ in bends), initial=0.0))
   constants = list(
     itertools.accumulate(
@@ -266,6 +272,7 @@ def water_level(
   sums = [slopes[i + 1] * at[i] + constants[i + 1] for i in range(len(at))]
   i = max(bisect.bisect_right(sums, total), 1)
   slope = slopes[i]
+  # All shares may be at a bound, where rounding decides which bend was passed.
   if slope <= 1e-12 * max(shares):
     return at[i - 1]
   return (total - constants[i]) / slope

@@ -89,6 +89,7 @@ class _WithinMemory(ASP):
     self, workers: Sequence[Worker], speeds: Sequence[float | None]
   ) -> Sequence[int]:
     """Returns the batch sizes of workers of these speeds, None if unknown."""
+    # Only `SpeedBatches` has limits, and `dbs` makes this class for it alone.
     batches: Any = self.batches
     limits = [self.limits.get(worker) for worker in workers]
     return batches.sizes(speeds, limits=limits)

@@ -142,6 +142,8 @@ class Driver:
       False when the learner refuses the push.  It must not be delivered then:
       its worker has to leave, and to begin anew unless it is `expelled`.
     """
+    # A push whose task is not out, or is another worker's, is discarded by the
+    # protocol: a stranger's bytes must not reach the learner.
     task = self.state.tasks.get(push.task)
     if (
       self._learner is None
@@ -277,6 +279,7 @@ class Driver:
     return None if task is None else task.worker
 
   def _apply(self, update: _messages.Apply) -> None:
+    # Before the counts: an update that fails must not be counted.
     if self._learner is not None:
       self._learner.apply(update)
     for number, stale in zip(update.tasks, update.staleness, strict=True):
@@ -295,6 +298,8 @@ class Driver:
       self._forget(number)
 
   def _forget(self, number: int) -> None:
+    # A learner keeps something of each task that is out, and must be told
+    # exactly once when it is not used.
     task = self._tasks.pop(number, None)
     if task is not None:
       self.lost_samples += task.samples

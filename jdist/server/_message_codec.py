@@ -69,6 +69,7 @@ class MessageCodec:
       )
     for each in own:
       reducers.check_contractive("codec", each, self.feedback)
+    # The receiver of a push does not know the sender's count of messages.
     if any(each.key == "shared" for each in own):
       raise ValueError(
         "`codec` must not choose entries by a seed that all share, got "
@@ -113,6 +114,8 @@ class MessageCodec:
     wanted, feedback = jax.tree.map(states.wide, tree), state.feedback
     if self.feedback is not None:
       wanted, feedback = self.feedback.prepare(wanted, feedback)
+    # The count of messages makes new random numbers for each message, and a
+    # sender's first count makes them its own.
     key = jax.random.fold_in(jax.random.key(self.seed), state.step)
     payloads, leaves = [], jax.tree.leaves(wanted)
     for number, (leaf, codec) in enumerate(

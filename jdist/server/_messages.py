@@ -7,6 +7,8 @@ with the driver, which knows them by the number of their task.
 from collections.abc import Hashable
 from typing import NamedTuple, TypeAlias
 
+# NamedTuples and not dataclasses: the virtual clock makes millions of them, and
+# a recording writes them as plain lists.
 Worker: TypeAlias = Hashable
 
 

@@ -93,6 +93,7 @@ class ServerState:
 
 def by_rank(state: ServerState) -> Callable[[Hashable], int]:
   """Returns the key that sorts members by the order of joining."""
+  # Dictionaries keep the order of joining, but sets of ready members do not.
   return lambda worker: state.members[worker].rank
 
 

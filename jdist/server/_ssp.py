@@ -80,6 +80,7 @@ class SSP(_protocol.Protocol[SSPState]):
     self, state: SSPState, worker: Worker, actions: list[Action]
   ) -> None:
     """Stops waiting for the member."""
+    # Its clock may have been the least one, for which others wait.
     clock = state.clocks.pop(worker)
     state.waiting.get(clock, {}).pop(worker, None)
     self._take_from(state, clock, actions)

@@ -104,6 +104,8 @@ class Weighting:
     Raises:
       ValueError: when the worker has no part.
     """
+    # The weight acts as a factor of the learning rate: a gradient is a mean
+    # over its samples, so more samples allow a larger step.
     weight = 1.0
     if self.samples != "none":
       weight = samples / mean_samples
@@ -114,6 +116,8 @@ class Weighting:
         raise ValueError(
           f"`parts` must name every worker, got none for {worker!r}."
         )
+      # A worker with more data would otherwise weigh less for each sample, as
+      # all push equally often.
       mean = sum(self.parts.values()) / len(self.parts)
       weight *= self.parts[worker] / mean
     return weight

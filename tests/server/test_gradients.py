@@ -14,7 +14,6 @@ from jdist import (
   data,
   methods,
   models,
-  reducers,
   server,
   training,
 )
@@ -119,34 +118,6 @@ def linear(params, model_state, batch, key):
   return training.masked_mean(losses, batch["mask"]), (model_state, {})
 
 
-def test_a_stale_gradient_is_that_of_what_was_sent():
-  """Two workers, one step each: the second's is of the first parameters."""
-  protocol = server.ASP(batches=server.FixedBatches(4))
-  options = {"loss_fn": linear, "params": jnp.array(0.0)}
-  learner, _ = learn(
-    protocol, [2.5, 1.0], 3, optimizer=optax.sgd(0.01), **options
-  )
-  samples = data.SampleStream(DIGITS, 2, seed=0)
-
-  def slope(w, start):
-    x = samples.batch(0, start, 4)["label"]
-    return np.mean(2 * x * (w * x - 1.0))
-
-  # worker0 is done at 0.024 and 0.048, worker1 at 0.06.
-  first = 0.0 - 0.01 * slope(0.0, 0)
-  second = first - 0.01 * slope(first, 8)
-  third = second - 0.01 * slope(0.0, 4)
-  np.testing.assert_allclose(learner.model.params, third, rtol=1e-5)
-  for compensation in (0.0, 2.0):
-    learner, _ = learn(
-      protocol, [2.5, 1.0], 3, optimizer=optax.sgd(0.01),
-      compensation=compensation, **options,
-    )  # fmt: skip
-    g = slope(0.0, 4)
-    wanted = second - 0.01 * (g + compensation * g * g * second)
-    np.testing.assert_allclose(learner.model.params, wanted, rtol=1e-5)
-
-
 def test_batch_statistics_travel_with_the_push():
   def loss_fn(params, model_state, batch, key):
     loss, _ = linear(params, model_state, batch, key)
@@ -173,30 +144,6 @@ def test_asynchronous_sgd_learns_and_discards_cost_nothing():
   assert last < 0.4 * first
   assert run.state.discarded["late"] > 0
   assert len(learner.server.tasks) <= 4
-
-
-def test_a_compressed_push_is_what_its_message_decodes_to():
-  few = server.MessageCodec(codecs.Quantize(8), reducers.ErrorFeedback())
-  protocol = server.ASP(batches=server.FixedBatches(8))
-  learner, _ = learn(protocol, [1.0], 1, push_codec=few)
-  batch = data.SampleStream(DIGITS, 1, seed=0).batch(0, 0, 8)
-  key = jax.random.fold_in(jax.random.key(0), 0)
-  found = training.make_gradient(LOSS)(MODEL.params, {}, batch, key)
-  buffer, state = few.encode(found.grads, few.init(MODEL.params))
-  sent = few.decode(buffer, found.grads)
-  updates, _ = SGD.update(sent, SGD.init(MODEL.params))
-  chex.assert_trees_all_close(
-    learner.model.params,
-    optax.apply_updates(MODEL.params, updates),
-    rtol=1e-6,
-    atol=1e-7,
-  )
-  # What was left out stays with the worker.
-  chex.assert_trees_all_close(
-    learner.workers["worker0"]._push_state.feedback,
-    state.feedback,
-    atol=1e-7,
-  )
 
 
 def test_a_worker_computes_with_what_it_received():

@@ -2,13 +2,12 @@
 
 import functools
 
-import chex
 import jax
 import numpy as np
 import optax
 import pytest
 
-from jdist import cluster, codecs, data, models, reducers, server, training
+from jdist import codecs, data, models, reducers, server, training
 from tests.server import _live_runs
 
 pytest.importorskip("simpy")
@@ -94,24 +93,6 @@ def test_a_recorded_run_ends_with_the_same_bits_again(name, tmp_path):
   )
   with pytest.raises(ValueError, match="the reply of task"):
     server.replay(tmp_path / "run", protocol, other)
-
-
-def test_equal_workers_under_a_barrier_train_as_on_the_clock(tmp_path):
-  protocol = CASES["bsp"][0]
-  plans = server.message_plans()
-  run(protocol, plans, tmp_path / "run")
-  live = gradient_server(plans)
-  server.replay(tmp_path / "run", protocol, live)
-  machines = cluster.workers([1.0, 1.0])
-  virtual = server.GradientLearner(
-    LOSS, SGD, MODEL.params, data.SampleStream(DIGITS, 2, seed=0),
-    workers=machines.names,
-  )  # fmt: skip
-  costs = cluster.Profile(seconds_per_sample=1.0)
-  server.Simulation(machines, protocol, costs, learner=virtual).run(updates=10)
-  chex.assert_trees_all_close(
-    live.model.params, virtual.model.params, rtol=1e-5, atol=1e-6
-  )
 
 
 def test_pushes_that_cannot_be_used_are_refused():

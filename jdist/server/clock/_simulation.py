@@ -136,6 +136,8 @@ class Simulation(_driver.Driver):
     self._network = cluster.Network(self._environment, machines.topology, trace)
     self._detection_s = detection_s
     self._of_name = {node.name: node for node in machines.nodes}
+    # A stream for each machine: another protocol, which asks them in another
+    # order, sees the same machines.
     self._random = {
       node.name: random.Random(f"{seed} {node.name}")
       for node in machines.nodes
@@ -264,6 +266,7 @@ class Simulation(_driver.Driver):
     return math.ceil(samples / self.protocol.passes(name, samples))
 
   def _ready(self, name: str, life: int) -> None:
+    # The machine may have failed since this event was scheduled.
     if life == self._lives[name]:
       self.deliver(_messages.Pull(name))
 
@@ -326,6 +329,7 @@ class Simulation(_driver.Driver):
     work = self.profile.compute_s(reply.samples, reply.passes)
     encoded = (reply.push_plan > 0) + ((reply.pull_plan or 0) > 0)
     work += encoded * self.profile.seconds_per_encoding
+    # Drawn when the task begins, so that a discarded task draws, too.
     if node.jitter:
       work *= node.draw(self._random[name])
     seconds = node.end_s(now, work) - now
@@ -346,6 +350,8 @@ class Simulation(_driver.Driver):
   ) -> None:
     if life != self._lives[name]:
       return
+    # When the task ends, not when its push is received: the machine may fail
+    # in between, which must not touch what it has computed.
     if self.learner is not None:
       self._compute_push(self.learner.workers[name], reply)
     num_bytes = self.profile.push_bytes * self.protocol.push_share(reply)

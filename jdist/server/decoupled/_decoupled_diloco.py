@@ -202,6 +202,7 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
   ) -> None:
     """Gives a member as many tasks as it may have, unless it has to wait."""
     if worker in state.waiting:
+      # Its next task follows the merge, in the order of joining.
       state.waiting[worker] = True
       return
     while len(state.members[worker].tasks) < self.depth:
@@ -253,6 +254,8 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     self, state: DecoupledState, fragment: int, actions: list[Action]
   ) -> None:
     """Merges a fragment that all have pushed, or opens its grace window."""
+    # A member may have pushed a fragment twice before it is merged: it counts
+    # once for the quorum, and both pushes are merged.
     here = {x.worker for x in state.collected if x.fragment == fragment}
     if not here:
       return
@@ -263,6 +266,7 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     # The push of a member that has left is merged, but counts for no quorum.
     if pushed < math.ceil(self.quorum * len(state.members)):
       return
+    # In units of measured time: the same setting serves fast and slow clusters.
     window_s = self.grace * (state.stretch_s or 0.0)
     if not window_s:
       self._merge(state, fragment, actions)

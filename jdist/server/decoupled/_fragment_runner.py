@@ -142,6 +142,7 @@ class FragmentRunner:
     params = jax.tree.unflatten(self._structure, leaves)
     opt_state = self._optimizer.init(params)
     if steps:
+      # Moments begin anew, as the parameters do; a schedule must not.
       opt_state = _with_count(opt_state, steps)
     return LearnerState(params, opt_state, model_state, list(anchor))
 
@@ -163,6 +164,7 @@ class FragmentRunner:
     assert self._state is not None, "a learner begins with all fragments"
     if not pulled:
       return
+    # Drops the pushes that are part of these fragments.
     for p in pulled:
       self._unmerged[p] = {
         task: push
@@ -344,6 +346,8 @@ def _programs(
   ) -> tuple[Leaves, Leaves]:
     params, bases = [], []
     for i, (x, b, a) in enumerate(zip(leaves, base, anchor, strict=True)):
+      # The progress b - x is formed before it is taken off: a small number loses
+      # nothing to the rounding of the large ones.
       start = a - sum(each[i] for each in unmerged) if unmerged else a
       now = (start - (b - states.wide(x))).astype(x.dtype)
       params.append(now)

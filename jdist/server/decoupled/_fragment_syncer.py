@@ -167,6 +167,8 @@ class FragmentSyncer:
     if reply.pulled is None:
       sent: PyTree = (self.anchor, self.model_state)
     else:
+      # Every bit: an error of the anchor would stay with the learner, as its
+      # progress is counted from there.
       sent = [self.part(p) for p in reply.pulled]
     return more, _gradient_messages.tree_bytes(sent)
 
@@ -177,6 +179,7 @@ class FragmentSyncer:
     pushed, finite = self._decode(fragment, message)
     self._losses[task] = _gradient_messages.finite_loss(more, finite)
     self._pushes[task] = pushed
+    # Once a push is decoded: steps that a failure has undone do not count.
     self._steps[worker] += steps
 
   def apply(self, update: _messages.Apply) -> None:
@@ -211,6 +214,7 @@ class FragmentSyncer:
     )
     for i, x in zip(self._indices[fragment], part, strict=True):
       self.anchor[i] = x
+    # Statistics have no fragments: each merge replaces all of them.
     self.model_state = total.change
 
   def discard(self, task: int) -> None:

@@ -56,6 +56,7 @@ class GradientLearner(_learner.Pair):
     plans: _bit_plans.BitPlans | None = None,
     local_step: _local_step.LocalStep | None = None,
   ):
+    # The same object on both sides, so that both run the same programs.
     codecs = _gradient_messages.message_plans(push_codec, plans, pull_codec)
     server = _gradient_server.GradientServer(
       optimizer,

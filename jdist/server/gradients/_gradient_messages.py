@@ -162,6 +162,8 @@ def gradient_program(
   """
   compute = training.make_gradient(loss_fn, accumulate=passes)
 
+  # One program from the local step to the change of the statistics: for small
+  # models the start of a program takes longer than its arithmetic.
   @jax.jit
   def gradient(
     params: PyTree,
@@ -214,6 +216,7 @@ def decode_push(codec: Codec) -> Callable[..., Any]:
     if codec is not None:
       payload = codec.decode_payloads(payload, params)
     pushed = Pushed(payload, change)
+    # In the program that decodes: the arrays are read once.
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(pushed)]
     return pushed, jnp.stack(finite).all()
 
@@ -287,6 +290,7 @@ def tree_of_push(payload: np.ndarray, kinds: PyTree) -> PyTree:
   Raises:
     RefusedError: when it has another size than such a message.
   """
+  # A worker with another model, or a stranger, must not stop the server.
   size = num_bytes(kinds)
   if len(payload) != size:
     raise _learner.RefusedError(
@@ -337,6 +341,7 @@ def tree_of_bytes(buffer: np.ndarray, like: PyTree) -> PyTree:
     )
   found, start = [], 0
   for leaf, size in zip(leaves, sizes, strict=True):
+    # A copy is aligned, which a slice of a buffer of bytes need not be.
     part = np.array(buffer[start : start + size]).view(leaf.dtype)
     found.append(part.reshape(leaf.shape))
     start += size

@@ -99,6 +99,7 @@ class GradientServer:
       for i in range(self.num_workers)
     ]
     # Exact parameters are encoded once for all workers that wait at a barrier.
+    # The model is kept with them, since users may replace `model`.
     self._exact: tuple[PyTree, np.ndarray] | None = None
     # Parameters as each worker has them, by its number.
     self._held: dict[int, PyTree] = {}
@@ -118,6 +119,8 @@ class GradientServer:
   def prepare(self) -> None:
     """Compiles what messages and updates need, before the first of them."""
     model, state = self.model, self._pull_states[0]
+    # Compiled from empty messages: a first push that had to wait for the
+    # compiler would look like a slow worker to a protocol that measures.
     pushed = None
     for codec, kinds in zip(self.plans.push, self._layouts, strict=True):
       empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), kinds)
@@ -194,6 +197,8 @@ class GradientServer:
     pushes, parts, loss = [], [], 0.0
     for number, (worker, samples, _) in zip(update.tasks, tasks, strict=True):
       pushed = self._pushes.pop(number)
+      # Of the decoded gradient and the parameters before this update, as in
+      # DC-ASGD, where the server alone knows both.
       if self._compensation:
         grads = _compensated(
           pushed.grads, self._compensation, self.model.params,
@@ -204,6 +209,8 @@ class GradientServer:
       parts.append(samples / whole)
       loss += parts[-1] * self._losses.pop(number)
       self._settle(worker, number)
+    # In the protocol's order, whatever the order of the pushes: sums of floats
+    # depend on it, and equal runs must end with equal bits.
     total = _merge.merge(pushes, update.weights, parts)
     self.model = self._update(self.model, total, np.float32(loss))
     self.losses.append((self.samples, loss))
@@ -223,6 +230,8 @@ class GradientServer:
 
   def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
     """Returns model, pushes that no update has used, and positions."""
+    # A live server's workers begin anew, so that tasks without a push are lost
+    # with what was sent for them.
     read = sorted(self._read if whole else self._read.keys() & self._pushes)
     held = sorted(self._held) if whole else []
     notes = {

@@ -81,6 +81,8 @@ class GradientWorker:
     ]
     self._key = jax.random.key(seed)
     self._local_step = local_step
+    # Random numbers of its own: if all workers rounded alike, the error of a
+    # mean of N gradients would not fall with N.
     self._push_state = _gradient_messages.first_states(
       plans, params, seed, number, num_workers
     )[0]
@@ -161,6 +163,8 @@ class GradientWorker:
 
   def restart(self) -> None:
     """Forgets its last gradient; the residual of its feedback stays."""
+    # The next local step must not take the server's progress during the
+    # absence for momentum.
     self._last_task, self._last_version = -1, None
 
   def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:

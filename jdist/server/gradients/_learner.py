@@ -145,6 +145,7 @@ class Pair:
     server: ServerLearner,
     workers: Mapping[Any, WorkerLearner],
   ):
+    # Any: attributes such as a model are a learner's own, not the interface's.
     self.server: Any = server
     self.workers = {str(name): one for name, one in workers.items()}
 

@@ -93,6 +93,7 @@ class BalancedBatches:
       upper = [
         most if limit is None else max(limit, self.minimum) for limit in limits
       ]
+    # Memory bounds a task only where its gradients cannot be accumulated.
     total = min(most, sum(upper))
     known = [speed for speed in speeds if self.measured and speed]
     mean = sum(known) / len(known) if known else 1.0

@@ -111,8 +111,12 @@ class BitPlans:
     if not pairs:
       return (0,) * len(known)
     if pipelined:
+      # All messages of a round must be through while the slowest computes.
       until = slack * max(work for work, _ in pairs)
     else:
+      # In turn the slowest worker with the fewest bits sets the round's length;
+      # the others may use the time that they would wait. The factor keeps a
+      # rounding error from taking bits off the slowest itself.
       until = (1 + 1e-9) * max(w + shares[-1] * each for w, each in pairs)
 
     def fits(pair: tuple[float, float], share: float) -> bool:

@@ -178,6 +178,7 @@ class HPS(_protocol.Protocol[HPSState]):
         for worker, member in members.items()
       ]
     limits = self.limits or {}
+    # Sizes before plans: a member's bits depend on how long it will compute.
     sizes = self.batches.sizes(
       [member.speed for member in members.values()],
       overheads_s=overheads,
@@ -225,6 +226,7 @@ class HPS(_protocol.Protocol[HPSState]):
 
   def _close(self, state: HPSState, actions: list[Action]) -> None:
     """Makes the updates that are complete, and opens the next rounds."""
+    # Several rounds may be complete at once, after a member has left.
     while state.round < state.opened and not state.owing[state.round]:
       del state.owing[state.round]
       pushes = [x for x in state.collected if x.round == state.round]
@@ -253,6 +255,7 @@ class HPS(_protocol.Protocol[HPSState]):
     self, state: HPSState, worker: Worker, actions: list[Action]
   ) -> None:
     """Gives a member its tasks of open rounds, if there are any."""
+    # A member that returns has no task of rounds that were opened without it.
     first = max(state.next_round.get(worker, 0), state.round)
     for number in range(first, state.opened):
       if worker not in state.owing[number]:

@@ -96,6 +96,7 @@ class LocalStep:
       last: the version that was sent for the worker's task before; None after a
         restart, which forgets it.
     """
+    # The rate of the update that is foreseen: the one after this version.
     rate = self.rate(version) if callable(self.rate) else self.rate
     flags = leads, last is not None, version != last
     return np.array([float(rate) * leads, *flags], np.float32)

@@ -94,6 +94,8 @@ def fit_bit_plans(
       if _relative_error(_codec(fewer, block), leaf, key) > error_limit:
         break
       bits = fewer
+    # Biases and norms are few bytes; the first and the last layer are known to
+    # be sensitive to rounding.
     kept = leaf.ndim < 2 or _outermost(path) in ends
     least.append(max(bits, 16) if kept else bits)
   plans = dict.fromkeys(
@@ -112,6 +114,7 @@ def _relative_error(
   codec: codecs.Codec, leaf: jax.Array, key: jax.Array
 ) -> jax.Array:
   """Returns the relative error of a tensor's message."""
+  # In one program: eagerly, each operation of a codec would be compiled alone.
   x = leaf.astype(jnp.float32)
   payload, state = codec.encode(x, codec.init(x), key)
   wrong = jnp.linalg.norm((codec.decode(payload, state, x) - x).ravel())

@@ -59,6 +59,7 @@ class Delivery(_driver.Driver):
     payload: np.ndarray | None,
   ) -> None:
     """Keeps what a worker is to be sent."""
+    # Not sent here: a replay has no workers, and a server first records it.
     self._sent.append(SentTask(reply, more, payload))
 
   def wait(self, timer: _messages.Timer) -> None:

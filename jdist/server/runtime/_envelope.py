@@ -51,6 +51,7 @@ def unpack(message: Any) -> tuple[dict[str, Any], np.ndarray]:
     raise MalformedError(
       f"A message must be a uint8 array of one dimension, got {message!r:.80}."
     )
+  # The length is checked before anything of that size is read or made.
   length = int.from_bytes(message[:_LENGTH_BYTES].tobytes(), "little")
   end = _LENGTH_BYTES + length
   if length > _MAX_HEADER_BYTES or end > len(message):
@@ -60,6 +61,7 @@ def unpack(message: Any) -> tuple[dict[str, Any], np.ndarray]:
   try:
     header = json.loads(message[_LENGTH_BYTES:end].tobytes())
   except ValueError:
+    # Without its cause: the bytes of a stranger do not belong into a log.
     raise MalformedError("A message's header is no JSON.") from None
   if not isinstance(header, dict):
     raise MalformedError(f"A message's header is no object: {header!r:.80}.")

@@ -66,7 +66,11 @@ class LiveServer:
   ):
     self.plan = plan
     self._core = _server_core.ServerCore(protocol, learner, plan)
+    # Lives begin at the time of day, so that those of a server that is started
+    # anew are later than all that it gave before.
     self._lives, self._lock = time.time_ns() // 1000, threading.Lock()
+    # Enough for all tasks, pulls and control messages at once: an engine's
+    # thread that waits here would hold up its other workers.
     bound = 2 * (protocol.depth + 2) * len(plan.workers) + 16
     self._inbox: queue.Queue[_server_core.Item] = queue.Queue(bound)
     self._busy_s = 0.0
@@ -103,6 +107,7 @@ class LiveServer:
       header = header | {"life": life}
       self._put(kind, worker, header, payload)
       return {"life": life, "now_s": self._core.wall_s}
+    # A process that was replaced may push once more, after its successor.
     if header.get("life") != self._core.boxes[worker].life:
       return {"refused": "stale"}
     if kind not in _FROM_WORKERS:
@@ -124,6 +129,7 @@ class LiveServer:
     """Marks a worker's process as lost."""
     box = self._core.boxes[worker]
     with self._lock:
+      # At once, so that nothing of the lost process is taken from here on.
       box.life, box.here = 0, False
     self._put("lost", worker)
 

@@ -171,6 +171,7 @@ class ServerCore:
 
   def _on_start(self, item: Item) -> None:
     del item
+    # The engine may ask again after it has lost sight of the server.
     if self.began:
       return
     here = [name for name, box in self.boxes.items() if box.here]
@@ -214,6 +215,7 @@ class ServerCore:
     box.here = True
     if self.delivery is not None:
       self.delivery.pardon(item.worker)
+    # Tasks that are still on their way to the process before are dropped.
     box.generation += 1
     state = self.checkpoints.states.pop(item.worker, None)
     if state is not None and item.header.get("fresh"):
@@ -259,6 +261,7 @@ class ServerCore:
 
   def _take(self, item: Item) -> None:
     box, header = self.boxes[item.worker], item.header
+    # Links may have carried the push while its worker was lost.
     if self.finished or header["life"] != box.life:
       return
     assert self.delivery is not None
@@ -297,16 +300,19 @@ class ServerCore:
       return
     now = self.now_s
     before = set(delivery.state.members)
+    # Recorded before it is handed over, as a replay has to see it.
     if self._recorder is not None:
       self._recorder.message(now, message, more, payload)
     delivery.deliver(message, now)
     sent, timers = delivery.take_sent()
+    # A worker that has joined has no old tasks in its mailbox.
     if not isinstance(message, _messages.Join):
       for worker in before - set(delivery.state.members):
         self.boxes[str(worker)].take_tasks()
     for each in sent:
       if self._recorder is not None:
         self._recorder.sent(each.reply.task, each.payload)
+      # Of now: a later message may take the task back before it is sent.
       generation = self.boxes[str(each.reply.worker)].generation
       self._outbox.append((each, generation))
     for timer in timers:
@@ -420,6 +426,8 @@ class ServerCore:
         pulled_bytes=self.pulled_bytes,
       ),
     )
+    # Workers save between two tasks. Their states are a few tasks later than
+    # the server's, which a resumed run tolerates: it begins with exact pulls.
     members = map(str, self.delivery.state.members)
     owing = {name for name in members if self.boxes[name].here}
     parts = {"learner": learner}

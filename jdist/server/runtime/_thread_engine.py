@@ -32,6 +32,7 @@ class ThreadEngine:
     def run() -> None:
       try:
         work(_ThreadChannel(self))
+      # Also a SystemExit, by which a test or a user's code may end a worker.
       except BaseException as error:
         self._lost.append((name, f"{type(error).__name__}: {error}"))
 

@@ -84,6 +84,7 @@ class WorkerLoop:
     self._versions = versions() if found is None else found
     self._random = None
     if pace is not None:
+      # The virtual clock seeds its machines with the same text.
       self._random = random.Random(f"{pace.seed} {name}")
     self._fresh = True
 
@@ -98,6 +99,8 @@ class WorkerLoop:
       if receipt is None:
         return
       session = _Session(self._channel, self._name, receipt, self._depth)
+      # A server that was started anew gives a saved state to new processes
+      # only: this one has a newer state than its checkpoint.
       self._fresh = False
       self._learner.restart()
       try:
@@ -137,6 +140,7 @@ class WorkerLoop:
         session.send("state", {"notes": notes}, state)
       elif kind == "rejoin":
         self._learner.restart()
+      # A task of an earlier generation was taken back while it was on its way.
       elif header["generation"] == session.generation:
         self._do(session, header, payload, arrived_s)
 
@@ -169,6 +173,7 @@ class WorkerLoop:
       return 0.0
     node, profile = self._pace.node, self._pace.profile
     work_s = profile.compute_s(header["samples"], header["passes"])
+    # As `Simulation` models a task, so that paced runs and the clock compare.
     encoded = (header["push_plan"] > 0) + ((header["pull_plan"] or 0) > 0)
     work_s += encoded * profile.seconds_per_encoding
     work_s *= node.draw(self._random)
@@ -194,6 +199,7 @@ class _Session:
     self._life = receipt["life"]
     self.generation: int | None = None
     # Received tasks and control messages.
+    # Bounded: the protocol gives no more tasks than `depth` at once.
     self.inbox: queue.Queue[Any] = queue.Queue(depth + 8)
     self._outbox: queue.Queue[_engine.Message | None] = queue.Queue(depth)
     self._closed = threading.Event()
@@ -209,6 +215,7 @@ class _Session:
     head = {"kind": kind, "worker": self._name, "life": self._life}
     payload = np.zeros(0, np.uint8) if payload is None else payload
     message = (head | header, payload)
+    # With a timeout: the sender may have lost the server and ended.
     while not self._closed.is_set():
       with contextlib.suppress(queue.Full):
         self._outbox.put(message, timeout=0.5)
@@ -255,5 +262,7 @@ class _Session:
         return
       receipt = self._channel.push(*message)
       if "refused" in receipt:
+        # The server knows another process of this name by now. A new hello
+        # finds out whether it still wants this one.
         self._tell_lost()
         return

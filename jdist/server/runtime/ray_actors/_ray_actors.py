@@ -29,6 +29,7 @@ class ServerActor:
       await loop.run_in_executor(None, before.stop)
     self._server = await loop.run_in_executor(None, make)
 
+  # Asynchronous methods, so that the pulls of all workers can wait at once.
   async def push(self, message: np.ndarray) -> dict[str, Any]:
     if self._server is None:
       raise _engine.LostServerError("The server has not begun.")
@@ -95,6 +96,7 @@ class _RayChannel:
         server = self._server = ray.get_actor(SERVER)
       return ray.get(getattr(server, method).remote(*args), timeout=timeout_s)
     except ray.exceptions.RayTaskError as error:
+      # Looked up anew: the server may be another actor by then.
       self._server = None
       if isinstance(error.cause, _engine.LostServerError):
         raise error.cause from None

@@ -113,7 +113,8 @@ class RayEngine:
       **(ONE_THREAD if environment is None else environment),
     }
     self._ray: Any = ray
-    # Of workers that work their call, too; others wait for the next one.
+    # Each worker's actor, and the call that it is working on. Actors without a
+    # call wait in `_idle` for the next run.
     self._workers: dict[str, tuple[Any, Any]] = {}
     self._idle: dict[str, Any] = {}
     self._spares: list[Any] = []
@@ -146,11 +147,12 @@ class RayEngine:
 
   def _start_here(self) -> None:
     """Starts a cluster on the loopback interface, with a token of its own."""
-    # Inherited by all that is started now.
+    # Ray's processes inherit the environment of this one.
     os.environ.update(self._environment)
     with _ray_access.quiet_start():
       self._ray.init(
         num_cpus=os.cpu_count() or 1,
+        # A dashboard would listen on a port, and start further processes.
         include_dashboard=False,
         log_to_driver=False,
         configure_logging=False,
@@ -191,7 +193,7 @@ class RayEngine:
       try:
         self._server = actor.remote()
         break
-      except ValueError:  # The name of one that is lost is still taken.
+      except ValueError:  # The name of a lost actor is still taken.
         if time.monotonic() > until:
           raise
         time.sleep(0.1)
@@ -199,6 +201,7 @@ class RayEngine:
 
   def spawn(self, name: str, work: Callable[[_engine.Channel], None]) -> None:
     """Starts a worker: in its process of before, if that was sent home."""
+    # A process that has compiled its programs is worth keeping.
     actor = self._idle.pop(name, None)
     if actor is None and name in self._workers:
       actor, call = self._workers[name]
@@ -219,6 +222,7 @@ class RayEngine:
     if self._gpus:
       options["num_gpus"] = self._gpus
       if not self._own:
+        # By default JAX takes most of a GPU's memory for one process.
         shares = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         variables = _ON_GPU | (shares if self._gpus < 1 else {})
         options["runtime_env"] = {"env_vars": variables}
@@ -242,6 +246,7 @@ class RayEngine:
     try:
       return self._ray.get(reference, timeout=timeout_s)
     except exceptions.RayTaskError as error:
+      # The server's own error, as if it had been called here.
       raise error.cause from None
     except (exceptions.RayActorError, exceptions.GetTimeoutError) as error:
       raise _engine.LostServerError(_ray_actors.one_line(error)) from None
@@ -251,8 +256,9 @@ class RayEngine:
     self._call = call
 
   def poll(self) -> None:
-    """Looks whose call has failed; one that has returned was sent home."""
+    """Reports workers whose call has failed; a stopped one has returned."""
     ray = self._ray
+    # Spares start once all workers run, which they would only slow down.
     if len(self._workers) == self._num > 0:
       while len(self._spares) < self._num_spares:
         self._spares.append(self._worker_actor())
@@ -294,7 +300,7 @@ class RayEngine:
     _ray_access.set_handler(
       signal.SIG_DFL if self._sigterm is None else self._sigterm
     )
-    for _ in range(20):  # Its processes write logs until they end.
+    for _ in range(20):  # Ray's processes write logs until they end.
       shutil.rmtree(self._folder, ignore_errors=True)
       if not pathlib.Path(self._folder).exists():
         break

@@ -61,6 +61,7 @@ class Mailbox:
 
   def take_tasks(self) -> None:
     """Drops a worker's tasks, and asks it to join again if it is alive."""
+    # Messages that are still on modelled links are dropped by their generation.
     self.generation += 1
     self.messages.clear()
     if self.here:
