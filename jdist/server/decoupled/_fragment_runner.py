@@ -346,8 +346,8 @@ def _programs(
   ) -> tuple[Leaves, Leaves]:
     params, bases = [], []
     for i, (x, b, a) in enumerate(zip(leaves, base, anchor, strict=True)):
-      # The progress b - x is formed before it is taken off: a small number loses
-      # nothing to the rounding of the large ones.
+      # The progress b - x is formed before it is taken off: a small number
+      # loses nothing to the rounding of the large ones.
       start = a - sum(each[i] for each in unmerged) if unmerged else a
       now = (start - (b - states.wide(x))).astype(x.dtype)
       params.append(now)
