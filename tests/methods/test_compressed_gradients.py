@@ -215,7 +215,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_is_that_of_numpy(name):
+def test_method_matches_numpy(name):
   make, steps_of = METHODS[name]
   targets = random_targets(12, WORKERS, *SHAPE)
   params, states = train(make("worker"), targets)
@@ -229,7 +229,7 @@ def test_a_method_is_that_of_numpy(name):
 LEVELS = [[6, 3, -2, 0], [7, 0, 0, 0], [-4, 4, 4, 1], [3, 6, 2, 0]]
 
 
-def test_qsgd_sends_what_is_on_a_level_as_it_is():
+def test_qsgd_keeps_values_on_a_level():
   scales = np.array([7.0, 14.0, 3.5, 28.0], np.float32)
   g = np.array(LEVELS, np.float32) * scales[:, None] / 7
   optimizer = methods.qsgd(optax.sgd(1.0), axis="worker")
@@ -252,7 +252,7 @@ def noisy_means(optimizer, g, times=600):
   return np.asarray(run())
 
 
-def test_qsgd_rounds_to_a_neighbour_and_is_right_in_the_mean():
+def test_qsgd_rounds_to_neighbours_without_bias():
   g = random_targets(1, 1, 20)[0, 0]
   norm = np.linalg.norm(g.reshape(2, 10), axis=1).repeat(10)
   optimizer = methods.qsgd(optax.sgd(1.0), block=10, axis=None)
@@ -265,7 +265,7 @@ def test_qsgd_rounds_to_a_neighbour_and_is_right_in_the_mean():
   assert np.abs(levels.mean(0) - wanted).max() < 5 * 0.5 / 600**0.5
 
 
-def test_terngrad_clips_and_is_right_in_the_mean():
+def test_terngrad_clips_and_is_unbiased():
   g = random_targets(1, 1, 40)[0, 0]
   g[7] = 30.0
   limit = 2.5 * np.sqrt((g**2).mean())
@@ -296,7 +296,7 @@ def test_leaves_of_one_dimension_keep_an_ordinary_momentum_in_dgc():
   np.testing.assert_allclose(found, wanted, 1e-5, 1e-6)
 
 
-def test_with_all_entries_dgc_is_momentum():
+def test_dgc_with_all_entries_is_momentum():
   targets = random_targets(10, WORKERS, *SHAPE)
   found, _ = train(methods.dgc(SGD, 1.0, axis="worker"), targets)
   momentum = optax.sgd(RATE, momentum=0.9)
@@ -304,14 +304,14 @@ def test_with_all_entries_dgc_is_momentum():
   np.testing.assert_allclose(found, wanted, 1e-5, 1e-6)
 
 
-def test_with_all_entries_top_k_is_plain_averaging():
+def test_top_k_with_all_entries_is_plain_averaging():
   targets = random_targets(10, WORKERS, *SHAPE)
   found, _ = train(methods.topk_sgd(SGD, 1.0, axis="worker"), targets)
   wanted, _ = train(methods.ssgd(SGD, axis="worker"), targets)
   np.testing.assert_allclose(found, wanted, 1e-6, 1e-6)
 
 
-def test_adam_that_is_never_frozen_is_adam_without_corrected_bias():
+def test_frozen_adam_in_warm_up_is_adam_without_bias_correction():
   targets = random_targets(10, WORKERS, *SHAPE)
   optimizer = methods.one_bit_adam(RATE, 10, axis="worker", eps=1e-3)
   found, _ = train(optimizer, targets)
@@ -330,7 +330,7 @@ def test_adam_that_is_never_frozen_is_adam_without_corrected_bias():
   np.testing.assert_allclose(found[:, 0], descended(targets, plain), 1e-4, 1e-5)
 
 
-def test_a_parameter_that_had_no_gradient_stays_when_adam_is_frozen():
+def test_frozen_adam_keeps_parameters_without_gradients():
   targets = random_targets(8, WORKERS, *SHAPE)
   targets[:4, :, 0, 0] = 0.0  # Where the parameters begin.
   optimizer = methods.one_bit_adam(RATE, 4, axis="worker")
@@ -372,7 +372,7 @@ def test_demo_is_the_sign_of_the_fastest_components():
   np.testing.assert_allclose(params[:, 0], wanted, 1e-4, 1e-5)
 
 
-def test_powersgd_keeps_what_is_of_higher_rank_for_later():
+def test_powersgd_keeps_higher_ranks_as_residual():
   """The mean is of the rank; with the residuals nothing is missing."""
   targets = random_targets(8, WORKERS, 16, 12)
   optimizer = methods.powersgd(SGD, 2, axis="worker")

@@ -65,7 +65,7 @@ def build(name, stream=None, late=True, **options):
     [*METHODS, *LATE], ["local_sgd", "scaffold", "msdpu", "overlap_local_sgd"]
   ),
 )
-def test_parts_are_the_whole_to_the_bit(name):
+def test_streamed_method_equals_whole_to_the_bit(name):
   wanted, whole = train(build(name), TARGETS)
   found, parts = train(build(name, PARTS), TARGETS)
   np.testing.assert_array_equal(found, wanted)

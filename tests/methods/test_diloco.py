@@ -27,7 +27,7 @@ def two_bits(x):
   return low * (1 - q / 3) + high * q / 3
 
 
-def test_sparse_loco_is_that_of_numpy():
+def test_sparse_loco_matches_numpy():
   targets = random_targets(15, 4, 16)
   optimizer = methods.sparse_loco(
     SGD, 3, 0.25, 0.8, axis="worker", decay=0.9, chunk=8
@@ -72,7 +72,7 @@ def test_muloco_survives_two_bits():
   assert abs(distances(coarse)[0] - wanted) < 0.02 * start
 
 
-def test_sparse_loco_gets_there_with_a_part_of_its_progress():
+def test_sparse_loco_converges_with_sparse_progress():
   sparse = methods.sparse_loco(SGD, 4, 0.25, axis="worker", chunk=64)
   found, start = distances(sparse)
   assert found < 0.1 * start
@@ -162,6 +162,6 @@ IDENTITIES = {
 
 
 @pytest.mark.parametrize("name", IDENTITIES)
-def test_switched_off_a_method_is_a_simpler_one(name):
+def test_method_with_neutral_arguments_equals_simpler_one(name):
   one, other = IDENTITIES[name]
   check_same(one(), other())

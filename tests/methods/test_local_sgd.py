@@ -118,12 +118,12 @@ REFERENCES = {
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_rounds_are_those_of_the_paper(name):
+def test_rounds_match_the_paper(name):
   build, reference = REFERENCES[name]
   check_rounds(build(), reference)
 
 
-def test_springs_pull_both_ends():
+def test_springs_pull_workers_and_anchor():
   # Two workers at 2 and 6 after a step, the centre at 0: alpha = 0.25.
   optimizer = methods.easgd(optax.sgd(0.5), 1, 0.5, axis="worker")
   params, states = train(optimizer, np.array([[4.0, 12.0]], np.float32))
@@ -131,7 +131,7 @@ def test_springs_pull_both_ends():
   assert states.anchor.tolist() == [[2.0, 2.0]]
 
 
-def test_elastic_averaging_loses_nothing():
+def test_elastic_averaging_conserves_the_sum():
   # Centre and workers together move by what the gradients moved.
   optimizer = methods.easgd(SGD, 2, 0.9, axis="worker")
   targets = random_targets(12)
@@ -163,19 +163,19 @@ IDENTITIES = {
 
 
 @pytest.mark.parametrize("name", IDENTITIES)
-def test_switched_off_a_method_is_a_simpler_one(name):
+def test_method_with_neutral_arguments_equals_simpler_one(name):
   one, other = IDENTITIES[name]
   check_same(one(), other())
 
 
-def test_control_variates_are_nothing_among_equal_workers():
+def test_control_variates_vanish_among_equal_workers():
   targets = np.repeat(random_targets(16, 1), 4, axis=1)
   found, _ = train(methods.scaffold(SGD, 4, RATE, axis="worker"), targets)
   wanted, _ = train(methods.local_sgd(SGD, 4, axis="worker"), targets)
   np.testing.assert_allclose(found, wanted, 1e-5, 1e-6)
 
 
-def test_control_variates_take_the_drift_away():
+def test_control_variates_remove_drift():
   # Each worker has one target all the time: without them the workers leave
   # for their own; with them all walk together.
   targets = np.tile(np.array([-3.0, 0.0, 1.0, 6.0], np.float32), (40, 1))
@@ -205,7 +205,7 @@ def test_late_control_variates_settle_at_the_optimum(interval, delay):
 
 
 @pytest.mark.parametrize("buffers", ["maintain", "reset", "average"])
-def test_slow_mo_treats_momenta_as_told(buffers):
+def test_slow_mo_treats_momenta_as_configured(buffers):
   def traces(buffers):
     optimizer = methods.slow_mo(
       MOMENTUM, 3, RATE, axis="worker", buffers=buffers

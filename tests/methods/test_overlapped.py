@@ -56,13 +56,13 @@ REFERENCES = {
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_rounds_are_those_of_the_paper(name):
+def test_rounds_match_the_paper(name):
   build, reference = REFERENCES[name]
   check_rounds(build(), reference)
 
 
 @pytest.mark.smoke
-def test_cocod_in_sub_tensors_is_cocod_to_the_bit():
+def test_streamed_cocod_equals_cocod_to_the_bit():
   def run(optimizer):
     def one(x):
       def step(carry, t):

@@ -138,5 +138,5 @@ def late(**options):
     "in (0, 1], got 2.0",
   ),
 )
-def test_what_cannot_be_is_refused(argument, call, rule):
+def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)

@@ -25,7 +25,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_nothing_but_the_state_is_needed_to_go_on(name, tmp_path):
+def test_state_alone_resumes_a_run(name, tmp_path):
   team = collectives.workers(NUM_WORKERS, substrate="shard_map")
   optimizer = METHODS[name](team.axis)
   targets = random_targets(8, NUM_WORKERS, 8, 8)

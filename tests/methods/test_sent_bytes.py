@@ -41,7 +41,7 @@ def stepper(optimizer):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", SENT)
-def test_bytes_are_those_counted_by_hand(name):
+def test_bytes_match_counts_by_hand(name):
   make, args, per_step, per_round = SENT[name]
   optimizer = make(*args, axis="worker")
   state = jax.eval_shape(optimizer.init, RING)
@@ -68,7 +68,7 @@ def test_bfloat16_parameters_are_averaged_in_float32():
 
 
 @pytest.mark.parametrize("name", ["ssgd", "local_sgd", "diloco", "msdpu"])
-def test_the_compiled_program_sends_what_was_counted(name):
+def test_compiled_program_sends_counted_bytes(name):
   make, args, per_step, per_round = SENT[name]
   team = _running.team("shard_map")
   optimizer = make(*args, axis=team.axis)

@@ -183,7 +183,7 @@ def lenient():
 
 
 @every
-def test_only_the_bytes_of_what_is_trained_are_sent(name):
+def test_only_trained_leaves_are_sent(name):
   wanted = sent(build(name), TRAINED)
   for way in ("partition", "masked"):
     assert sent(AROUND[way](build(name)), PARAMS) == wanted > 0
@@ -191,7 +191,7 @@ def test_only_the_bytes_of_what_is_trained_are_sent(name):
 
 
 @most
-def test_a_method_inside_takes_its_own_steps(name):
+def test_nested_method_takes_its_own_steps(name):
   params, state = alone(name)
   ways = AROUND if name in ("ssgd", "diloco") else ("partition",)
   for way in ways:
@@ -244,7 +244,7 @@ def test_wrappers_inside_hold_what_they_freeze(name, way):
 
 
 @most
-def test_what_changes_updates_behind_an_anchor_is_refused(name):
+def test_transformations_behind_an_anchor_are_refused(name):
   optimizer = build(name)
   state = jax.eval_shape(
     jax.vmap(optimizer.init, axis_name="worker"),
@@ -281,7 +281,7 @@ def test_wrappers_that_change_updates_are_refused(around):
     run(around(build("diloco")), TRAINED, steps=1)
 
 
-def test_a_wrapper_of_ones_own_may_say_that_it_passes_updates_on():
+def test_declared_wrapper_passes_updates_on():
   class Counted(tuple):  # A plain tuple is a chain.
     pass
 
@@ -309,7 +309,7 @@ def test_a_wrapper_of_ones_own_may_say_that_it_passes_updates_on():
 
 @pytest.mark.usefixtures("lenient")
 @most
-def test_accumulation_inside_is_taken(name):
+def test_accumulation_in_inner_chain_is_accepted(name):
   if name in CLOSED:
     pytest.skip("it has no optimizer of the user's")
   params, _ = run(build(name, optax.MultiSteps(SGD, 2)), TRAINED, steps=2)
@@ -330,7 +330,7 @@ def test_accumulated_steps_by_hand():
 @pytest.mark.parametrize(
   "name", [n for n, m in methods.registry.items() if m.in_rounds]
 )
-def test_an_interval_of_numpy_is_taken(name):
+def test_numpy_interval_is_accepted(name):
   with_numpy = build(name, interval=np.int64(3))
   like = jax.tree.map(lambda x: np.stack([x] * 2), TRAINED)
   program = jax.vmap(with_numpy.init, axis_name="worker")
@@ -344,7 +344,7 @@ def test_an_interval_of_numpy_is_taken(name):
 @pytest.mark.usefixtures("lenient")
 @pytest.mark.parametrize("substrate", ["none", "vmap", "shard_map"])
 @pytest.mark.parametrize("name", ["ssgd", "diloco", "msdpu"])
-def test_a_plateau_gets_its_value(name, substrate):
+def test_plateau_receives_the_mean_loss(name, substrate):
   team = collectives.workers(
     1 if substrate == "none" else 2, substrate=substrate
   )

@@ -35,7 +35,7 @@ def scored(accuracy, pushed_bytes, untrained=0.1):
 
 
 @pytest.mark.slow
-def test_every_cut_is_scored_as_its_predictor_does(tmp_path):
+def test_score_of_a_cut_is_its_predictors_accuracy(tmp_path):
   train, test = _tiny.digits("train"), _tiny.digits("test")
   sets = [collected(tmp_path / str(seed), seed) for seed in (0, 1)]
   predictors = [prediction.predictor(_tiny.cut(depth)) for depth in (1, 2)]
@@ -70,7 +70,7 @@ def test_every_cut_is_scored_as_its_predictor_does(tmp_path):
     assert score.pushed_bytes == 4 * cut.num_front
 
 
-def test_the_least_bytes_among_the_good_ones_are_chosen():
+def test_cheapest_accurate_cut_is_chosen():
   scores = [scored(0.90, 100), scored(0.95, 200), scored(0.955, 400)]
   assert prediction.choose_cut(scores) is scores[1]
   assert prediction.choose_cut(scores, max_lost=0.0) is scores[2]
@@ -80,7 +80,7 @@ def test_the_least_bytes_among_the_good_ones_are_chosen():
   assert prediction.choose_cut([*scores, again]) is again
 
 
-def test_an_accuracy_that_is_none_is_refused():
+def test_invalid_accuracy_raises():
   for at in (0, 1):
     scores = [scored(0.9, 10), scored(0.8, 5)]
     scores[at] = scored(np.nan, 5)
@@ -88,7 +88,7 @@ def test_an_accuracy_that_is_none_is_refused():
       prediction.choose_cut(scores)
 
 
-def test_bad_input_is_refused(tmp_path):
+def test_invalid_arguments_raise(tmp_path):
   for wrong in (2, -0.1, np.nan, "a", None, True, [0.1]):
     with pytest.raises(
       ValueError, match=r"`max_lost` must be (a finite|in \[0, 1\])"

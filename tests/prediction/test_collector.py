@@ -39,7 +39,7 @@ def contents(folder):
   }
 
 
-def test_as_many_steps_of_each_epoch_are_chosen_and_always_the_same():
+def test_chosen_steps_are_balanced_and_reproducible():
   steps = prediction.choose_steps(30, 50)
   assert len(steps) == len(set(steps)) == 30 * 15
   assert list(steps) == sorted(steps)
@@ -53,9 +53,7 @@ def test_as_many_steps_of_each_epoch_are_chosen_and_always_the_same():
 
 
 @pytest.mark.parametrize("method", ("ssgd", "local_sgd"))
-def test_a_run_leaves_its_averaged_parameters_cut_at_every_depth(
-  tmp_path, method
-):
+def test_collector_saves_averaged_fronts_of_every_cut(tmp_path, method):
   seen = {}
   mean = _tiny.team().jit(
     lambda state: jdist.collectives.mean(state.params, _tiny.team().axis)
@@ -128,7 +126,7 @@ def _kill_at(monkeypatch, number):
 
 
 @pytest.mark.parametrize("add", (0, 1), ids=("the same", "another run"))
-def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
+def test_killed_collection_resumes_to_the_same_bytes(
   tmp_path, monkeypatch, add
 ):
   """The second time from the run's start, or from its last checkpoint."""
@@ -157,7 +155,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
   assert moments == (1 + 3 * 3 if add else 2 + 1 + 3 * 3)
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_goes_on_with_its_samples(
+def test_resumed_run_resumes_its_samples(
   tmp_path,
 ):
   run(collector(tmp_path), stop=4)
@@ -169,7 +167,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_goes_on_with_its_samples(
   assert prediction.ParameterSet(tmp_path).done == 3
 
 
-def test_a_missed_step_is_refused_and_not_left_out(tmp_path):
+def test_missed_step_raises(tmp_path):
   collect = collector(tmp_path)
   with _refusals.refused("steps", "at 3, and step 2 has not"):
     run(collect, start=3)
@@ -180,7 +178,7 @@ def test_a_missed_step_is_refused_and_not_left_out(tmp_path):
     run(rest, start=7, stop=8)
 
 
-def test_another_network_cut_or_run_is_refused(tmp_path):
+def test_data_set_of_another_run_is_refused(tmp_path):
   cut = _tiny.cut(1)
   run(collector(tmp_path, cuts=[cut], metadata={"seed": 0}))
   wide = _tiny.cut(1, hidden_sizes=(7, 5))
@@ -199,7 +197,7 @@ def test_another_network_cut_or_run_is_refused(tmp_path):
     collector(tmp_path, cuts=[cut, _tiny.cut(2)], metadata={"seed": 0})
 
 
-def test_damage_is_found(tmp_path):
+def test_damaged_samples_are_found(tmp_path):
   run(collector(tmp_path))
   path = tmp_path / "front_01.npy"
   whole = path.read_bytes()
@@ -259,7 +257,7 @@ def test_damaged_rows_are_refused(damage, message, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["front_01.npy", "rows.jsonl"])
-def test_files_of_others_are_not_written_over(tmp_path, name):
+def test_foreign_files_are_not_overwritten(tmp_path, name):
   (tmp_path / name).write_bytes(b"theirs")
   with pytest.raises(ValueError, match=f"must not hold files.*has {name}"):
     collector(tmp_path)
@@ -267,7 +265,7 @@ def test_files_of_others_are_not_written_over(tmp_path, name):
   assert (tmp_path / name).read_bytes() == b"theirs"
 
 
-def test_what_is_refused_leaves_no_directory(tmp_path):
+def test_refused_collector_leaves_no_directory(tmp_path):
   with _refusals.refused("metadata", "a dict"):
     collector(tmp_path / "none", metadata=3)
   assert not (tmp_path / "none").exists()

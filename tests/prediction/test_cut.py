@@ -38,12 +38,12 @@ def small():
   }
 
 
-def test_the_table_has_every_published_cut():
+def test_table_has_every_published_cut():
   assert set(TABLE) == set(prediction.PUBLISHED)
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_the_published_counts_are_met(name):
+def test_published_counts_match(name):
   cut = prediction.published_cut(name)
   num_front, convs, dense = TABLE[name]
   assert cut.num_front == num_front
@@ -54,7 +54,7 @@ def test_the_published_counts_are_met(name):
   assert cut.num_front + cut.num_rear == total == TOTALS.get(name, total)
 
 
-def test_the_front_is_flattened_layer_by_layer_kernel_then_bias():
+def test_front_is_flattened_layer_by_layer():
   cut = prediction.cut(small(), 1)
   assert [leaf.name for leaf in cut.front[0].leaves] == [
     "a.kernel",
@@ -78,7 +78,7 @@ def test_join_undoes_split_and_unflatten_undoes_flatten():
     chex.assert_trees_all_equal(joined, model.params)
 
 
-def test_half_precision_comes_back_as_it_was():
+def test_half_precision_is_restored_exactly():
   tree = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small())
   cut = prediction.cut(tree, 1)
   vector = cut.flatten_front(tree)
@@ -171,7 +171,7 @@ def test_numbers_in_names_are_sorted_as_numbers():
 
 
 @pytest.mark.parametrize("name", models.NAMES)
-def test_our_own_models_are_cut_as_their_keys_sort(name):
+def test_models_of_jdist_are_cut_in_order_of_execution(name):
   """So the fingerprints of saved predictors and data sets stay theirs."""
   images = {"input_shape": (32, 32, 3)}
   many = {
@@ -219,7 +219,7 @@ def test_the_order_can_be_given():
       prediction.cut(tree, 3, order=wrong)
 
 
-def test_many_names_are_shown_by_the_first_and_the_last():
+def test_long_cut_shows_first_and_last_layers():
   shown = repr(prediction.published_cut("resnet18"))
   assert shown.startswith("Cut(resnet18: 10 layers of 185,664 parameters (")
   assert shown.count(", ...,") == 1 and shown.count("conv") <= 4

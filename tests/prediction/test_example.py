@@ -13,7 +13,7 @@ EXAMPLE = pathlib.Path(__file__).parents[2] / "experiments/mp2/example.py"
 
 
 @pytest.mark.slow
-def test_the_example_runs(tmp_path, monkeypatch):
+def test_example_of_experiment_runs(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   # Optax's Adam mixes dtypes in a way that the strict mode of the tests
   # refuses; a reader's program has the ordinary mode.

@@ -127,7 +127,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_the_shares_are_those_counted_by_hand(name):
+def test_saved_shares_match_counts_by_hand(name):
   found = prediction.exchange_bytes(prediction.published_cut(name))
   pushed, published, like_for_like, both = BY_HAND[name]
   assert found.published_bytes == pushed
@@ -136,7 +136,7 @@ def test_the_shares_are_those_counted_by_hand(name):
   assert round(100 * found.both_saved, 1) == both
 
 
-def test_the_counts_are_those_of_the_messages_in_a_traced_step():
+def test_byte_counts_match_a_traced_step():
   """A mean of the fronts against one of all parameters, on 8 workers."""
   cut = prediction.published_cut("vgg15")
   count = functools.partial(collectives.traffic, axis="worker", num_workers=8)
@@ -151,7 +151,7 @@ def test_the_counts_are_those_of_the_messages_in_a_traced_step():
   assert f"{saved:.2%}" == "94.49%"
 
 
-def test_half_precision_is_counted_as_it_is_sent():
+def test_half_precision_is_counted_in_its_width():
   cut = prediction.published_cut("lenet")
   half = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16"), cut.abstract()

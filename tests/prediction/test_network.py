@@ -24,7 +24,7 @@ def network(kernel, bias):
 
 
 @pytest.mark.parametrize("names", [("kernel", "bias"), ("weight", "bias")])
-def test_a_layer_is_known_by_its_largest_leaf(names):
+def test_largest_leaf_determines_the_kind_of_a_layer(names):
   cut = prediction.cut(network(*names), 1)
   layers = (*cut.front, *cut.rear)
   assert [layer.is_dense for layer in layers] == [False, False, True]
@@ -49,14 +49,14 @@ def test_a_layer_is_known_by_its_largest_leaf(names):
   ],
 )
 @pytest.mark.parametrize("where", ["c0", "d"])
-def test_what_cannot_be_sent_or_predicted_is_refused(leaf, given, where):
+def test_leaves_without_floats_are_refused(leaf, given, where):
   tree = network("kernel", "bias")
   tree[where]["more"] = leaf
   with pytest.raises(ValueError, match=f"floats.*got {given} at {where}.more"):
     prediction.cut(tree, 1)
 
 
-def test_a_leaf_that_is_no_array_is_refused_later_too():
+def test_leaf_without_a_shape_is_refused():
   tree = network("kernel", "bias")
   cut = prediction.cut(tree, 1)
   tree["d"]["bias"] = 1.0
@@ -74,7 +74,7 @@ def test_other_mappings_are_refused():
       prediction.cut(other, 1)
 
 
-def test_names_that_tell_no_order_ask_for_one():
+def test_names_without_an_order_require_one():
   conv = {"kernel": jnp.zeros((3, 3, 2, 2))}
   norm = {"scale": jnp.ones(2), "bias": jnp.zeros(2)}
   dense = {"kernel": jnp.zeros((2, 2))}

@@ -88,7 +88,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_the_prediction_is_the_one_made_by_hand(kind):
+def test_prediction_matches_formulas(kind):
   cut, grid, dense_from = SMALL[kind]
   predictor = prediction.predictor(cut, grid=grid, dense_from=dense_from)
   # Of both signs, and drawn so that no rectifier is without effect.
@@ -151,7 +151,7 @@ CHANNELS = {
 
 
 @pytest.mark.parametrize("name", prediction.PUBLISHED)
-def test_the_published_inputs_and_decoders_are_met(name):
+def test_published_inputs_and_decoders_match(name):
   predictor = prediction.predictor(prediction.published_cut(name))
   assert (predictor.grid, predictor.num_channels) == CHANNELS[name]
   resnet = name.startswith("resnet")
@@ -163,12 +163,12 @@ def test_the_published_inputs_and_decoders_are_met(name):
     assert (predictor.num_channels, predictor.num_params) == COUNTS[name]
 
 
-def test_the_predictor_of_vgg_15_has_its_parameters():
+def test_predictor_of_vgg_15_has_published_size():
   assert COUNTS["vgg15"][1] == 2_720_126
 
 
 @pytest.mark.parametrize("rank", (1, 2))
-def test_a_predicted_convolution_has_the_rank_it_is_given(rank):
+def test_predicted_convolution_has_its_rank(rank):
   cut = cut_of("resnet8", 3, norm="none")
   predictor = prediction.predictor(cut, rank)
   layer = cut.rear[0]
@@ -181,7 +181,7 @@ def test_a_predicted_convolution_has_the_rank_it_is_given(rank):
   assert values[rank] < 1e-5 * values[0]
 
 
-def test_a_network_is_assembled_and_its_loss_reaches_every_parameter():
+def test_loss_of_completed_network_reaches_every_parameter():
   cut = cut_of("lenet", 2)
   predictor = prediction.predictor(cut)
   model = models.build("lenet", input_shape=(8, 8, 1), num_classes=10)
@@ -233,7 +233,7 @@ def test_all_workers_predict_the_same_on_every_substrate(substrate):
   np.testing.assert_allclose(rows[0], alone, rtol=1e-5, atol=1e-6)
 
 
-def test_what_does_not_fit_is_refused():
+def test_other_fronts_and_parameters_are_refused():
   predictor = prediction.predictor(cut_of("lenet", 2), np.int64(2))
   assert type(predictor.rank) is int
   params = init(predictor)

@@ -30,7 +30,7 @@ from tests.prediction._fits import (
 )
 
 
-def test_the_loss_of_an_update_is_the_mixed_one_of_all_networks():
+def test_loss_of_an_update_is_mixed_over_all_networks():
   """By hand: both labels' cross-entropies, weighted, of every sample."""
   fit = FIT
   state = _predictor_fit._init(
@@ -74,7 +74,7 @@ def test_the_loss_of_an_update_is_the_mixed_one_of_all_networks():
   np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-5)
 
 
-def test_networks_mapped_at_once_are_those_one_by_one(monkeypatch):
+def test_mapped_networks_equal_scanned_ones(monkeypatch):
   """On an accelerator they are mapped, on a CPU they are a loop."""
   params = predictor().init(jax.random.key(0))
   images = np.random.default_rng(0).random((4, 8, 8, 1), np.float32)
@@ -91,7 +91,7 @@ def test_networks_mapped_at_once_are_those_one_by_one(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_share_of_mixup_is_drawn_from_its_distribution():
+def test_mixup_share_has_beta_distribution():
   for alpha in (1.0, 2.0):
     keys = jax.random.split(jax.random.key(0), 2000)
     shares = jax.vmap(
@@ -102,11 +102,11 @@ def test_the_share_of_mixup_is_drawn_from_its_distribution():
     assert abs(shares.var() - 0.25 / (2 * alpha + 1)) < 0.01
 
 
-def test_without_mixup_an_image_is_itself():
+def test_zero_mixup_keeps_images():
   assert _predictor_fit._mix(0.0, jax.random.key(0), 4)[1] == 1
 
 
-def test_a_predictor_learns_to_complete_networks_it_has_not_seen():
+def test_predictor_learns_to_complete_unseen_networks():
   fit = dataclasses.replace(FIT, num_epochs=3, image_batches=60)
   seen = []
   fitted = fit_predictor(fit, on_epoch=seen.append)
@@ -138,7 +138,7 @@ def test_a_predictor_learns_to_complete_networks_it_has_not_seen():
     np.testing.assert_allclose(share, right.mean(), atol=1.5 / len(right))
 
 
-def test_what_is_no_number_is_not_right():
+def test_nan_logits_count_as_wrong():
   params = jax.tree.map(
     lambda x: jnp.full_like(x, jnp.nan),
     predictor().init(jax.random.key(0)),
@@ -176,7 +176,7 @@ def test_training_resumes_to_the_bit(tmp_path, monkeypatch):
     assert resumed.curve == whole.curve
 
 
-def test_training_goes_on_for_more_epochs_to_the_bit(tmp_path):
+def test_training_continues_for_more_epochs_to_the_bit(tmp_path):
   whole = _whole()
   short = dataclasses.replace(FIT, num_epochs=1)
   fit_predictor(short, directory=tmp_path)
@@ -195,7 +195,7 @@ def _whole():
   return fit_predictor()
 
 
-def test_the_best_is_kept_and_not_the_last(monkeypatch):
+def test_best_epoch_is_kept(monkeypatch):
   scores = iter((0.1, 0.5, 0.5, 0.2))
   monkeypatch.setattr(
     _evaluate,
@@ -210,7 +210,7 @@ def test_the_best_is_kept_and_not_the_last(monkeypatch):
   assert_same_bits(fitted.params, first.params)
 
 
-def test_the_state_of_another_training_is_refused(tmp_path):
+def test_state_of_another_training_is_refused(tmp_path):
   fit = dataclasses.replace(FIT, num_epochs=1, image_batches=1)
   fit_predictor(fit, directory=tmp_path)
   for change in ({"image_batches": 2}, {"learning_rate": 1.0}, {"seed": 1}):
@@ -225,7 +225,7 @@ def test_the_state_of_another_training_is_refused(tmp_path):
     fit_predictor(fit, of=predictor(rank=2), directory=tmp_path)
 
 
-def test_training_does_not_go_on_with_other_data(tmp_path, monkeypatch):
+def test_resume_with_other_data_is_refused(tmp_path, monkeypatch):
   # In parts, as of what is mapped from a disk.
   monkeypatch.setattr(hashes, "_PART", 1000)
   fit = dataclasses.replace(FIT, num_epochs=1, sample_batches=1)
@@ -254,7 +254,7 @@ def test_training_does_not_go_on_with_other_data(tmp_path, monkeypatch):
   assert again.curve == first.curve
 
 
-def test_a_loss_that_is_not_finite_ends_the_training(tmp_path):
+def test_nonfinite_loss_ends_training(tmp_path):
   wild = dataclasses.replace(FIT, learning_rate=1e38)
   with pytest.raises(
     FloatingPointError, match=r"epoch 1 .*`learning_rate`.* 1e\+38.*`samples`"
@@ -263,7 +263,7 @@ def test_a_loss_that_is_not_finite_ends_the_training(tmp_path):
   assert not array_files.is_there(tmp_path)
 
 
-def test_images_are_drawn_once_and_of_each_class_the_same_share():
+def test_drawn_images_are_distinct_and_balanced():
   labels = np.repeat(np.arange(4), (40, 20, 20, 80))
   draws = [_permutation.balanced(labels, 40, 0, number) for number in range(3)]
   for drawn in draws:

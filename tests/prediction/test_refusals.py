@@ -268,5 +268,5 @@ def score_cuts(given, **change):
     for name in ("samples", "held_out")
   ),
 )
-def test_what_is_refused(argument, call, rule):
+def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)

@@ -15,7 +15,7 @@ from tests.prediction._fits import (
 )
 
 
-def test_a_predictor_comes_back_from_the_disk_as_it_was(tmp_path):
+def test_saved_predictor_is_restored(tmp_path):
   # Of convolutions, with names of two parts.
   cut = prediction.cut(
     models.build(
