@@ -18,7 +18,7 @@ def clipped(clip, *workers):
   return jax.jit(jax.vmap(one, axis_name="worker"))(rows)
 
 
-def test_of_a_norm_each_worker_has_its_part():
+def test_each_worker_has_its_share_of_the_norm():
   # Among four, half of the threshold.
   clip = transforms.clip_local(10.0, "worker")
   long = {"a": jnp.array([6.0, 0.0]), "b": jnp.array([[8.0]])}
@@ -29,7 +29,7 @@ def test_of_a_norm_each_worker_has_its_part():
   assert found["a"][1].tolist() == [1.5, 0.0]
 
 
-def test_alone_it_is_that_of_optax():
+def test_single_worker_clips_as_optax():
   g = {"a": jnp.array([3.0, 1.0]), "b": jnp.array([[8.0]])}
   clip, other = transforms.clip_local(2.0, None), optax.clip_by_global_norm(2.0)
   found = clip.update(g, clip.init(g))[0]
@@ -37,7 +37,7 @@ def test_alone_it_is_that_of_optax():
   chex.assert_trees_all_close(found, wanted, rtol=1e-6)
 
 
-def test_what_is_not_finite_is_left_to_those_who_report_it():
+def test_nonfinite_gradients_pass_unchanged():
   clip = transforms.clip_local(2.0, None)
   g = jnp.array([3.0, jnp.nan])
   np.testing.assert_array_equal(clip.update(g, clip.init(g))[0], g)
@@ -58,7 +58,7 @@ def test_a_norm_whose_squares_are_out_of_range_is_clipped(size, dtype):
     np.testing.assert_allclose(value, sign * wanted, rtol)
 
 
-def test_deviations_are_those_of_each_leaf():
+def test_each_leaf_has_its_own_deviation():
   clip = transforms.clip_deviations(2.5)
   wild = np.r_[np.tile([1.0, -1.0], 50), 90.0].astype(np.float32)
   g = {"a": jnp.asarray(wild), "b": jnp.array(7.0), "c": jnp.array([7.0])}
@@ -71,7 +71,7 @@ def test_deviations_are_those_of_each_leaf():
 
 
 @pytest.mark.parametrize("size", [1e-34, 1e-22, 1e20, 1e36])
-def test_deviations_of_any_size_are_those_of_size_one(size):
+def test_deviations_do_not_depend_on_scale(size):
   clip = transforms.clip_deviations(2.5)
   g = np.r_[np.tile([1.0, -1.0], 50), 90.0].astype(np.float32)
   wanted = clip.update(jnp.asarray(g), optax.EmptyState())[0]
@@ -100,7 +100,7 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_what_cannot_be_is_refused(name):
+def test_invalid_arguments_raise(name):
   call, message = REJECTED[name]
   with pytest.raises(ValueError, match=message):
     call()
@@ -114,7 +114,7 @@ def test_complex_entries_count_by_their_absolute_values():
   )
 
 
-def test_of_an_adam_complex_squares_are_those_of_optax():
+def test_complex_squares_of_frozen_adam_match_optax():
   exact = reducers.Compression(reducers.Exact())
   adam = transforms.scale_by_frozen_adam(3, None, exact, b2=0.9)
   g = jnp.array([1j, 3 - 4j], jnp.complex64)

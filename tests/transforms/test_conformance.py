@@ -62,7 +62,7 @@ def test_every_public_transformation_is_in_the_table():
 
 
 @on_all
-def test_what_is_labelled_shared_is_equal_at_every_step(name, substrate):
+def test_shared_leaves_are_equal_at_every_step(name, substrate):
   run = _table.record(name, substrate)
   labels = transforms.sharing(run.states[0])
   for params, state in zip(run.params, run.states, strict=True):
@@ -114,7 +114,7 @@ def test_equal_workers_are_one_worker(name):
 
 
 @_table.on("vmap")
-def test_what_is_not_known_yet_is_no_nan(name, substrate):
+def test_unknown_values_are_not_nan(name, substrate):
   # For which `jax.debug_nans` would stop a run that has none.
   run = _table.record(name, substrate)
   first = TABLE[name].make(None).init(_running.PARAMS)

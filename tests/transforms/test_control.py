@@ -59,7 +59,7 @@ def update(optimizer, **said):
 
 @pytest.mark.parametrize("name", SAID)
 @pytest.mark.parametrize("method", DEAF)
-def test_what_a_method_cannot_follow_is_refused_by_its_name(method, name):
+def test_unsupported_control_raises_with_its_name(method, name):
   optimizer = DEAF[method]()
   refused = rf"`control` must leave `{name}` out for .*`{method}`"
   with pytest.raises(ValueError, match=refused):
@@ -81,13 +81,13 @@ def test_a_host_ends_rounds(method):
 @pytest.mark.parametrize(
   "build", [streamed, lambda: predicted(streamed(), local())]
 )
-def test_a_host_says_in_how_many_steps_to_send(build):
+def test_host_chooses_the_number_of_stream_steps(build):
   found = update(build(), stream_steps=1)
   assert str(found) != str(update(build()))
 
 
 @pytest.mark.parametrize("build", [local, lambda: predicted(local())])
-def test_what_streams_nothing_is_sent_in_no_number_of_steps(build):
+def test_stream_steps_without_a_stream_raise(build):
   with pytest.raises(ValueError, match="`stream_steps` must be left out"):
     update(build(), stream_steps=1)
 
@@ -116,7 +116,7 @@ def test_a_control_of_another_kind_is_refused(said, message):
   ],
 )
 @pytest.mark.parametrize("host_rounds", [False, True])
-def test_a_trainer_streams_nothing_that_is_not_streamed(build, host_rounds):
+def test_trainer_refuses_stream_steps_without_a_stream(build, host_rounds):
   team = _tiny.team("vmap")
   chain = build(team.axis)
   step = training.make_step(_tiny.loss_fn, chain, axis=team.axis)

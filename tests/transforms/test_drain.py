@@ -114,7 +114,7 @@ OFTEN = [
     OFTEN,
   ),
 )
-def test_all_stand_on_the_anchor_and_may_go_on(name, dtype):
+def test_drained_workers_are_on_the_anchor_and_continue(name, dtype):
   targets = random_targets(24, 4, 2)
   # In the middle of a round, at the end of one, and after a single step.
   parts = targets[:8], targets[8:18], targets[18:19], targets[19:]
@@ -146,7 +146,7 @@ ENDED = {
 
 
 @pytest.mark.parametrize("name", ENDED)
-def test_a_round_that_is_drained_is_one_that_ended(name):
+def test_drained_round_equals_a_shorter_one(name):
   inner, build, options = ENDED[name]
   targets = random_targets(8, 4, 2)
 
@@ -167,7 +167,7 @@ def test_a_round_that_is_drained_is_one_that_ended(name):
 
 
 @pytest.mark.parametrize("steps", [3, 7])
-def test_springs_relax_where_centre_and_workers_share_what_went_in(steps):
+def test_drained_springs_relax_to_the_common_mean(steps):
   targets = random_targets(steps, 4, 1)
   optimizer = methods.easgd(SGD, 3, 0.8, axis="worker")
   [(every, (w, _), _)] = run(optimizer, targets)
@@ -176,7 +176,7 @@ def test_springs_relax_where_centre_and_workers_share_what_went_in(steps):
   np.testing.assert_allclose(values(w), went_in / 5, 1e-5, 1e-6)
 
 
-def test_springs_pull_again_afterwards():
+def test_springs_pull_after_a_drain():
   # Drained before, workers go to 2 and 6 from 0, and end a round at 1.5 and
   # 4.5, beside the centre at 2; drained there, all meet.
   optimizer = methods.easgd(optax.sgd(0.5), 1, 0.5, axis="worker")
@@ -265,7 +265,7 @@ def fragments(x, drains, interval, number, tau, mix, rate, mu):
       yield w.copy(), a.copy()
 
 
-def test_fragments_arrive_and_what_was_not_sent_too():
+def test_drain_applies_late_and_unsent_fragments():
   # Drained with fragments under way, and again with none: fragments of 3 are
   # sent in steps 2, 4, 6, 8, ... and arrive three steps later.
   targets = random_targets(27, 4, 3)
@@ -283,7 +283,7 @@ def test_fragments_arrive_and_what_was_not_sent_too():
     np.testing.assert_allclose(values(state.anchor), [anchor] * 4, 1e-5, 1e-6)
 
 
-def test_two_workers_bring_in_what_was_sent_and_what_was_not():
+def test_drain_applies_late_and_unsent_progress():
   # 1.75 and 5.25 are sent after step 3; they are at 1.875 and 5.625 when
   # drained: the anchor goes to the mean 3.5, and by 0.25 more.
   optimizer = transforms.fragment_steps(
@@ -296,7 +296,7 @@ def test_two_workers_bring_in_what_was_sent_and_what_was_not():
   assert values(w).tolist() == [[3.75], [3.75]]
 
 
-def test_an_evaluation_may_be_of_what_is_drained():
+def test_evaluation_may_drain():
   # Workers at 1 and 3, the centre at 0: the springs relax at 4/3.
   team = collectives.workers(2, substrate="vmap")
   chain = methods.easgd(SGD, 3, 0.8, axis=team.axis)
@@ -347,7 +347,7 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("name", HOLDERS)
-def test_what_owners_hold_back_goes_to_the_feedback_and_nothing_moves(name):
+def test_owners_residuals_move_to_the_feedback(name):
   optimizer, reduction = HOLDERS[name]
   random = np.random.default_rng(0)
   params = {"w": jnp.asarray(random.normal(size=400), jnp.float32)}
@@ -396,7 +396,7 @@ BEGUN = {
 
 
 @pytest.mark.parametrize("name", BEGUN)
-def test_drained_nothing_is_missing(name):
+def test_drain_loses_nothing(name):
   # In the middle of a round: 13 of rounds of 5, or three gradients late.
   optimizer = BEGUN[name](axis="worker")
   targets = random_targets(13)
@@ -416,7 +416,7 @@ def test_drained_nothing_is_missing(name):
   np.testing.assert_array_equal(again, drained)
 
 
-def test_a_residual_comes_out_once_where_no_message_is_under_way():
+def test_residual_is_drained_once_without_a_message_in_flight():
   # Rounds of 2 that are not delayed yet send the largest of four entries; the
   # fifth step's progress comes out with all that was held back.
   optimizer = transforms.local_steps(
@@ -487,7 +487,7 @@ def before(late, axis):
 @pytest.mark.parametrize(
   ("build", "late"), [(beside, stale), (beside, LOCAL), (before, LOCAL)]
 )
-def test_what_stands_beside_is_left_alone(build, late):
+def test_drain_keeps_states_of_other_leaves(build, late):
   optimizer, targets = build(late, "worker"), random_targets(3, 2, 2)
   [(_, (w, state), _)] = run(optimizer, targets, drained=False)
   [(_, (drained, after), again)] = run(optimizer, targets)
@@ -501,7 +501,7 @@ def test_what_stands_beside_is_left_alone(build, late):
   chex.assert_trees_all_equal(momenta(after), momenta(state))
 
 
-def test_what_stands_behind_a_delay_takes_what_arrives():
+def test_transformation_behind_a_delay_takes_drained_gradients():
   optimizer = optax.chain(
     transforms.delay_gradients(optax.identity(), 1),
     optax.trace(0.5),
@@ -530,7 +530,7 @@ def passing_extra_arguments(steps):
     passing_extra_arguments,
   ],
 )
-def test_gradients_that_accumulate_stay_where_they_are(form, number):
+def test_drain_keeps_accumulated_gradients(form, number):
   # Two updates of two gradients each, and half of a third.
   optimizer = form(
     optax.MultiSteps(transforms.local_steps(SGD, 4, axis=None), 2)
@@ -551,7 +551,7 @@ def test_gradients_that_accumulate_stay_where_they_are(form, number):
   )
 
 
-def test_what_accumulates_within_a_chain_is_refused():
+def test_accumulation_within_a_chain_raises():
   steps = optax.MultiSteps(stale(None), 2).gradient_transformation()
   optimizer, w = optax.chain(optax.identity(), steps), jnp.ones(2)
   with _refusals.refused("optimizer", "must be `optax.MultiSteps` itself"):
@@ -567,7 +567,7 @@ def plateau():
     )
 
 
-def test_a_pending_gradient_is_applied_with_the_loss_that_is_given(plateau):
+def test_pending_gradient_is_applied_with_the_given_loss(plateau):
   optimizer = transforms.delay_gradients(methods.ssgd(plateau, axis=None), 1)
   w, value = jnp.array(0.0), jnp.array(1.0)
   state = optimizer.init(w)
@@ -583,7 +583,7 @@ def test_a_pending_gradient_is_applied_with_the_loss_that_is_given(plateau):
   assert again[0].item() == -6.0
 
 
-def test_residuals_come_out_behind_a_plateau_without_a_loss(plateau):
+def test_residuals_drain_behind_a_plateau_without_a_loss(plateau):
   compression = reducers.Compression(INT4, reducers.ErrorFeedback())
   optimizer = methods.ssgd(plateau, axis=None, compression=compression)
   w = {"w": jnp.linspace(-1.0, 1.0, 400)}
@@ -594,7 +594,7 @@ def test_residuals_come_out_behind_a_plateau_without_a_loss(plateau):
   chex.assert_trees_all_equal(state[1:], drained[1:])
 
 
-def test_what_holds_nothing_is_left_alone():
+def test_drain_keeps_a_method_that_holds_nothing():
   optimizer = optax.adam(0.1)
   w = jnp.ones(3)
   state = optimizer.init(w)

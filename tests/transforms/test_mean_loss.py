@@ -37,7 +37,7 @@ def plateau():
 
 
 @pytest.mark.parametrize("name", _thinned.some(BEHIND, ["ssgd", "topk_sgd"]))
-def test_workers_with_unlike_losses_stay_alike(name):
+def test_workers_with_different_losses_stay_equal(name):
   optimizer = BEHIND[name](plateau(), axis="worker")
 
   def run(losses):
@@ -127,12 +127,12 @@ UPDATE_FIRST = functools.partial(transforms.update_first, max_bytes=16)
     (UPDATE_FIRST, "grad", pull_by("grad")),
   ],
 )
-def test_what_stays_the_workers_own_is_not_used(make, argument, inner):
+def test_use_of_own_gradient_or_function_raises(make, argument, inner):
   with _refusals.refused(argument, "stays each worker's own"):
     searched(make, inner)
 
 
-def test_what_is_not_used_may_be_given():
+def test_unused_arguments_are_accepted():
   found = searched(methods.ssgd, optax.lbfgs(0.1, linesearch=None))
   np.testing.assert_array_equal(found[0], found[1])
   assert found.any()

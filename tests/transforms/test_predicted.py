@@ -303,7 +303,7 @@ def test_a_rotating_refresh():
       )
 
 
-def test_a_rest_that_is_refreshed_learns_what_no_prediction_says():
+def test_refreshed_rest_learns_beyond_the_prediction():
   # Gradients lead to about 5, where no prediction from this front goes.
   xs = [{k: v + 5 * (k in "cd") for k, v in x.items()} for x in targets(60, 2)]
   seen, _ = train(rotating, 2, xs)
@@ -339,7 +339,7 @@ RESTS = {
 
 
 @pytest.mark.parametrize("name", RESTS)
-def test_a_host_that_ends_the_rounds_of_the_front_leaves_the_rest_its_own(name):
+def test_host_control_leaves_rounds_of_the_rest_to_the_device(name):
   team = collectives.workers(2, substrate="vmap")
   sgd = optax.sgd(0.1)
   front = methods.local_sgd(sgd, 2, axis=team.axis)
@@ -376,7 +376,7 @@ def run(optimizer, params, num_steps):
   return params, state
 
 
-def test_draining_brings_in_the_front_and_predicts():
+def test_drain_applies_the_front_and_predicts():
   optimizer = late(None)
   drain = jax.jit(lambda s, p: transforms.drain(optimizer, s, p))
   params, state = run(optimizer, PARAMS, 4)

@@ -21,7 +21,7 @@ from tests.transforms._fronts import Cut, PARAMS, predict, THETA, whole
     ({"axis": 1}, "`axis` must be None, a name"),
   ],
 )
-def test_what_is_wrong_is_refused(change, message):
+def test_wrong_predictions_raise(change, message):
   arguments = {
     "front": optax.sgd(0.1),
     "cut": Cut(),
@@ -136,7 +136,7 @@ def test_a_part_that_does_not_average_is_refused_where_there_are_workers():
     lambda sgd, axis: frozen(axis),
   ],
 )
-def test_whatever_averages_may_be_in_front(front):
+def test_any_averaging_front_is_accepted(front):
   state = refuse_or_init(front(optax.sgd(0.1), axis="worker"))
   assert state.anchor["c"].shape == (2, 3)
 

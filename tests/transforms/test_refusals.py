@@ -215,7 +215,7 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
     "name fields of TraceState",
   ),
 )
-def test_what_is_refused(argument, call, rule):
+def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)
 
 
@@ -263,7 +263,7 @@ OF_FLOATS = {
 
 
 @pytest.mark.parametrize("name", OF_FLOATS)
-def test_what_is_no_gradient_is_refused_by_its_leaf(name):
+def test_invalid_gradients_raise_with_their_leaf(name):
   w = {"n": jnp.array([3]), "w": jnp.ones(2)}
   g = {"n": np.zeros(1, jax.dtypes.float0), "w": jnp.ones(2)}
   optimizer = OF_FLOATS[name]
@@ -274,7 +274,7 @@ def test_what_is_no_gradient_is_refused_by_its_leaf(name):
   assert updates["n"].tolist() == [0]
 
 
-def test_of_update_first_too():
+def test_invalid_gradients_of_update_first_raise():
   w = {"n": jnp.array([3]), "w": jnp.ones(2)}
   optimizer = transforms.update_first(SGD, axis=None)
   with _refusals.refused("grads", "got float0 at 'n'"):

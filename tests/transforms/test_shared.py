@@ -12,7 +12,7 @@ from jdist.transforms import intervals
 SGD = optax.sgd(0.1, momentum=0.9)
 
 
-def test_labels_are_careful():
+def test_unknown_wrappers_are_not_labelled_shared():
   w = {"w": jnp.ones(2)}
 
   def labels(*chain):
@@ -42,7 +42,7 @@ class DeclaredState(NamedTuple):
   noise: jax.Array
 
 
-def test_a_state_that_declares_nothing_is_each_workers_own():
+def test_undeclared_state_is_not_shared():
   own, declared = (
     kind(jnp.zeros(()), jnp.zeros(2)) for kind in (OwnState, DeclaredState)
   )

@@ -20,7 +20,7 @@ def _gradients(step):
 
 
 @pytest.mark.parametrize("method", ["ssgd", "local"])
-def test_one_workers_nan_is_a_step_of_zeros_for_all(method):
+def test_nan_of_one_worker_skips_the_step_of_all(method):
   inner = optax.sgd(0.1)
   build = {
     "ssgd": lambda: jdist.ssgd(inner, axis="worker"),

@@ -119,7 +119,7 @@ def test_update_first_is_synchronous_sgd(name, kind, form):
 
 
 @pytest.mark.smoke
-def test_a_step_takes_gradients_where_the_last_update_led():
+def test_gradients_are_taken_after_the_last_update():
   optimizer = transforms.update_first(optax.sgd(0.5), axis="worker")
 
   def run(x):
@@ -138,7 +138,7 @@ def test_a_step_takes_gradients_where_the_last_update_led():
 
 
 @pytest.mark.parametrize("share", [1.0, 0.3])
-def test_drained_in_between_it_goes_on_alike(share):
+def test_drain_in_between_changes_nothing(share):
   workers = team("vmap")
   chain = transforms.update_first(
     INNER["momentum"], axis=workers.axis, pending=share
@@ -193,16 +193,14 @@ def holds_after(optimizer, state, name):
   [({}, "a", "b"), ({"order": "back_first"}, "b", "a")],
   ids=["by default", "back first"],
 )
-def test_front_layers_are_sent_first_unless_told_otherwise(
-  options, first, last
-):
+def test_front_layers_are_sent_first_by_default(options, first, last):
   optimizer = one_by_one(**options)
   state = optimizer.init(LAYERS)
   assert begins_after(optimizer, state, first) == [True, True]
   assert begins_after(optimizer, state, last) == [False, True]
 
 
-def test_of_two_halves_the_one_begins_with_the_back_and_one_with_the_front():
+def test_halves_of_a_mean_start_at_opposite_ends():
   optimizer = one_by_one(scatter=True)
   rows = (jnp.zeros(2), jnp.zeros(2))
   # Of its own, `init` deals out what is pending over an axis.
@@ -264,7 +262,7 @@ def test_an_evaluation_sees_the_pending_update():
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])
-def test_no_more_are_in_flight_than_stated(in_flight):
+def test_number_in_flight_is_bounded(in_flight):
   optimizer = transforms.update_first(
     optax.sgd(0.1), axis="worker", max_bytes=16, in_flight=in_flight
   )
@@ -299,7 +297,7 @@ def test_a_mean_in_two_halves_sends_as_much():
   assert sent[False] == sent[True] == 32 * 4 * 1.5
 
 
-def test_what_is_not_pending_is_a_mean_already():
+def test_leaves_that_are_not_pending_are_averaged_at_once():
   # Half of the four elements are the urgent leaf's.
   optimizer = transforms.update_first(
     optax.sgd(1.0), axis="worker", pending=0.5, order="back_first"
@@ -360,7 +358,7 @@ def test_a_loss_reaches_the_optimizer_as_the_mean(form, name):
 @pytest.mark.parametrize(
   ("inner", "more"), [(INNER["momentum"], 0), (scaled_by_loss(0.1), 1)]
 )
-def test_a_loss_that_nobody_asks_for_is_not_sent(inner, more):
+def test_unused_loss_is_not_sent(inner, more):
   optimizer = transforms.update_first(inner, axis="worker")
   like = jax.ShapeDtypeStruct((5,), jnp.float32)
   traffic = collectives.traffic(
@@ -464,7 +462,7 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_what_cannot_be_is_refused(name):
+def test_invalid_arguments_raise(name):
   changes, message = REJECTED[name]
   with pytest.raises(ValueError, match=message):
     transforms.update_first(

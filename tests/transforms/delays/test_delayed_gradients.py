@@ -48,7 +48,7 @@ def test_each_leaf_has_its_own_delay():
     np.testing.assert_allclose(leaf, reference(start, delay, 12), rtol=1e-5)
 
 
-def test_a_leaf_that_has_not_begun_keeps_its_part_of_the_state():
+def test_leaf_before_its_first_gradient_keeps_its_state():
   # A decay in front of the momentum would move it without any gradient.
   optimizer = optax.chain(optax.add_decayed_weights(0.1), MOMENTUM)
   optimizer = transforms.delay_gradients(optimizer, {"early": 3, "late": 0})
@@ -59,14 +59,14 @@ def test_a_leaf_that_has_not_begun_keeps_its_part_of_the_state():
   assert not trace["early"].any() and trace["late"]["w"] > 0
 
 
-def test_a_schedule_begins_with_the_first_gradient_that_arrives():
+def test_schedule_starts_with_the_first_gradient():
   first = optax.sgd(lambda count: jnp.where(count == 0, 0.5, 0.0))
   found, _ = run(transforms.delay_gradients(first, 2), PARAMS, 4)
   half = jax.tree.map(lambda w: 0.5 * w, PARAMS)
   chex.assert_trees_all_equal(found[2:], [PARAMS, half, half])
 
 
-def test_a_leaf_keeps_as_many_gradients_as_it_waits_steps():
+def test_each_leaf_keeps_as_many_gradients_as_its_delay():
   optimizer = transforms.delay_gradients(MOMENTUM, {"early": 3, "late": 0})
   pending = optimizer.init(PARAMS).pending
   assert jax.tree.map(jnp.shape, pending) == {
@@ -76,7 +76,7 @@ def test_a_leaf_keeps_as_many_gradients_as_it_waits_steps():
   assert len(jax.tree.leaves(pending)) == 1
 
 
-def test_a_tree_of_equal_delays_is_their_number_to_the_bit():
+def test_tree_of_equal_delays_equals_their_number():
   one = run(transforms.delay_gradients(MOMENTUM, 2), PARAMS, 8)
   tree = {"early": 2, "late": {"w": 2}}
   chex.assert_trees_all_equal(
@@ -84,7 +84,7 @@ def test_a_tree_of_equal_delays_is_their_number_to_the_bit():
   )
 
 
-def test_no_delay_is_the_optimizer_itself_to_the_bit():
+def test_zero_delay_equals_the_optimizer_to_the_bit():
   plain = run(MOMENTUM, PARAMS, 5)
   tree = {"early": 0, "late": 0}
   chex.assert_trees_all_equal(
@@ -92,7 +92,7 @@ def test_no_delay_is_the_optimizer_itself_to_the_bit():
   )
 
 
-def test_drained_every_leaf_has_had_all_its_gradients():
+def test_drain_applies_all_gradients_of_every_leaf():
   optimizer = transforms.delay_gradients(MOMENTUM, DELAYS)
   found, state = run(optimizer, PARAMS, 6)
   drained, state = transforms.drain(optimizer, state, found[-1])
@@ -149,7 +149,7 @@ def test_a_delay_diverges_just_above_its_stable_rate(delay):
     ({"early": 1, "late": 0.5}, "`steps` must be an int >= 0, got 0.5"),
   ],
 )
-def test_what_is_no_delay_is_refused(steps, words):
+def test_invalid_delays_raise(steps, words):
   with pytest.raises(ValueError, match=words):
     transforms.delay_gradients(MOMENTUM, steps)
 

@@ -10,18 +10,18 @@ from tests.transforms._rounds import train
 limit = transforms.stability_limit
 
 
-def test_without_rounds_the_limits_are_the_known_ones():
+def test_limits_without_rounds_match_theory():
   assert limit(momentum=0.0) == pytest.approx(2.0, rel=1e-3)
   # Heavy ball: 2 (1 + m); Nesterov: 2 (1 + m) / (1 + 2 m).
   assert limit(nesterov=False) == pytest.approx(3.8, rel=1e-3)
   assert limit() == pytest.approx(3.8 / 2.8, rel=1e-3)
 
 
-def test_workers_alike_may_take_any_number_of_local_steps():
+def test_interval_does_not_change_the_limit_without_delay():
   assert limit(8) == pytest.approx(limit(), rel=1e-3)
 
 
-def test_a_delay_costs_most_where_it_is_a_whole_round():
+def test_delay_of_a_whole_round_has_the_lowest_limit():
   late = [limit(8, d, carry=1 / 8) for d in (1, 2, None)]
   assert late == pytest.approx([1.27, 1.36, 0.025], rel=0.01)
   assert limit(1, 1, carry=1 / 8) == pytest.approx(0.32, rel=0.01)
@@ -29,12 +29,12 @@ def test_a_delay_costs_most_where_it_is_a_whole_round():
   assert corrected == pytest.approx(0.0526, rel=0.01)  # It damps the delay.
 
 
-def test_who_keeps_all_of_its_progress_loses_nothing():
+def test_full_carry_keeps_the_limit():
   assert limit(8, None, carry=1.0) == pytest.approx(limit(), rel=1e-3)
 
 
 @pytest.mark.parametrize("steps", [1, None])
-def test_training_blows_up_above_the_limit_and_not_below(steps):
+def test_training_diverges_above_the_limit_only(steps):
   # All targets are alike, so that four workers are one; its curvature is 1.
   targets = np.ones((400, 4), np.float32)
   bound = limit(4, steps, momentum=0.5, carry=0.25)

@@ -205,7 +205,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(bad):
   assert unfold(policy, [4.0, bad, bad, 1.0]) == [8] * 5 + [7]
 
 
-def test_a_policy_is_told_the_mean_over_steps_and_workers():
+def test_policy_receives_the_mean_over_steps_and_workers():
   # Rounds of 1, 2, 3, ... steps; the last loss is kept as the state.
   policy = intervals.IntervalPolicy(
     lambda: (jnp.int32(0), jnp.float32(-1.0)),
