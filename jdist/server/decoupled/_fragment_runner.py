@@ -263,6 +263,8 @@ class FragmentRunner:
     encode = _gradient_messages.encode_push(self._codec)
     pushed = Pushed(progress, model_state)
     message, state = encode(pushed, self._push_states[fragment])
+    if self._codec is None:
+      return message, state, progress
     # The server merges what it decodes: only that may be taken off what it
     # sends later.
     decoded, _ = _gradient_messages.decode_push(self._codec)(message, progress)

@@ -209,18 +209,25 @@ def encode_push(codec: Codec) -> Callable[..., Any]:
 @functools.lru_cache(maxsize=32)
 def decode_push(codec: Codec) -> Callable[..., Any]:
   """Compiles `(message, params) -> Pushed, whether all is finite`."""
+  if codec is None:
+    return _exact_push
 
   @jax.jit
   def decode(message: PyTree, params: PyTree) -> tuple[Pushed, jax.Array]:
     payload, change = message
-    if codec is not None:
-      payload = codec.decode_payloads(payload, params)
-    pushed = Pushed(payload, change)
+    pushed = Pushed(codec.decode_payloads(payload, params), change)
     # In the program that decodes: the arrays are read once.
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(pushed)]
     return pushed, jnp.stack(finite).all()
 
   return decode
+
+
+def _exact_push(message: PyTree, params: PyTree) -> tuple[Pushed, bool]:
+  del params
+  # By NumPy, which holds the received bytes: a program would first copy them.
+  finite = [np.isfinite(leaf).all() for leaf in jax.tree.leaves(message)]
+  return Pushed(*message), all(finite)
 
 
 @functools.lru_cache(maxsize=32)
@@ -250,7 +257,9 @@ def receive_pull(codec: Codec, whole: bool) -> Callable[..., Any]:
   The server runs it, too: both then hold the same bits.
   """
   if codec is None:
-    return lambda message, held: jax.device_put(message)
+    # NumPy's arrays: the gradient's program moves them to the device with its
+    # other arguments, in a third of the time of a `device_put`.
+    return lambda message, held: message
 
   @jax.jit
   def receive(message: PyTree, held: PyTree) -> tuple[PyTree, PyTree]:
