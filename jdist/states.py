@@ -90,6 +90,7 @@ def wide_dtype(dtype: Any) -> Any:
   (dtype('float32'), dtype('int8'))
   """
   dtype = jnp.dtype(dtype)
+  # Integers are counts, and float64 must not become narrower.
   narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
   return jnp.dtype(jnp.float32) if narrow else dtype
 

@@ -242,7 +242,7 @@ def test_parts_of_whole_granules_fill_whole_bytes(name):
 
 
 @every_line
-def test_programs_have_no_callbacks(name):
+def test_programs_stay_on_the_device(name):
   text = _table.program(name).as_text()
   for word in ("infeed", "outfeed", "callback", "send(", "recv("):
     assert word not in text, word

@@ -199,7 +199,7 @@ def test_payloads_are_added_without_dense_arrays(codec):
 @pytest.mark.parametrize(
   "codec", [TopK(0.02), TopK(0.02, chunk=64), SampledTopK(0.02)]
 )
-def test_vmap_equals_a_loop_without_callbacks(codec):
+def test_vmap_equals_a_loop_on_the_device(codec):
   xs = normal((2, LONG)) ** 3
   payloads, _ = jax.jit(jax.vmap(codec.encode))(xs)
   encode = jax.jit(codec.encode).lower(xs[0]).compile()
