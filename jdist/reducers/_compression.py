@@ -127,7 +127,9 @@ class Compression:
   def init(self, like: PyTree, axis: collectives.Axis) -> CompressionState:
     """Returns the first state for trees like `like`; the axis must be bound."""
     # A feedback sends at least float32, whatever the dtype of the tree.
-    sent = like if self.feedback is None else jax.tree.map(_wide_shape, like)
+    sent = (
+      like if self.feedback is None else jax.tree.map(states.wide_like, like)
+    )
     return CompressionState(
       step=jnp.zeros((), jnp.int32),
       reducer=self.reducer.init(sent, axis),
@@ -178,7 +180,7 @@ class Compression:
     if self.feedback is None:
       return state
     held, kept = self.reducer.flush(
-      state.reducer, jax.tree.map(_wide_shape, like), axis
+      state.reducer, jax.tree.map(states.wide_like, like), axis
     )
     feedback = self.feedback.absorb(held, state.feedback)
     if feedback is None:
@@ -275,11 +277,6 @@ def check_compression(value: Any) -> None:
     "None to take the mean exactly"
   )
   checks.check_type("compression", value, Compression | None, wanted)
-
-
-def _wide_shape(x: Any) -> jax.ShapeDtypeStruct:
-  dtype = jnp.float32 if x.dtype.itemsize < 4 else x.dtype
-  return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
 
 
 # A context variable, because programs may be traced in several threads.

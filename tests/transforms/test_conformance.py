@@ -58,7 +58,7 @@ def test_every_public_transformation_is_in_the_table():
   }
   covered = {name for line in TABLE.values() for name in line.covers}
   # `only_floats` stands around all methods: tests/methods/test_wrappers.py.
-  assert public - {"as_policy", "with_mean_loss", "only_floats"} == covered
+  assert public - {"with_mean_loss", "only_floats"} == covered
 
 
 @on_all

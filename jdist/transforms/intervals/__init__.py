@@ -9,10 +9,6 @@ from jdist.transforms.intervals._adaptive import adacomm as adacomm
 from jdist.transforms.intervals._adaptive import msdpu as msdpu
 from jdist.transforms.intervals._growth import growth as growth
 from jdist.transforms.intervals._policy import IntervalPolicy as IntervalPolicy
-from jdist.transforms.intervals._policy import UNKNOWN_LOSS as UNKNOWN_LOSS
-from jdist.transforms.intervals._scheduled_interval import (
-  as_policy as as_policy,
-)
 from jdist.transforms.intervals._scheduled_interval import (
   ending_at as ending_at,
 )

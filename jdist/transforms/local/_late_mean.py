@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jdist import collectives
 from jdist.transforms import _control, intervals
+from jdist.transforms.intervals import _policy
 from jdist.transforms.local import (
   _anchor,
   _chunked_stream,
@@ -266,7 +267,7 @@ class LateMean:
         held=self._hold_nothing(state),
         in_flight=jnp.zeros_like(flight.in_flight),
         arrived_loss=jax.tree.map(
-          lambda x: jnp.full_like(x, intervals.UNKNOWN_LOSS),
+          lambda x: jnp.full_like(x, _policy.UNKNOWN_LOSS),
           flight.arrived_loss,
         ),
       )
@@ -468,4 +469,4 @@ def _known_after(updates: PyTree, clock: _round.RoundClock) -> jax.Array:
 
 def _unknown_loss() -> jax.Array:
   """Returns the loss of no round: infinite."""
-  return jnp.full((), intervals.UNKNOWN_LOSS, jnp.float32)
+  return jnp.full((), _policy.UNKNOWN_LOSS, jnp.float32)

@@ -9,6 +9,7 @@ import optax
 
 from jdist import checks, collectives, reducers
 from jdist.transforms import _control, intervals
+from jdist.transforms.intervals import _scheduled_interval
 from jdist.transforms.local import (
   _anchor,
   _chunked_stream,
@@ -391,7 +392,7 @@ def make_synchronizer(
   inner = checks.check_optimizer("inner", inner)
   collectives.check_axis(axis)
   reducers.check_compression(compression)
-  policy, rule = intervals.as_policy(interval), _round.as_rule(rule)
+  policy, rule = _scheduled_interval.as_policy(interval), _round.as_rule(rule)
   wanted = "`transforms.Delayed(...)`, or None for a mean at the round's end"
   checks.check_type("overlap", overlap, _delayed.Delayed | None, wanted)
   optimizer = collectives.for_workers(inner)
