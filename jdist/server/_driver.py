@@ -7,8 +7,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from jdist.server import _messages, _protocol
 from jdist.server.gradients import _learner
 
@@ -120,7 +118,7 @@ class Driver:
     self,
     reply: _messages.Reply,
     more: dict[str, Any],
-    payload: np.ndarray | None,
+    payload: Any,
   ) -> None:
     """Sends a worker its task, with what the learner says about it."""
     raise NotImplementedError
@@ -132,7 +130,7 @@ class Driver:
   # Methods that it calls.
 
   def accept(
-    self, push: _messages.Push, more: dict[str, Any], payload: np.ndarray | None
+    self, push: _messages.Push, more: dict[str, Any], payload: Any
   ) -> bool:
     """Has the learner decode a push, before it is delivered.
 

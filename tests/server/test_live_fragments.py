@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jdist import cluster, codecs, data, reducers, server
-from jdist.server.gradients import _merge
+from jdist.server.gradients import _gradient_messages, _merge
 from tests.server import _live_runs
 from tests.server import test_live_gradients as live
 
@@ -113,7 +113,8 @@ def give(learner, task, fragment, pulled, plan=0):
 
 def compute(worker, header, payload):
   worker.receive(header, payload)
-  return worker.compute(header)
+  more, found = worker.compute(header)
+  return more, _gradient_messages.bytes_of(found)
 
 
 def test_a_learner_keeps_what_is_not_merged_by_hand():

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from jdist import codecs, data, models, reducers, server, training
+from jdist.server.gradients import _gradient_messages
 from tests.server import _live_runs
 
 pytest.importorskip("simpy")
@@ -99,7 +100,7 @@ def test_pushes_that_cannot_be_used_are_refused():
   plans = server.message_plans()
   learner = gradient_server(plans)
   reply = server.Reply("worker0", 0, 0, 32)
-  _, payload = learner.reply(reply)
+  payload = _gradient_messages.bytes_of(learner.reply(reply)[1])
   with pytest.raises(server.RefusedError) as error:
     learner.push(0, {"loss": 1.0}, payload[:-1])
   assert error.value.reason == "shape"
@@ -133,7 +134,8 @@ def test_a_task_is_cut_where_memory_does_not_hold_it():
       "samples": 33, "passes": passes, "more": {"start": 5, "settled": 0},
     }  # fmt: skip
     more, payload = worker.compute(header)
-    return more["loss"], np.asarray(payload).view(np.float32)
+    found = _gradient_messages.bytes_of(payload)
+    return more["loss"], found.view(np.float32)
 
   loss_of, whole = push(1, [64])
   del sizes[:]

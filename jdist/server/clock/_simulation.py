@@ -12,10 +12,14 @@ import numpy as np
 
 from jdist import checks, cluster
 from jdist.server import _driver, _messages, _ordered_channel, _protocol
-from jdist.server.gradients import _empty_gradient, _learner
+from jdist.server.gradients import (
+  _empty_gradient,
+  _gradient_messages,
+  _learner,
+)
 
 # A message's `more` and payload, as learners know them.
-_Message = tuple[dict[str, Any], np.ndarray | None]
+_Message = tuple[dict[str, Any], Any]
 _NOTHING: _Message = ({}, None)
 
 
@@ -274,7 +278,7 @@ class Simulation(_driver.Driver):
     self,
     reply: _messages.Reply,
     more: dict[str, Any],
-    payload: np.ndarray | None,
+    payload: Any,
   ) -> None:
     """Lets the parameters travel, and the machine's queue grow by its task."""
     name = str(reply.worker)
@@ -448,7 +452,7 @@ class Simulation(_driver.Driver):
     for key, (more, payload) in self._messages().items():
       notes["messages"][key] = more
       if payload is not None:
-        arrays[key] = payload
+        arrays[key] = _gradient_messages.bytes_of(payload)
     return notes, arrays
 
   def _messages(self) -> dict[str, _Message]:

@@ -146,13 +146,13 @@ class FragmentRunner:
       opt_state = _with_count(opt_state, steps)
     return LearnerState(params, opt_state, model_state, list(anchor))
 
-  def receive(self, header: dict[str, Any], payload: np.ndarray | None) -> None:
+  def receive(self, header: dict[str, Any], payload: Any) -> None:
     """Takes the merged fragments that were sent with a task."""
     pulled, more = header["pulled"], header["more"]
     payload = np.zeros(0, np.uint8) if payload is None else payload
     if pulled is None:
       self._unmerged.clear()
-      anchor, model_state = _gradient_messages.tree_of_bytes(
+      anchor, model_state = _gradient_messages.message_of(
         payload, (self._anchor, self._model_state)
       )
       self._state = self.first_state(
@@ -172,9 +172,7 @@ class FragmentRunner:
         if task > more["settled"][p]
       }
     parts = self._parts(self._anchor)
-    fresh = _gradient_messages.tree_of_bytes(
-      payload, [parts[p] for p in pulled]
-    )
+    fresh = _gradient_messages.message_of(payload, [parts[p] for p in pulled])
     self._state = self.merged(
       self._state,
       dict(zip(pulled, fresh, strict=True)),
@@ -208,9 +206,7 @@ class FragmentRunner:
     params = jax.tree.unflatten(self._structure, leaves)
     return state._replace(params=params, base=base)
 
-  def compute(
-    self, header: dict[str, Any]
-  ) -> tuple[dict[str, Any], np.ndarray]:
+  def compute(self, header: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Makes the local steps of a task, and returns their progress."""
     task, fragment = header["task"], header["fragment"]
     samples, passes = header["samples"], header["passes"]
@@ -232,7 +228,7 @@ class FragmentRunner:
       fragment, progress, state.model_state
     )
     self._unmerged.setdefault(fragment, {})[task] = sent
-    return {"loss": float(loss)}, _gradient_messages.tree_bytes(found)
+    return {"loss": float(loss)}, found
 
   def _local_step(
     self, state: LearnerState, batch: PyTree, key: jax.Array

@@ -142,9 +142,7 @@ class FragmentSyncer:
     decode = _gradient_messages.decode_push(self._codec)
     return decode(message, self.part(fragment))
 
-  def reply(
-    self, reply: _messages.Reply
-  ) -> tuple[dict[str, Any], np.ndarray | None]:
+  def reply(self, reply: _messages.Reply) -> tuple[dict[str, Any], Any]:
     """Takes samples for a task, and encodes the fragments that are sent."""
     if reply.fragment not in self._fragments:
       raise ValueError(
@@ -165,14 +163,14 @@ class FragmentSyncer:
     if reply.pull_plan is None:
       return more, None
     if reply.pulled is None:
-      sent: PyTree = (self.anchor, self.model_state)
+      sent: PyTree = (list(self.anchor), self.model_state)
     else:
       # Every bit: an error of the anchor would stay with the learner, as its
       # progress is counted from there.
       sent = [self.part(p) for p in reply.pulled]
-    return more, _gradient_messages.tree_bytes(sent)
+    return more, sent
 
-  def push(self, task: int, more: dict[str, Any], payload: np.ndarray) -> None:
+  def push(self, task: int, more: dict[str, Any], payload: Any) -> None:
     """Decodes a push, or refuses it."""
     worker, fragment, _, steps = self._tasks[task]
     message = _gradient_messages.tree_of_push(payload, self._layouts[fragment])

@@ -225,9 +225,16 @@ def decode_push(codec: Codec) -> Callable[..., Any]:
 
 def _exact_push(message: PyTree, params: PyTree) -> tuple[Pushed, bool]:
   del params
+  leaves = jax.tree.leaves(message)
+  if not all(isinstance(leaf, np.ndarray) for leaf in leaves):
+    return Pushed(*message), bool(_all_finite(leaves))
   # By NumPy, which holds the received bytes: a program would first copy them.
-  finite = [np.isfinite(leaf).all() for leaf in jax.tree.leaves(message)]
-  return Pushed(*message), all(finite)
+  return Pushed(*message), all(np.isfinite(leaf).all() for leaf in leaves)
+
+
+@jax.jit
+def _all_finite(leaves: list[jax.Array]) -> jax.Array:
+  return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
 
 
 @functools.lru_cache(maxsize=32)
@@ -293,13 +300,15 @@ def padded_size(sizes: Sequence[int] | None, count: int) -> int:
   )
 
 
-def tree_of_push(payload: np.ndarray, kinds: PyTree) -> PyTree:
+def tree_of_push(payload: Any, kinds: PyTree) -> PyTree:
   """Returns the message of a push.
 
   Raises:
     RefusedError: when it has another size than such a message.
   """
   # A worker with another model, or a stranger, must not stop the server.
+  if not isinstance(payload, np.ndarray):
+    return payload
   size = num_bytes(kinds)
   if len(payload) != size:
     raise _learner.RefusedError(
@@ -322,6 +331,21 @@ def finite_loss(more: dict[str, Any], finite: Any) -> float:
   if not isinstance(loss, float) or not math.isfinite(loss) or not finite:
     raise _learner.RefusedError("nan", "A push must be finite, got NaN.")
   return loss
+
+
+def message_of(payload: Any, kinds: PyTree) -> PyTree:
+  """Returns the message of a payload, which is the message or its bytes.
+
+  In one process a message is passed as it is: bytes and back are copies.
+  """
+  if not isinstance(payload, np.ndarray):
+    return payload
+  return tree_of_bytes(payload, kinds)
+
+
+def bytes_of(payload: Any) -> np.ndarray:
+  """Returns the bytes of a payload, for a channel or a file."""
+  return payload if isinstance(payload, np.ndarray) else tree_bytes(payload)
 
 
 def tree_bytes(tree: PyTree) -> np.ndarray:

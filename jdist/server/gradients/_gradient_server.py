@@ -100,7 +100,7 @@ class GradientServer:
     ]
     # Exact parameters are encoded once for all workers that wait at a barrier.
     # The model is kept with them, since users may replace `model`.
-    self._exact: tuple[PyTree, np.ndarray] | None = None
+    self._exact: tuple[PyTree, PyTree] | None = None
     # Parameters as each worker has them, by its number.
     self._held: dict[int, PyTree] = {}
     # With compensation, the parameters that were sent for tasks still out.
@@ -134,9 +134,7 @@ class GradientServer:
     total = _merge.merge([pushed] * 2, [1.0] * 2, [0.5] * 2)
     jax.block_until_ready(self._update(model, total, np.float32(1.0)))
 
-  def reply(
-    self, reply: _messages.Reply
-  ) -> tuple[dict[str, Any], np.ndarray | None]:
+  def reply(self, reply: _messages.Reply) -> tuple[dict[str, Any], Any]:
     """Takes samples for a task, and encodes the parameters."""
     worker = self._numbers[reply.worker]
     whose = 0 if self._shared else worker
@@ -153,15 +151,14 @@ class GradientServer:
       self._read[reply.task] = self._held[worker]
     return more, payload
 
-  def _encode(self, worker: int, plan: int | None) -> np.ndarray | None:
+  def _encode(self, worker: int, plan: int | None) -> PyTree:
     model = self.model
     if plan is None:
       return None
     codec, whole = self.plans.pull[plan], plan == 0
     if codec is None:
       if self._exact is None or self._exact[0] is not model:
-        message = model.params, model.model_state
-        self._exact = model, _gradient_messages.tree_bytes(message)
+        self._exact = model, (model.params, model.model_state)
       self._keep(worker, model.params)
       return self._exact[1]
     encode = _gradient_messages.encode_pull(codec, whole)
@@ -172,14 +169,14 @@ class GradientServer:
     # The worker runs the same program, so both hold the same bits.
     receive = _gradient_messages.receive_pull(codec, whole)
     self._keep(worker, receive(message, held)[0])
-    return _gradient_messages.tree_bytes(message)
+    return message
 
   def _keep(self, worker: int, held: PyTree) -> None:
     """Keeps what a worker holds where a difference or a delay asks for it."""
     if len(self.plans.pull) > 1 or self._compensation:
       self._held[worker] = held
 
-  def push(self, task: int, more: dict[str, Any], payload: np.ndarray) -> None:
+  def push(self, task: int, more: dict[str, Any], payload: Any) -> None:
     """Decodes a push, or refuses it."""
     plan = self.tasks[task][2]
     message = _gradient_messages.tree_of_push(payload, self._layouts[plan])

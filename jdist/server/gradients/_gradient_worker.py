@@ -126,19 +126,17 @@ class GradientWorker:
       last=self._last_version,
     )
 
-  def receive(self, header: dict[str, Any], payload: np.ndarray | None) -> None:
+  def receive(self, header: dict[str, Any], payload: Any) -> None:
     """Takes the parameters of a task, if they were sent."""
     plan = header["pull_plan"]
     if plan is None:
       return
     assert payload is not None
-    message = _gradient_messages.tree_of_bytes(payload, self._layouts[plan])
+    message = _gradient_messages.message_of(payload, self._layouts[plan])
     receive = _gradient_messages.receive_pull(self._plans.pull[plan], plan == 0)
     self._held, self._model_state = receive(message, self._held)
 
-  def compute(
-    self, header: dict[str, Any]
-  ) -> tuple[dict[str, Any], np.ndarray]:
+  def compute(self, header: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Returns the gradient of a task's batch, at the parameters held now."""
     task, more, samples = header["task"], header["more"], header["samples"]
     passes = header.get("passes", 1)
@@ -157,9 +155,7 @@ class GradientWorker:
       self._plans.push[header["push_plan"]]
     )
     found, self._push_state = encode(pushed, self._push_state)
-    # One transfer for all: each waits for the device.
-    found, loss = jax.device_get((found, loss))
-    return {"loss": float(loss)}, _gradient_messages.tree_bytes(found)
+    return {"loss": float(loss)}, found
 
   def restart(self) -> None:
     """Forgets its last gradient; the residual of its feedback stays."""

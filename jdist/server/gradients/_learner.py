@@ -53,15 +53,14 @@ class ServerModel(NamedTuple):
 class ServerLearner(Interface):
   """Handles a server's arrays; called by one thread, in the protocol's order.
 
-  Payloads are uint8 arrays, and a header's `more` is what JSON can hold.
+  A payload is a tree of arrays, or its bytes as a uint8 array, which every
+  channel and file needs.  A header's `more` is what JSON can hold.
   """
 
-  def reply(
-    self, reply: _messages.Reply
-  ) -> tuple[dict[str, Any], np.ndarray | None]:
+  def reply(self, reply: _messages.Reply) -> tuple[dict[str, Any], Any]:
     """Returns a task's `more` and its payload, None if nothing is sent."""
 
-  def push(self, task: int, more: dict[str, Any], payload: np.ndarray) -> None:
+  def push(self, task: int, more: dict[str, Any], payload: Any) -> None:
     """Decodes a push, before the protocol is given it.
 
     Raises:
@@ -103,15 +102,13 @@ class WorkerLearner(Interface):
   def prepare(self) -> None:
     """Compiles all that the run needs, before the first pull."""
 
-  def receive(self, header: dict[str, Any], payload: np.ndarray | None) -> None:
+  def receive(self, header: dict[str, Any], payload: Any) -> None:
     """Takes the parameters of a task, if its header says that they are sent.
 
     Every task is received, in order: a difference builds on the one before.
     """
 
-  def compute(
-    self, header: dict[str, Any]
-  ) -> tuple[dict[str, Any], np.ndarray]:
+  def compute(self, header: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Returns the push of the task received last: its `more` and payload."""
 
   def restart(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jdist.server import _driver, _messages, _protocol
-from jdist.server.gradients import _learner
+from jdist.server.gradients import _gradient_messages, _learner
 from jdist.storage import plain_data
 
 
@@ -49,6 +49,7 @@ class Delivery(_driver.Driver):
       here: workers that are there from the beginning.
     """
     super().__init__(protocol, names, here, learner)
+    self._last_payload: tuple[Any, Any] = (None, None)
     self._sent: list[SentTask] = []
     self._timers: list[_messages.Timer] = []
 
@@ -56,10 +57,16 @@ class Delivery(_driver.Driver):
     self,
     reply: _messages.Reply,
     more: dict[str, Any],
-    payload: np.ndarray | None,
+    payload: Any,
   ) -> None:
     """Keeps what a worker is to be sent."""
     # Not sent here: a replay has no workers, and a server first records it.
+    if payload is not None:
+      if self._last_payload[0] is not payload:
+        # All workers of a barrier are sent the same object: one copy for all.
+        found = _gradient_messages.bytes_of(payload)
+        self._last_payload = payload, found
+      payload = self._last_payload[1]
     self._sent.append(SentTask(reply, more, payload))
 
   def wait(self, timer: _messages.Timer) -> None:

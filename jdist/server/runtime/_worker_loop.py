@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jdist import _version, cluster
-from jdist.server.gradients import _learner
+from jdist.server.gradients import _gradient_messages, _learner
 from jdist.server.runtime import _engine
 
 # Time between two attempts to reach a server that does not answer.
@@ -153,7 +153,8 @@ class WorkerLoop:
   ) -> None:
     start_s = time.monotonic()
     self._learner.receive(header, payload)
-    more, out = self._learner.compute(header)
+    more, found = self._learner.compute(header)
+    out = _gradient_messages.bytes_of(found)
     over_s = self._wait(header, arrived_s, start_s)
     push = {
       "task": header["task"],
