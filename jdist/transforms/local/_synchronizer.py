@@ -194,7 +194,7 @@ class Synchronizer:
     params: optax.Params,
     control: _control.Control,
     steps: int | None = None,
-    there: jax.Array | bool = True,
+    there: jax.Array | None = None,
   ) -> Step:
     """Ends the round where the host says so, or by a conditional."""
     # A host that ends rounds compiles a program for each kind of step, and none
@@ -203,7 +203,9 @@ class Synchronizer:
       if control.round_ends:
         return self._end(step, params, steps)
       return self._go_on(step)
-    over = step.sync.clock.is_over() & there
+    over = step.sync.clock.is_over()
+    if there is not None:
+      over &= there
     return jax.lax.cond(
       collectives.agreed(over, self.axis),
       lambda step, params: self._end(step, params, steps),
