@@ -101,7 +101,7 @@ def _follow() -> dict[str, Any]:
   way = [
     *_last_way(calls, "_worker_loop.py:_do", "_worker_loop.py:send"),
     *_last_way(calls, "_thread_engine.py:push", "_live_server.py:_put"),
-    *_last_way(calls, "_server_core.py:_on_push", "_merge.py:merge"),
+    *_last_way(calls, "_server_core.py:_on_push", "_merge.py:narrowed"),
   ]
   files = [file for file, _ in way]
   return {

@@ -120,7 +120,7 @@ class FragmentRunner:
       batch = self._samples.batch(self._number, 0, 1, size=size)
       found, _ = self._local_step(start, batch, self._key)
     for fragment, part in enumerate(self._parts(self._anchor)):
-      _, progress = self.push_of(found, fragment)
+      _, progress, _ = self.push_of(found, fragment)
       sent = self._encode(fragment, progress, found.model_state)[2]
       # The program depends on the number of pushes that are not merged.
       for count in range(3):
@@ -223,7 +223,7 @@ class FragmentRunner:
       start += count
       state, own = self._local_step(state, batch, jax.random.fold_in(key, i))
       loss = loss + own * (count / samples)
-    self._state, progress = self.push_of(state, fragment)
+    self._state, progress, loss = self.push_of(state, fragment, loss)
     found, self._push_states[fragment], sent = self._encode(
       fragment, progress, state.model_state
     )
@@ -240,17 +240,20 @@ class FragmentRunner:
     return LearnerState(params, opt_state, model_state, state.base), loss
 
   def push_of(
-    self, state: LearnerState, fragment: int
-  ) -> tuple[LearnerState, Leaves]:
-    """Returns the state and the progress of a fragment since its last push."""
+    self, state: LearnerState, fragment: int, loss: Any = 0.0
+  ) -> tuple[LearnerState, Leaves, jax.Array]:
+    """Returns the state and the progress of a fragment since its last push.
+
+    Returned last is the loss, or NaN if what is pushed is not finite.
+    """
     leaves, base = jax.tree.leaves(state.params), list(state.base)
     own = self._indices[fragment]
-    progress, now = self._progress(
-      [base[i] for i in own], [leaves[i] for i in own]
+    progress, now, loss = self._progress(
+      [base[i] for i in own], [leaves[i] for i in own], state.model_state, loss
     )
     for i, x in zip(own, now, strict=True):
       base[i] = x
-    return state._replace(base=base), progress
+    return state._replace(base=base), progress, loss
 
   def _encode(
     self, fragment: int, progress: Leaves, model_state: PyTree
@@ -335,9 +338,13 @@ def _programs(
     params = optax.apply_updates(params, updates)
     return params, opt_state, found.model_state, found.loss
 
-  def push(base: Leaves, leaves: Leaves) -> tuple[Leaves, Leaves]:
+  def push(
+    base: Leaves, leaves: Leaves, model_state: PyTree, loss: jax.Array
+  ) -> tuple[Leaves, Leaves, jax.Array]:
     now = [states.wide(x) for x in leaves]
-    return [b - x for b, x in zip(base, now, strict=True)], now
+    progress = [b - x for b, x in zip(base, now, strict=True)]
+    finite = _gradient_messages.all_finite((progress, model_state))
+    return progress, now, jnp.where(finite, loss, jnp.nan)
 
   def take(
     leaves: Leaves, base: Leaves, anchor: Leaves, unmerged: list[Leaves]

@@ -132,11 +132,13 @@ class FragmentSyncer:
     for fragment, kinds in enumerate(self._layouts):
       empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), kinds)
       pushed, _ = self._decode(fragment, empty)
-      total = _merge.merge([pushed] * 2, [1.0] * 2, [0.5] * 2)
-      moved = self._outer_step(
-        self.part(fragment), self._opt_states[fragment], total.grads
-      )
-      jax.block_until_ready(moved)
+      for width in _merge.widths(len(self._numbers)):
+        factors = np.zeros((2, width), np.float32)
+        moved = self._outer_step(
+          self.part(fragment), self._opt_states[fragment], [pushed] * width,
+          factors,
+        )  # fmt: skip
+        jax.block_until_ready(moved)
 
   def _decode(self, fragment: int, message: PyTree) -> tuple[Pushed, jax.Array]:
     decode = _gradient_messages.decode_push(self._codec)
@@ -206,14 +208,14 @@ class FragmentSyncer:
       weights: weight of each push.
     """
     whole = sum(weights)
-    total = _merge.merge(pushes, weights, [x / whole for x in weights])
-    part, self._opt_states[fragment] = self._outer_step(
-      self.part(fragment), self._opt_states[fragment], total.grads
-    )
+    parts = [x / whole for x in weights]
+    # Statistics have no fragments: each merge replaces all of them.
+    part, self._opt_states[fragment], self.model_state = self._outer_step(
+      self.part(fragment), self._opt_states[fragment],
+      *_merge.narrowed(pushes, weights, parts, len(self._numbers)),
+    )  # fmt: skip
     for i, x in zip(self._indices[fragment], part, strict=True):
       self.anchor[i] = x
-    # Statistics have no fragments: each merge replaces all of them.
-    self.model_state = total.change
 
   def discard(self, task: int) -> None:
     """Drops a task, and its push if that has been decoded."""
@@ -270,9 +272,13 @@ def _outer_step(outer: optax.GradientTransformation) -> Callable[..., Any]:
 
   @jax.jit
   def move(
-    part: Leaves, opt_state: PyTree, total: Leaves
-  ) -> tuple[Leaves, PyTree]:
-    updates, opt_state = outer.update(total, opt_state, part)
-    return optax.apply_updates(part, updates), opt_state
+    part: Leaves,
+    opt_state: PyTree,
+    pushes: Sequence[Pushed],
+    factors: jax.Array,
+  ) -> tuple[Leaves, PyTree, PyTree]:
+    total = _merge.merge(pushes, factors)
+    updates, opt_state = outer.update(total.grads, opt_state, part)
+    return optax.apply_updates(part, updates), opt_state, total.change
 
   return move

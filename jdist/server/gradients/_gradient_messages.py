@@ -158,7 +158,8 @@ def gradient_program(
 
   Returns:
     `(params, model_state, last, control, batch, key, task) -> Pushed, loss,
-    last`; `last`, the state of the local step, is `()` without one.
+    last`; the loss is NaN if a number of the push is not finite, and `last`,
+    the state of the local step, is `()` without one.
   """
   compute = training.make_gradient(loss_fn, accumulate=passes)
 
@@ -187,7 +188,11 @@ def gradient_program(
       found.model_state,
       model_state,
     )
-    return Pushed(found.grads, change), found.loss, last
+    pushed = Pushed(found.grads, change)
+    # One number for the server to fetch: a program that looks at the gradient
+    # again would take as long as the update.
+    loss = jnp.where(all_finite(pushed), found.loss, jnp.nan)
+    return pushed, loss, last
 
   return gradient
 
@@ -196,7 +201,7 @@ def gradient_program(
 def encode_push(codec: Codec) -> Callable[..., Any]:
   """Compiles `(Pushed, state) -> message, state`."""
   if codec is None:
-    return lambda pushed, state: (tuple(pushed), state)
+    return lambda pushed, state: (pushed[:2], state)
 
   @jax.jit
   def encode(pushed: Pushed, state: PyTree) -> tuple[PyTree, PyTree]:
@@ -217,24 +222,23 @@ def decode_push(codec: Codec) -> Callable[..., Any]:
     payload, change = message
     pushed = Pushed(codec.decode_payloads(payload, params), change)
     # In the program that decodes: the arrays are read once.
-    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(pushed)]
-    return pushed, jnp.stack(finite).all()
+    return pushed, all_finite(pushed)
 
   return decode
 
 
 def _exact_push(message: PyTree, params: PyTree) -> tuple[Pushed, bool]:
   del params
-  leaves = jax.tree.leaves(message)
-  if not all(isinstance(leaf, np.ndarray) for leaf in leaves):
-    return Pushed(*message), bool(_all_finite(leaves))
-  # By NumPy, which holds the received bytes: a program would first copy them.
-  return Pushed(*message), all(np.isfinite(leaf).all() for leaf in leaves)
+  # NumPy checks the received bytes, which it holds: a program would first copy
+  # them.  Arrays of this process have been checked with their loss.
+  received = (x for x in jax.tree.leaves(message) if isinstance(x, np.ndarray))
+  return Pushed(*message), all(np.isfinite(leaf).all() for leaf in received)
 
 
-@jax.jit
-def _all_finite(leaves: list[jax.Array]) -> jax.Array:
-  return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
+def all_finite(tree: PyTree) -> jax.Array:
+  """Returns whether all numbers of a tree are finite, in a compiled program."""
+  finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
+  return jnp.stack(finite).all()
 
 
 @functools.lru_cache(maxsize=32)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, transforms
+from jdist import checks
 from jdist.server import _messages
 from jdist.server.gradients import _gradient_messages, _learner, _merge
 from jdist.server.gradients._merge import Pushed
@@ -114,14 +114,13 @@ class GradientServer:
     self.losses: collections.deque[tuple[int, float]] = collections.deque(
       maxlen=1000
     )
-    self._update = _update_program(optimizer)
+    self._update = _update_program(optimizer, compensation)
 
   def prepare(self) -> None:
     """Compiles what messages and updates need, before the first of them."""
     model, state = self.model, self._pull_states[0]
     # Compiled from empty messages: a first push that had to wait for the
     # compiler would look like a slow worker to a protocol that measures.
-    pushed = None
     for codec, kinds in zip(self.plans.push, self._layouts, strict=True):
       empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), kinds)
       pushed, _ = _gradient_messages.decode_push(codec)(empty, model.params)
@@ -130,9 +129,13 @@ class GradientServer:
         model.params, model.params, state, model.model_state
       )
       _gradient_messages.receive_pull(codec, plan == 0)(message, model.params)
-    assert pushed is not None
-    total = _merge.merge([pushed] * 2, [1.0] * 2, [0.5] * 2)
-    jax.block_until_ready(self._update(model, total, np.float32(1.0)))
+    if self._compensation:
+      pushed = pushed._replace(read=model.params)
+    for width in _merge.widths(self.num_workers):
+      factors = np.zeros((2, width), np.float32)
+      jax.block_until_ready(
+        self._update(model, [pushed] * width, factors, np.float32(1.0))
+      )
 
   def reply(self, reply: _messages.Reply) -> tuple[dict[str, Any], Any]:
     """Takes samples for a task, and encodes the parameters."""
@@ -194,22 +197,21 @@ class GradientServer:
     pushes, parts, loss = [], [], 0.0
     for number, (worker, samples, _) in zip(update.tasks, tasks, strict=True):
       pushed = self._pushes.pop(number)
-      # Of the decoded gradient and the parameters before this update, as in
-      # DC-ASGD, where the server alone knows both.
+      # DC-ASGD compensates the decoded gradient, by the parameters before this
+      # update: the server alone knows both.
       if self._compensation:
-        grads = _compensated(
-          pushed.grads, self._compensation, self.model.params,
-          self._read.pop(number),
-        )  # fmt: skip
-        pushed = pushed._replace(grads=grads)
+        pushed = pushed._replace(read=self._read.pop(number))
       pushes.append(pushed)
       parts.append(samples / whole)
       loss += parts[-1] * self._losses.pop(number)
       self._settle(worker, number)
     # In the protocol's order, whatever the order of the pushes: sums of floats
     # depend on it, and equal runs must end with equal bits.
-    total = _merge.merge(pushes, update.weights, parts)
-    self.model = self._update(self.model, total, np.float32(loss))
+    pushes, factors = _merge.narrowed(
+      pushes, update.weights, parts, self.num_workers, self.model.params,
+      self._compensation,
+    )  # fmt: skip
+    self.model = self._update(self.model, pushes, factors, np.float32(loss))
     self.losses.append((self.samples, loss))
 
   def _settle(self, worker: int, task: int) -> None:
@@ -279,14 +281,20 @@ class GradientServer:
 
 
 @functools.lru_cache(maxsize=16)
-def _update_program(optimizer: optax.GradientTransformation) -> Any:
-  """Compiles the optimizer's update by merged pushes."""
+def _update_program(
+  optimizer: optax.GradientTransformation, compensation: float
+) -> Any:
+  """Compiles an update by all of its pushes."""
   optimizer = optax.with_extra_args_support(optimizer)
 
   @jax.jit
   def update(
-    model: _learner.ServerModel, total: Pushed, loss: jax.Array
+    model: _learner.ServerModel,
+    pushes: Sequence[Pushed],
+    factors: jax.Array,
+    loss: jax.Array,
   ) -> _learner.ServerModel:
+    total = _merge.merge(pushes, factors, model.params, compensation)
     updates, opt_state = optimizer.update(
       total.grads, model.opt_state, model.params, loss=loss, value=loss
     )
@@ -299,15 +307,3 @@ def _update_program(optimizer: optax.GradientTransformation) -> Any:
     return _learner.ServerModel(params, opt_state, model_state)
 
   return update
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _compensated(
-  grads: PyTree, strength: float, now: PyTree, then: PyTree
-) -> PyTree:
-  return jax.tree.map(
-    lambda g, new, old: transforms.compensated(g, strength, new, old),
-    grads,
-    now,
-    then,
-  )

@@ -1,80 +1,138 @@
-"""The one place where pushes are merged: a weighted sum, program by program."""
+"""The one place where pushes are merged: a weighted sum in few programs."""
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist import transforms
+
 PyTree = Any
+# The pushes that one program sums: more arguments take longer to compile.
+_MOST = 8
 
 
 class Pushed(NamedTuple):
   """Content of a push.
 
   Attributes:
-    grads: a worker's gradient, or the progress of its local steps.
-    change: change of its batch statistics, or the statistics; integers are
+    grads: A worker's gradient, or the progress of its local steps.
+    change: Change of its batch statistics, or the statistics; integers are
       always the new ones.
+    read: With delay compensation, the parameters of the gradient; else None.
   """
 
   grads: PyTree
   change: PyTree
+  read: PyTree = None
+
+
+def narrowed(
+  pushes: Sequence[Pushed],
+  weights: Sequence[float],
+  parts: Sequence[float],
+  num_workers: int,
+  now: PyTree = None,
+  strength: float = 0.0,
+) -> tuple[list[Pushed], np.ndarray]:
+  """Returns few pushes and their factors, with the sum of all, for `merge`.
+
+  A program is compiled for each number of pushes, which changes whenever a
+  worker leaves or returns.  The numbers returned are therefore only halves,
+  quarters and so on of the largest one.
+
+  Args:
+    pushes: At least one.
+    weights: The weight of each gradient.
+    parts: The weight of each change; the sum is 1.
+    num_workers: The number of all workers.
+    now: As of `merge`.
+    strength: As of `merge`.
+  """
+  pushes, factors = list(pushes), np.array([weights, parts], np.float32)
+  while len(pushes) > _MOST:
+    first = _partial_sum(pushes[:_MOST], factors[:, :_MOST], now, strength)
+    pushes = [first, *pushes[_MOST:]]
+    factors = np.insert(factors[:, _MOST:], 0, 1.0, axis=1)
+  # A worker with several tasks may have several pushes in an update.
+  largest = max(num_workers, len(pushes))
+  width = min(w for w in widths(largest) if w >= len(pushes))
+  if missing := width - len(pushes):
+    # Copies of the last push, since the integers of the last one are returned.
+    pushes += pushes[-1:] * missing
+    factors = np.pad(factors, ((0, 0), (0, missing)))
+  return pushes, factors
+
+
+def widths(num_workers: int) -> list[int]:
+  """Returns the numbers of pushes that `narrowed` returns, largest first."""
+  found = [min(num_workers, _MOST)]
+  while found[-1] > 1:
+    found.append(-(-found[-1] // 2))
+  return found
 
 
 def merge(
-  pushes: Sequence[Pushed], weights: Sequence[float], parts: Sequence[float]
+  pushes: Sequence[Pushed],
+  factors: jax.Array,
+  now: PyTree = None,
+  strength: float = 0.0,
 ) -> Pushed:
   r"""Returns the weighted sum of pushes, in their order.
 
   .. math:: \Bigl(\sum_k w_k g_k, \; \sum_k p_k c_k\Bigr)
 
-  Integers in c do not add up: those of the last push are returned.
+  Integers in c do not add up: those of the last push are returned.  Compiled
+  updates call it: for small models the start of another program takes longer
+  than the sum.
 
   Args:
-    pushes: at least one.
-    weights: weights w of the gradients, one for each push.
-    parts: weights p of the changes, with the sum 1.
+    pushes: At least one.
+    factors: The weights w of the gradients and p of the changes, [2, pushes].
+    now: The parameters before the update, for the delay compensation.
+    strength: Strength of the delay compensation of pushes with `read`.
   """
-  if len(pushes) == 1 and weights[0] == parts[0] == 1.0:
-    return pushes[0]  # Each update of plain asynchronous SGD: a program less.
-  total = None
-  # One program for each number of pushes would be compiled anew whenever a
-  # worker leaves; two programs serve all numbers.
-  for pushed, weight, part in zip(pushes, weights, parts, strict=True):
-    factors = np.float32(weight), np.float32(part)
-    if total is None:
-      total = _scale(pushed, *factors)
-    else:
-      total = _add(total, pushed, *factors)
-  assert total is not None
-  return total
+
+  def weighted(factors: jax.Array) -> Callable[..., jax.Array]:
+    def total(*leaves: jax.Array) -> jax.Array:
+      if not is_number(leaves[-1]):
+        return leaves[-1]
+      terms = [
+        factor.astype(x.dtype) * x
+        for factor, x in zip(factors, leaves, strict=True)
+      ]
+      # Every product but the first one is rounded together with its sum (XLA
+      # makes it a fused multiply-add), for any number of pushes.
+      terms[0] = jax.lax.optimization_barrier(terms[0])
+      return functools.reduce(operator.add, terms)
+
+    return total
+
+  def compensated(push: Pushed) -> PyTree:
+    if push.read is None:
+      return push.grads
+    return jax.tree.map(
+      lambda g, new, old: transforms.compensated(g, strength, new, old),
+      push.grads,
+      now,
+      push.read,
+    )
+
+  total = Pushed(
+    jax.tree.map(weighted(factors[0]), *map(compensated, pushes)),
+    jax.tree.map(weighted(factors[1]), *(push.change for push in pushes)),
+  )
+  # The same bits, whatever the optimizer does with them first.
+  return jax.lax.optimization_barrier(total)
+
+
+_partial_sum = jax.jit(merge, static_argnums=3)
 
 
 def is_number(x: jax.Array) -> bool:
   """Returns whether an array is of real or complex numbers, not integers."""
   return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-@jax.jit
-def _scale(pushed: Pushed, weight: jax.Array, part: jax.Array) -> Pushed:
-  return Pushed(
-    jax.tree.map(lambda g: weight.astype(g.dtype) * g, pushed.grads),
-    jax.tree.map(
-      lambda c: part.astype(c.dtype) * c if is_number(c) else c, pushed.change
-    ),
-  )
-
-
-@jax.jit
-def _add(
-  total: Pushed, pushed: Pushed, weight: jax.Array, part: jax.Array
-) -> Pushed:
-  own = _scale(pushed, weight, part)
-  return Pushed(
-    jax.tree.map(jnp.add, total.grads, own.grads),
-    jax.tree.map(
-      lambda t, c: t + c if is_number(c) else c, total.change, own.change
-    ),
-  )
