@@ -10,7 +10,6 @@ from jdist.server._message_codec import MessageCodec as MessageCodec
 from jdist.server._messages import Action as Action
 from jdist.server._messages import Apply as Apply
 from jdist.server._messages import Discard as Discard
-from jdist.server._messages import Expired as Expired
 from jdist.server._messages import Join as Join
 from jdist.server._messages import Leave as Leave
 from jdist.server._messages import Pull as Pull

@@ -12,7 +12,7 @@ SHARES = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12)
 
 
 @hypothesis.given(SHARES, st.integers(1, 8), st.integers(1, 64), st.data())
-def test_sums_are_exact_inside_the_bounds(shares, low, room, data):
+def test_batches_sum_exactly_within_their_bounds(shares, low, room, data):
   high = [low + data.draw(st.integers(0, room)) for _ in shares]
   total = data.draw(st.integers(low * len(shares), sum(high)))
   sizes = _allocation.largest_remainder(
@@ -23,7 +23,7 @@ def test_sums_are_exact_inside_the_bounds(shares, low, room, data):
 
 
 @hypothesis.given(SHARES, st.integers(0, 10_000))
-def test_without_bounds_each_is_within_one_of_its_part(shares, total):
+def test_unbounded_batches_are_within_one_of_their_share(shares, total):
   sizes = _allocation.largest_remainder(shares, total)
   for size, share in zip(sizes, shares, strict=True):
     assert abs(size - total * share / sum(shares)) < 1 + 1e-6
@@ -52,7 +52,7 @@ def test_batches_make_iterations_equally_long():
   assert sum(member.samples for member in state.members.values()) == 300
 
 
-def test_who_joins_takes_a_mean_batch_until_its_speed_is_known():
+def test_new_worker_takes_a_mean_batch_until_its_speed_is_known():
   protocol = server.dbs(60)
   state = protocol.init("ab")
   protocol.receive(state, 0.0, server.Join("c"))

@@ -18,6 +18,7 @@ from jdist import (
   training,
   transforms,
 )
+from jdist.server import _messages
 from tests.server import test_gradients as gradients
 
 pytest.importorskip("simpy")
@@ -52,22 +53,22 @@ def test_a_quorum_opens_a_window_and_its_end_merges():
   (timer,) = rule.receive(state, 2.0, push("c", 4, seconds=2.0))
   assert timer == server.Timer(8, pytest.approx(0.5))
   assert rule.receive(state, 2.2, push("b", 2, seconds=2.2)) == []
-  (update,) = rule.receive(state, 2.5, server.Expired(8))
+  (update,) = rule.receive(state, 2.5, _messages.Expired(8))
   assert update.tasks == (0, 2, 4)  # In the order of joining.
   assert update.weights == pytest.approx((1 / 3,) * 3)
   # Who comes later goes into the next merge, and a timer ends but one window.
   assert rule.receive(state, 2.6, push("d", 6, seconds=2.6)) == []
-  assert rule.receive(state, 2.7, server.Expired(8)) == []
+  assert rule.receive(state, 2.7, _messages.Expired(8)) == []
   assert (state.version, state.merges) == (1, [1])
 
 
-def test_nobody_waits_when_all_are_here():
+def test_no_window_opens_when_all_learners_have_pushed():
   rule = protocol(quorum=0.5, grace=10.0)
   state = begin(rule, "ab")
   (timer,) = rule.receive(state, 1.0, push("a", 0))
   (update,) = rule.receive(state, 1.5, push("b", 2))
   assert update.tasks == (0, 2)
-  assert rule.receive(state, 11.0, server.Expired(timer.task)) == []
+  assert rule.receive(state, 11.0, _messages.Expired(timer.task)) == []
 
 
 def test_weights_are_tokens_by_tokens_a_step():
@@ -88,7 +89,7 @@ def test_weights_are_tokens_by_tokens_a_step():
   assert state.merged_samples == 20.0 + 40.0
 
 
-def test_what_was_merged_is_sent_once():
+def test_merged_fragments_are_sent_once():
   rule = protocol(interval=2, fragments=2, quorum=0.5, grace=0.0)
   state = rule.init("ab")
   first, second = rule.receive(state, 0.0, server.Pull("a"))
@@ -105,7 +106,7 @@ def test_what_was_merged_is_sent_once():
   assert (again.pulled, again.fragment) == (None, 1)
 
 
-def test_a_push_of_who_left_is_merged():
+def test_push_of_a_departed_learner_is_merged():
   rule = protocol(quorum=1.0, grace=0.0)
   state = begin(rule, "ab")
   assert rule.receive(state, 1.0, push("a", 0)) == []
@@ -157,7 +158,7 @@ def promotion():
 @pytest.mark.parametrize(
   "name", ("sgd", pytest.param("adamw", marks=pytest.mark.slow))
 )
-def test_equal_workers_and_a_quorum_of_all_are_diloco(name):
+def test_equal_workers_with_a_full_quorum_match_diloco(name):
   inner = INNER[name]
   learner, run = learn(protocol(**TOGETHER), [1.0] * 4, 6, optimizer=inner)
   assert set(run.staleness) == {0}
@@ -170,7 +171,7 @@ def test_equal_workers_and_a_quorum_of_all_are_diloco(name):
 
 
 @pytest.mark.slow
-def test_fragments_in_turn_are_streaming_diloco():
+def test_fragments_in_turn_match_streaming_diloco():
   learner, _ = learn(
     protocol(interval=4, fragments=2, **TOGETHER), [1.0] * 4, 8, fragments=2
   )
@@ -184,7 +185,7 @@ def test_fragments_in_turn_are_streaming_diloco():
   )
 
 
-def test_one_worker_and_a_plain_mean_is_optax():
+def test_one_worker_with_a_plain_mean_matches_optax():
   learner, _ = learn(
     protocol(each=32, **TOGETHER), [1.0], 5, outer=optax.sgd(1.0)
   )
@@ -204,7 +205,7 @@ def test_one_worker_and_a_plain_mean_is_optax():
   )
 
 
-def test_steps_on_own_clocks_by_hand():
+def test_unequal_learners_match_steps_by_hand():
   """Each keeps what it has done; the others' come two pushes later."""
   each, steps, rate = 2, 2, 0.01
   rule = protocol(interval=steps, each=each, quorum=1.0, grace=0.0)
@@ -276,7 +277,7 @@ def test_a_run_with_failures_learns():
 
 @pytest.mark.slow  # Compiles much: a few hundred arrays are saved and compared.
 @pytest.mark.parametrize("ahead", (0, 1, 2))
-def test_a_run_with_failures_is_resumed_to_the_bit(ahead, tmp_path):
+def test_resumed_run_with_failures_ends_with_the_same_bits(ahead, tmp_path):
   rule = protocol(interval=4, fragments=2, ahead=ahead)
   whole = make(rule, 2)
   records = fit(whole, 4.0)
@@ -348,12 +349,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_refused_by_name(name):
+def test_invalid_arguments_raise(name):
   with pytest.raises(ValueError, match=f"`{name}` must"):
     BAD[name]()
 
 
-def test_fragments_must_be_as_many_as_the_protocols():
+def test_number_of_fragments_must_match_the_protocol():
   with pytest.raises(ValueError, match="`fragments` must be as many"):
     learn(protocol(fragments=2), [1.0], 1, fragments=1)
   assert transforms.fragments_of({"a": jnp.ones(2)}, 1) == (0,)

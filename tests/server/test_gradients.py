@@ -54,7 +54,7 @@ def synchronous(num_workers, batch_size, steps):
   return team.view(state.params)
 
 
-def test_equal_workers_under_a_full_barrier_are_synchronous_sgd():
+def test_equal_workers_under_a_full_barrier_match_synchronous_sgd():
   protocol = server.BSP(batches=server.FixedBatches(8))
   learner, run = learn(protocol, [1.0] * 4, 20)
   assert set(run.staleness) == {0}
@@ -76,14 +76,14 @@ ALONE = {
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_one_worker_alone_is_plain_optax(name):
+def test_one_worker_matches_plain_optax(name):
   learner, _ = learn(ALONE[name], [3.0], 20)
   chex.assert_trees_all_close(
     learner.model.params, synchronous(1, 32, 20), rtol=1e-6, atol=1e-6
   )
 
 
-def test_the_same_seed_gives_the_same_bits():
+def test_same_seed_gives_the_same_bits():
   found = [
     learn(server.dbs(64), [8.0, 4.0, 1.0], 40, jitter=0.2)[0].model
     for _ in range(2)
@@ -91,7 +91,7 @@ def test_the_same_seed_gives_the_same_bits():
   chex.assert_trees_all_equal(*found)
 
 
-def test_padding_alone_changes_roundings_only():
+def test_padding_changes_only_rounding():
   exact, run = learn(server.dbs(64), [8.0, 4.0, 1.0], 20, sizes=range(1, 80))
   padded, _ = learn(server.dbs(64), [8.0, 4.0, 1.0], 20, sizes=[48, 96])
   assert len({node.samples for node in run.nodes.values()}) == 3
@@ -137,7 +137,7 @@ def test_batch_statistics_travel_with_the_push():
   np.testing.assert_allclose(learner.model.model_state["mean"], wanted, 1e-6)
 
 
-def test_asynchronous_sgd_learns_and_discards_cost_nothing():
+def test_asynchronous_sgd_learns_and_skips_discarded_gradients():
   protocol = server.Ringmaster(max_staleness=2, batches=server.FixedBatches(32))
   learner, run = learn(protocol, [8.0, 4.0, 2.0, 1.0], 200)
   first, last = learner.losses[0][1], learner.losses[-1][1]
@@ -146,7 +146,7 @@ def test_asynchronous_sgd_learns_and_discards_cost_nothing():
   assert len(learner.server.tasks) <= 4
 
 
-def test_a_worker_computes_with_what_it_received():
+def test_worker_computes_with_decoded_parameters():
   coarse = server.MessageCodec(codecs.Quantize(2))
   protocol = server.ASP(batches=server.FixedBatches(8))
   learner, _ = learn(protocol, [1.0, 1.0], 5, pull_codec=coarse)

@@ -74,7 +74,7 @@ def test_memory_bounds_batches_or_their_parts():
   assert bounded.sizes(speeds, limits=limits) == (40, 80, 10, 20)
 
 
-def test_parts_of_a_batch_cost_their_own_start():
+def test_each_part_of_a_batch_pays_its_start():
   machines = cluster.Cluster(
     (cluster.Node("a", memory_bytes=10.0), cluster.Node("b"))
   )
@@ -114,7 +114,7 @@ def test_tasks_follow_speeds_and_links():
   # Of two equal workers: computing hides the second of messages; half of it.
   ((30, 1.5), (20, 1.0), (4, 0.6)),
 )
-def test_a_pipelined_round_by_hand(samples, wanted):
+def test_pipelined_round_matches_the_schedule_by_hand(samples, wanted):
   options = {"tasks": False, "plans": None}
   protocol = server.h_ps(2 * samples, **options)
   if samples == 30:
@@ -129,7 +129,7 @@ def test_a_pipelined_round_by_hand(samples, wanted):
 
 
 @pytest.mark.parametrize("tasks", (False, True))
-def test_a_pipeline_that_begins_late_by_hand(tasks):
+def test_late_pipeline_matches_the_schedule_by_hand(tasks):
   """12 rounds of 3 s of computing and 1 s of messages, then those of 3 s."""
   protocol = server.h_ps(120, tasks=tasks, plans=None, pipelined_from=12)
   simulation = run(protocol, [2.0, 2.0], updates=12)
@@ -156,7 +156,7 @@ def test_tasks_follow_links_until_the_pipeline_begins():
   assert [x.samples for x in simulation.state.members.values()] == [45, 15]
 
 
-def test_bits_hide_as_soon_as_the_pipeline_begins():
+def test_messages_are_hidden_once_the_pipeline_begins():
   """Before, they shorten the round; 1 s of messages, 1 of computing."""
   protocol = server.h_ps(20, tasks=False, pipelined_from=10)
   simulation = run(protocol, [1.0, 1.0], updates=9)
@@ -170,7 +170,7 @@ def test_bits_hide_as_soon_as_the_pipeline_begins():
   assert [in_turn, hidden] == wanted and in_turn != hidden
 
 
-def test_staleness_is_one_whatever_happens():
+def test_staleness_is_always_one():
   machines = cluster.Cluster(
     (
       cluster.Node("a", jitter=0.5, speed=3.0),
@@ -186,7 +186,7 @@ def test_staleness_is_one_whatever_happens():
   assert list(simulation.state.members) == ["a", "b"]
 
 
-def test_bits_are_the_most_that_hide():
+def test_plan_has_the_most_bits_that_can_be_hidden():
   topology = cluster.star(
     {
       "worker0": LINK,  # 1 s under 2 s of computing: exact.
@@ -206,14 +206,14 @@ def test_bits_are_the_most_that_hide():
   )
 
 
-def test_without_a_pipeline_bits_use_the_slowest_ones_time():
+def test_without_a_pipeline_bits_fill_the_time_of_the_slowest_worker():
   protocol = server.h_ps(40, tasks=False, pipelined=False)
   simulation = run(protocol, [4.0, 1.0])
   assert list(simulation.state.plans.values()) == [0, 2]
   assert round_s(protocol, [4.0, 1.0]) == pytest.approx(2 + PLANS.share(2))
 
 
-def test_what_a_member_is_sent_first_is_exact():
+def test_first_pull_of_a_member_is_exact():
   protocol = server.h_ps(20, tasks=False, pipelined=False)
   state = protocol.init("ab")
   replies = []

@@ -19,7 +19,7 @@ pytest.importorskip("simpy")
 EXACT = {"plans": None}
 
 
-def test_in_turn_and_exact_it_is_synchronous():
+def test_exact_messages_in_turn_match_synchronous_sgd():
   options = {"tasks": False, "pipelined": False, **EXACT}
   learner, run = gradients.learn(server.h_ps(32, **options), [1.0] * 4, 10)
   assert set(run.staleness) == {0}
@@ -39,7 +39,7 @@ def _halved(update):
     server.LocalStep(_halved), server.LocalStep(0.02, 0.7, nesterov=True),
   ),
 )  # fmt: skip
-def test_a_pipeline_by_hand(step):
+def test_pipeline_matches_updates_by_hand(step):
   """Gradients are of one update before, and a local step further."""
   rate, workers, each = 0.01, 2, 4
   learner, _ = gradients.learn(
@@ -95,7 +95,7 @@ def test_one_worker_foresees_its_server(nesterov):
     )
 
 
-def test_messages_have_the_bytes_that_plans_count():
+def test_messages_have_the_bytes_of_their_plans():
   tree = {
     "a": jnp.ones((10, 13)), "b": jnp.ones(7), "c": jnp.ones((64, 3)),
   }  # fmt: skip
@@ -110,7 +110,7 @@ def test_messages_have_the_bytes_that_plans_count():
   )
 
 
-def test_what_a_worker_holds_follows_the_parameters():
+def test_parameters_of_a_worker_follow_the_server():
   """The residual of a pull is sent by the next ones."""
   plans = server.message_plans(plans=server.BitPlans(((32,), (4,)), (256,)))
   codec = plans.pull[1]
@@ -171,7 +171,7 @@ def start(plans, away=()):
 
 
 @pytest.mark.slow
-def test_few_bits_learn_as_exact_messages_do():
+def test_few_bits_learn_as_well_as_exact_messages():
   losses = []
   for plans in (None, _plans()):
     run = start(plans)
@@ -186,7 +186,7 @@ def test_few_bits_learn_as_exact_messages_do():
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
+def test_resumed_run_ends_with_the_same_bits(tmp_path):
 
   def begin():
     return start(_plans(), (cluster.Outage(0.7, 1.2),))

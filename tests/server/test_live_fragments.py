@@ -75,7 +75,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_recorded_run_ends_with_the_same_bits_again(name, tmp_path):
+def test_replayed_run_ends_with_the_same_bits(name, tmp_path):
   rule, codec = CASES[name]
   result = run(rule, codec, tmp_path / "run")
   learner = syncer(rule.fragments, codec)
@@ -85,7 +85,7 @@ def test_a_recorded_run_ends_with_the_same_bits_again(name, tmp_path):
 
 
 @pytest.mark.parametrize("codec", (None, FOUR_BITS))
-def test_who_waits_for_all_trains_as_on_the_clock(codec, tmp_path):
+def test_full_quorum_trains_as_on_the_clock(codec, tmp_path):
   rule = protocol(fragments=2, **TOGETHER)
   run(rule, codec, tmp_path / "run", updates=6)
   real = syncer(2, codec)
@@ -117,7 +117,7 @@ def compute(worker, header, payload):
   return more, _gradient_messages.bytes_of(found)
 
 
-def test_a_learner_keeps_what_is_not_merged_by_hand():
+def test_learner_keeps_its_unmerged_pushes_by_hand():
   """It has done D, Theta has moved on without it: it stands at Theta - D."""
   server_side, worker = syncer(), runner(0)
   worker.prepare()
@@ -147,7 +147,7 @@ def test_a_learner_keeps_what_is_not_merged_by_hand():
   )
 
 
-def test_progress_that_is_not_pushed_is_kept_for_the_next_push():
+def test_unpushed_progress_is_part_of_the_next_push():
   worker = runner(0)
   first = [jnp.asarray(x) for x in jax.tree.leaves(live.MODEL.params)]
   state = worker.first_state(first, {})
@@ -163,7 +163,7 @@ def test_progress_that_is_not_pushed_is_kept_for_the_next_push():
   )
 
 
-def test_schedules_go_on_in_a_process_that_is_new():
+def test_schedules_continue_in_a_new_process():
   server_side = syncer()
   worker = runner(0)
   more, payload = compute(worker, *give(server_side, 0, 0, None))
@@ -172,7 +172,7 @@ def test_schedules_go_on_in_a_process_that_is_new():
   assert header["more"]["steps"] == STEPS
 
 
-def test_a_checkpoint_has_pushes_that_are_not_merged():
+def test_checkpoint_has_pushes_that_are_not_merged():
   server_side, worker = syncer(2), runner(0, 2)
   for task, fragment in ((0, 0), (1, 1)):
     more, payload = compute(worker, *give(server_side, task, fragment, None))
@@ -193,7 +193,7 @@ def test_a_checkpoint_has_pushes_that_are_not_merged():
   np.testing.assert_array_equal(other.save()[1], kept.save()[1])
 
 
-def test_pushes_that_cannot_be_used_are_refused():
+def test_unusable_pushes_are_refused():
   server_side, worker = syncer(), runner(0)
   more, payload = compute(worker, *give(server_side, 0, 0, None))
   for told, pushed, reason in (

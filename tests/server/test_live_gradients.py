@@ -72,7 +72,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_recorded_run_ends_with_the_same_bits_again(name, tmp_path):
+def test_replayed_run_ends_with_the_same_bits(name, tmp_path):
   protocol, codecs_of = CASES[name]
   plans = server.message_plans(**codecs_of)
   result = run(
@@ -96,7 +96,7 @@ def test_a_recorded_run_ends_with_the_same_bits_again(name, tmp_path):
     server.replay(tmp_path / "run", protocol, other)
 
 
-def test_pushes_that_cannot_be_used_are_refused():
+def test_unusable_pushes_are_refused():
   plans = server.message_plans()
   learner = gradient_server(plans)
   reply = server.Reply("worker0", 0, 0, 32)
@@ -116,7 +116,7 @@ def test_pushes_that_cannot_be_used_are_refused():
   assert learner.samples == 32
 
 
-def test_a_task_is_cut_where_memory_does_not_hold_it():
+def test_task_is_cut_into_batches_that_fit_in_memory():
   # 33 samples in three batches of 11, padded to 16, give the whole's mean.
   sizes = []
 

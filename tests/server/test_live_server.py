@@ -117,7 +117,7 @@ def hand():
     each.server.stop()
 
 
-def test_a_barrier_by_hand(hand):
+def test_barrier_matches_messages_by_hand(hand):
   by = hand(BSP)
   first, second = by.pull("a"), by.pull("b")
   assert (first["task"], second["task"]) == (0, 1)
@@ -138,7 +138,7 @@ def test_tasks_pushed_twice_count_once(hand):
   assert by.server.summary()["updates"] == 1
 
 
-def test_a_lost_worker_holds_no_barrier_and_comes_back(hand):
+def test_lost_worker_leaves_the_barrier_and_joins_again(hand):
   by = hand(BSP)
   by.pull("a"), by.pull("b")
   by.push("a", 0)
@@ -155,7 +155,7 @@ def test_a_lost_worker_holds_no_barrier_and_comes_back(hand):
   assert summary["lost_samples"] == 4 and not summary["refused"]
 
 
-def test_a_push_of_an_earlier_life_is_refused(hand):
+def test_push_of_an_earlier_connection_is_refused(hand):
   by = hand(BSP)
   task = by.pull("a")["task"]
   old = by.lives["a"]
@@ -163,7 +163,7 @@ def test_a_push_of_an_earlier_life_is_refused(hand):
   assert by.push("a", task, life=old) == {"refused": "stale"}
 
 
-def test_who_hangs_leaves_when_its_timer_expires_and_joins_again(hand):
+def test_hanging_worker_leaves_at_its_timeout_and_joins_again(hand):
   by = hand(server.BSP(batches=server.FixedBatches(4), timeout_s=1.0))
   by.pull("a")
   task = by.pull("b")["task"]
@@ -188,7 +188,7 @@ class Picky(server.EmptyServer):
       raise server.RefusedError("nan", "It is not zero.")
 
 
-def test_a_refused_push_is_counted_and_holds_nobody(hand):
+def test_refused_push_is_counted_and_blocks_no_worker(hand):
   by = hand(BSP, Picky(100))
   by.pull("a"), by.pull("b")
   by.push("b", 1, np.ones(100, np.uint8))
@@ -198,7 +198,7 @@ def test_a_refused_push_is_counted_and_holds_nobody(hand):
   assert by.server.summary()["refused"] == {"nan": 1}
 
 
-def test_who_is_refused_thrice_is_sent_home(hand):
+def test_worker_is_stopped_after_three_refused_pushes(hand):
   by = hand(server.ASP(batches=server.FixedBatches(4)), Picky(100))
   for _ in range(2):
     by.push("b", by.pull("b")["task"], np.ones(100, np.uint8))
@@ -209,14 +209,14 @@ def test_who_is_refused_thrice_is_sent_home(hand):
   assert by.server.status()["members"] == 1
 
 
-def test_other_versions_are_refused_in_one_line(hand):
+def test_different_package_versions_are_refused_in_one_line(hand):
   by = hand(BSP, versions={"jax": "9"})
   receipt = by.hello("a", versions={"jax": "8"})
   assert "has jax 8, and the server 9" in receipt["refused"]
   assert by.server.status()["error"] == receipt["refused"]
 
 
-def test_a_timer_of_the_protocols_own_expires(hand):
+def test_timer_without_a_task_expires(hand):
   """The end of a grace window, which no task has."""
   by = hand(
     server.DecoupledDiLoCo(
@@ -250,7 +250,7 @@ def test_without_checkpoints_nothing_is_saved(hand):
   assert hand(BSP).server.save() == -1
 
 
-def test_words_of_control_are_not_for_workers(hand):
+def test_workers_cannot_send_control_messages(hand):
   by = hand(server.ASP(batches=server.FixedBatches(4)))
   for kind in ("finish", "lost", "save", "nothing"):
     assert "A worker sends" in by.word(kind, "a")["refused"]
@@ -259,7 +259,7 @@ def test_words_of_control_are_not_for_workers(hand):
   assert not by.server.status()["finished"]
 
 
-def test_a_push_without_its_header_is_refused(hand):
+def test_push_without_its_header_is_refused(hand):
   by = hand(BSP)
   by.pull("a"), by.pull("b")
   by.push("b", 1, samples="many")
@@ -268,7 +268,7 @@ def test_a_push_without_its_header_is_refused(hand):
   assert by.server.summary()["refused"] == {"header": 1}
 
 
-def test_strangers_are_refused(hand):
+def test_unknown_workers_are_refused(hand):
   by = hand(BSP)
   assert "no worker" in by.hello("c")["refused"]
   with pytest.raises(ValueError, match="uint8"):
@@ -277,7 +277,7 @@ def test_strangers_are_refused(hand):
     _envelope.unpack(np.full(9, 255, np.uint8))
 
 
-def test_messages_take_the_links_time(hand):
+def test_messages_take_the_time_of_their_links(hand):
   machines = cluster.workers([1.0, 1.0], link=cluster.Link(8e3))
   names = machines.names
   start = time.monotonic()
@@ -291,7 +291,7 @@ def test_messages_take_the_links_time(hand):
   assert time.monotonic() - start >= 0.4
 
 
-def test_push_and_pull_are_under_way_at_once():
+def test_push_and_pull_travel_at_the_same_time():
   """A pipelined worker computes while its messages travel."""
   machines = cluster.workers([1.0, 1.0], link=cluster.Link(8e4))
   plan = server.LivePlan(workers=machines.names, machines=machines)
@@ -307,7 +307,7 @@ def test_push_and_pull_are_under_way_at_once():
   assert found["wall_s"] < summary(pipelined=False)["wall_s"]
 
 
-def test_a_run_of_threads_ends_where_it_should():
+def test_threaded_run_ends_at_its_updates():
   result = run(BSP, 40, "samples", every=16)
   assert [x.step for x in result.records] == [2, 4, 5]
   assert {x.clock for x in result.records} == {"wall"}
@@ -318,14 +318,14 @@ def test_a_run_of_threads_ends_where_it_should():
   assert result.events == []
 
 
-def test_a_run_of_threads_ends_after_its_seconds():
+def test_threaded_run_ends_after_its_seconds():
   result = run(BSP, 0.4, "seconds", every=0.2)
   first, last = result.records
   assert 0.2 <= first.train_s < 0.4 <= last.train_s
   assert last.step > first.step > 0
 
 
-def test_a_worker_that_fails_is_noticed_and_spawned_again():
+def test_failed_worker_is_noticed_and_spawned_again():
   tries = []
 
   def work(channel):
@@ -351,7 +351,7 @@ def test_a_worker_that_fails_is_noticed_and_spawned_again():
   assert "repeated" not in result.summary["discarded"]
 
 
-def test_a_worker_that_never_comes_back_ends_the_run():
+def test_worker_that_never_returns_ends_the_run():
   def work(channel):
     raise RuntimeError("There is no disk.")
 
@@ -387,7 +387,7 @@ class Killed(server.ThreadEngine):
 
 
 @pytest.mark.parametrize("losses", (1, 2, 4))
-def test_a_server_may_be_lost_while_it_comes_back(losses, tmp_path):
+def test_server_may_be_lost_again_while_it_restarts(losses, tmp_path):
   engine = Killed(losses)
 
   def work(name, channel):
@@ -421,7 +421,7 @@ def test_a_server_may_be_lost_while_it_comes_back(losses, tmp_path):
   assert kinds == ["lost"] * losses + ["back"]
 
 
-def test_a_server_goes_on_from_its_checkpoint(tmp_path):
+def test_server_continues_from_its_checkpoint(tmp_path):
   folder = str(tmp_path / "checkpoints")
   first = Hand(BSP, checkpoints=folder, marks=(8.0, 24.0), identity={"x": 1})
   first.pull("a"), first.pull("b")

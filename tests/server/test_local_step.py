@@ -48,7 +48,7 @@ def test_foresight_keeps_the_largest_stable_rate(step, limit):
     assert (max(largest[-20:]) < 0.5 * max(largest[200:220])) is stable
 
 
-def test_a_restarted_worker_foresees_nothing_of_its_absence():
+def test_restarted_worker_takes_no_local_step():
   """Moves of the parameters meanwhile are no momentum."""
   state = STEP.init(jnp.float32(1.0))._replace(velocity=jnp.float32(3.0))
   control = STEP.control(7, leads=False, last=None)
@@ -61,7 +61,7 @@ def test_a_restarted_worker_foresees_nothing_of_its_absence():
 
 
 @pytest.mark.parametrize("nesterov", (False, True))
-def test_one_worker_whose_pipeline_begins_late_is_synchronous(nesterov):
+def test_one_worker_with_a_late_pipeline_matches_synchronous_sgd(nesterov):
   """It foresees the server's update, the first one as well."""
   optimizer = optax.sgd(0.1, momentum=0.9, nesterov=nesterov)
 
@@ -117,6 +117,6 @@ def test_local_step_is_taken_where_the_last_gradient_is_missing():
   np.testing.assert_allclose(found, CONTROLS, rtol=1e-5)
 
 
-def test_no_rate_compiles_anything_anew():
+def test_rates_share_one_compiled_program():
   fast, slow = (_worker(server.LocalStep(rate)) for rate in (0.1, 0.2))
   assert fast._program(1) is slow._program(1)

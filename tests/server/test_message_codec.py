@@ -24,7 +24,7 @@ TREE = {
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_nothing_is_lost_but_to_the_feedback(name):
+def test_message_and_residual_sum_to_the_input(name):
   message = server.MessageCodec(CODECS[name], reducers.ErrorFeedback())
   state = message.init(TREE)
   encode, decode = jax.jit(message.encode), jax.jit(message.decode)
@@ -44,7 +44,7 @@ def test_nothing_is_lost_but_to_the_feedback(name):
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_without_feedback_a_leaf_is_what_its_codec_makes_of_it(name):
+def test_without_feedback_each_leaf_is_its_decoded_payload(name):
   codec = CODECS[name]
   message = server.MessageCodec(codec)
   buffer, _ = jax.jit(message.encode)(TREE, message.init(TREE))
@@ -59,7 +59,7 @@ def test_without_feedback_a_leaf_is_what_its_codec_makes_of_it(name):
   assert found["b"]["c"].dtype == jnp.bfloat16
 
 
-def test_a_message_is_as_small_as_its_codec_says():
+def test_message_has_the_bytes_of_its_codec():
   message = server.MessageCodec(codecs.Quantize(4, 64))
   sizes = [codecs.Quantize(4, 64).num_bits(x) for x in jax.tree.leaves(TREE)]
   # Two bytes say that both leaves are finite.
@@ -67,7 +67,7 @@ def test_a_message_is_as_small_as_its_codec_says():
 
 
 @pytest.mark.parametrize("bad", (np.nan, np.inf))
-def test_what_is_not_finite_is_seen_by_the_receiver(bad):
+def test_receiver_sees_nan_where_a_leaf_is_not_finite(bad):
   message = server.MessageCodec(codecs.Quantize(8), reducers.ErrorFeedback())
   tree = TREE | {"a": TREE["a"].at[3, 4].set(bad)}
   buffer, state = message.encode(tree, message.init(tree))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jdist import server
+from jdist.server import _messages
 
 BATCHES = server.SpeedBatches(total=64)
 PROTOCOLS = {
@@ -36,7 +37,7 @@ PROTOCOLS = {
 }
 
 
-def test_every_named_protocol_is_tried():
+def test_every_named_protocol_is_tested():
   tried = {type(protocol) for protocol in PROTOCOLS.values()}
   made = {
     type(entry.factory(**_REQUIRED.get(name, {})))
@@ -104,7 +105,7 @@ class Network:
   def step(self, faults):
     """Delivers a message of a random worker, or lets something go wrong."""
     while self.timers and (not faults or self.random.random() < 0.1):
-      self.deliver(server.Expired(self.timers.pop(0)))
+      self.deliver(_messages.Expired(self.timers.pop(0)))
     name = self.random.choice(self.names)
     queue, happens = self.queues[name], self.random.random()
     if faults and happens < 0.05:
@@ -129,7 +130,7 @@ class Network:
     elif faults and happens < 0.3 and self.state.tasks:
       task = self.random.choice(list(self.state.tasks))
       late = self.state.tasks[task].worker
-      self.deliver(server.Expired(task))
+      self.deliver(_messages.Expired(task))
       self.queues[late] += [server.Join(late), server.Pull(late)]
     else:
       self.deliver(queue.popleft())
@@ -173,7 +174,7 @@ def test_each_push_is_applied_once_or_discarded(name, num_workers, seed):
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_no_barrier_waits_for_one_who_left(name):
+def test_no_barrier_waits_for_a_departed_worker(name):
   net = Network(PROTOCOLS[name], 4, seed=1)
   for _ in range(100):
     net.step(faults=False)
@@ -205,17 +206,17 @@ def test_a_timeout_ends_a_membership(name):
   state = protocol.init(["a", "b"])
   reply, timer, *_ = protocol.receive(state, 0.0, server.Pull("a"))
   assert timer == server.Timer(reply.task, 5.0)
-  protocol.receive(state, 5.0, server.Expired(reply.task))
+  protocol.receive(state, 5.0, _messages.Expired(reply.task))
   assert list(state.members) == ["b"]
   late = server.Push("a", reply.task, reply.samples, 6.0)
   assert protocol.receive(state, 6.0, late) == [
     server.Discard(reply.task, "left")
   ]
   # A timer of a task that is no more says nothing.
-  assert protocol.receive(state, 9.0, server.Expired(reply.task)) == []
+  assert protocol.receive(state, 9.0, _messages.Expired(reply.task)) == []
 
 
-def test_backups_are_discarded_when_they_come():
+def test_late_pushes_of_backups_are_discarded():
   protocol = server.BSP(backups=1)
   state = protocol.init("abc")
   for worker in "abc":
@@ -227,7 +228,7 @@ def test_backups_are_discarded_when_they_come():
   assert late == [server.Discard(2, "late")]
 
 
-def test_one_job_begins_anew_when_somebody_leaves_or_joins():
+def test_static_job_restarts_when_a_worker_leaves_or_joins():
   protocol = server.BSP(restart_s=3.0)
   state = protocol.init("abc")
   for worker in "abc":
@@ -244,8 +245,8 @@ def test_one_job_begins_anew_when_somebody_leaves_or_joins():
   # One more who joins: all wait anew.
   protocol.receive(state, 3.0, server.Join("b"))
   (timer,) = protocol.receive(state, 3.0, server.Pull("b"))
-  assert protocol.receive(state, 4.5, server.Expired(3)) == []
-  replies = protocol.receive(state, 6.0, server.Expired(timer.task))
+  assert protocol.receive(state, 4.5, _messages.Expired(3)) == []
+  replies = protocol.receive(state, 6.0, _messages.Expired(timer.task))
   assert [reply.worker for reply in replies] == ["a", "c", "b"]
 
 
@@ -260,7 +261,7 @@ def test_updates_sum_in_the_order_of_joining():
   assert update.tasks == (0, 1, 2)
 
 
-def test_who_left_after_its_push_is_summed_last():
+def test_push_of_a_departed_worker_is_summed_last():
   protocol = server.BSP()
   state = protocol.init("abc")
   # Its task has the least number.
@@ -324,7 +325,7 @@ def test_batches_follow_speeds_once_a_second_worker_joins():
   assert [x.samples for x in state.members.values()] == [30, 10]
 
 
-def test_bounds_hold_for_who_returns():
+def test_bounds_hold_for_a_returning_worker():
   protocol = server.SSP(bound=1)
   state = protocol.init("ab")
   for _ in range(5):  # b is away from the first step.

@@ -52,14 +52,18 @@ def words(tmp_path, *more, num=2):
     (("--gpus-per-worker", "1.5"), "must be a part of one or whole ones"),
   ),
 )
-def test_what_cannot_run_is_one_line(more, rule, tmp_path, capsys, monkeypatch):
+def test_engine_that_cannot_run_raises_one_line(
+  more, rule, tmp_path, capsys, monkeypatch
+):
+  more, rule, tmp_path, capsys, monkeypatch
+):
   monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
   assert cli.main(words(tmp_path, *more)) == 2
   error = capsys.readouterr().err
   assert rule in error and error.count("\n") == 1
 
 
-def test_off_this_machine_a_token_must_be_there(monkeypatch, tmp_path):
+def test_remote_cluster_needs_a_token(monkeypatch, tmp_path):
   monkeypatch.setenv("RAY_AUTH_MODE", "token")
   monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
   monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
@@ -76,7 +80,7 @@ def test_without_ray_one_line_names_the_extra(tmp_path, capsys, monkeypatch):
   assert 'pip install ".[ray]"' in error and error.count("\n") == 1
 
 
-def test_outages_are_for_the_clock(tmp_path, capsys):
+def test_outages_need_the_virtual_clock(tmp_path, capsys):
   found = words(tmp_path, "--batch-size", "63")
   with open(tmp_path / "cluster.toml", "a") as file:
     file.write('[[nodes]]\nname = "x"\noutages = [{start_s = 1, end_s = 2}]\n')
@@ -115,9 +119,7 @@ needs_ray = pytest.mark.skipif(
 
 
 @needs_ray
-def test_gpus_that_are_not_there_are_one_line_and_nothing_is_left(
-  tmp_path, capsys
-):
+def test_missing_gpus_raise_one_line_and_leave_nothing(tmp_path, capsys):
   before = left_behind()
   more = ("--cpus-per-worker", "0.25", "--gpus-per-worker", "8")
   assert cli.main(words(tmp_path, *more)) == 2
@@ -165,7 +167,7 @@ finally:
 
 @needs_ray
 @pytest.mark.slow
-def test_each_worker_sees_a_gpu_of_its_own(tmp_path):
+def test_each_worker_sees_its_own_gpu(tmp_path):
   subprocess.run([sys.executable, "-c", SEEING, str(tmp_path)], check=True)
   seen = sorted((tmp_path / name).read_text() for name in "ab")
   assert seen == ["0 cuda", "1 cuda"]
@@ -173,7 +175,7 @@ def test_each_worker_sees_a_gpu_of_its_own(tmp_path):
 
 @needs_ray
 @pytest.mark.slow
-def test_a_killed_worker_comes_back_and_nothing_is_left():
+def test_killed_worker_is_restarted_and_leaves_nothing():
   before = left_behind()
   engine = server.RayEngine(2, cpus_per_worker=0.25)
   killed = []
@@ -234,7 +236,7 @@ def recorded_work(name, worker, channel):
 
 @needs_ray
 @pytest.mark.slow
-def test_recorded_runs_on_ray_end_with_the_same_bits_again(tmp_path):
+def test_replayed_runs_of_ray_end_with_the_same_bits(tmp_path):
   # Bits are those of one compiler's flags.
   flags = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", ""), "JAX_PLATFORMS": "cpu"}
   engine = server.RayEngine(2, cpus_per_worker=0.25, environment=flags)
@@ -258,7 +260,7 @@ def test_recorded_runs_on_ray_end_with_the_same_bits_again(tmp_path):
 
 @needs_ray
 @pytest.mark.slow
-def test_an_interrupted_run_leaves_nothing(tmp_path):
+def test_interrupted_run_leaves_no_processes(tmp_path):
   before = left_behind()
   more = ("--cpus-per-worker", "0.25", "--epochs", "1000")
   process = subprocess.Popen(
@@ -277,7 +279,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path):
 
 @needs_ray
 @pytest.mark.slow
-def test_sigterm_saves_a_run_and_leaves_nothing(tmp_path):
+def test_sigterm_saves_a_run_and_leaves_no_processes(tmp_path):
   before = left_behind()
   more = (
     "--cpus-per-worker", "0.25", "--epochs", "1000", "--checkpoints",
@@ -302,7 +304,7 @@ def test_sigterm_saves_a_run_and_leaves_nothing(tmp_path):
 
 @needs_ray
 @pytest.mark.slow
-def test_sigterm_ends_an_engine_and_leaves_nothing(tmp_path):
+def test_sigterm_ends_an_engine_and_leaves_no_processes(tmp_path):
   before = left_behind()
   process = subprocess.Popen(
     [sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, text=True
@@ -352,7 +354,7 @@ def test_decoupled_diloco_in_four_bits_learns_on_ray(tmp_path):
 
 @needs_ray
 @pytest.mark.slow
-def test_training_on_ray_is_recorded_and_goes_on(tmp_path):
+def test_training_on_ray_is_recorded_and_resumed(tmp_path):
   more = (
     "--cpus-per-worker", "0.25", "--evaluate-every-epochs", "1",
     "--learning-rate", "0.05", "--checkpoints", str(tmp_path / "kept"),

@@ -110,7 +110,7 @@ def hosts(tmp_path):
 
 @test_ray_engine.needs_ray
 @pytest.mark.slow
-def test_training_on_three_hosts_outlives_one(hosts, tmp_path):
+def test_training_on_three_hosts_survives_the_loss_of_one(hosts, tmp_path):
   head, *others = hosts
   head.run("ray", "get-auth-token", "--generate")
   for host in others:

@@ -182,5 +182,5 @@ SCALED = codecs.RandomK(0.1, shared=False)
   ("simulation", without_learner, "have a learner"),
   ("session", lambda: server.ServerRun("clock"), "a `server.ClockSession`"),
 )
-def test_what_is_refused(argument, call, rule):
+def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)

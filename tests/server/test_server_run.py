@@ -63,12 +63,12 @@ def test_records_are_of_the_virtual_clock():
   assert records[0].metrics == {"accuracy": 0.5}
 
 
-def test_a_run_ends_at_its_updates_or_samples():
+def test_run_ends_at_its_updates_or_samples():
   assert fit(7)[-1].step == 7
   assert fit(95, "samples")[-1].step == 10
 
 
-def test_a_servers_model_is_evaluated_as_any_state():
+def test_server_model_is_evaluated_like_a_training_state():
   run = make()
   fit(20, run=run)
   evaluate = training.Evaluator(
@@ -116,7 +116,7 @@ class StoppedError(Exception):
     pytest.param("bsp", True, marks=pytest.mark.slow),
   ],
 )
-def test_a_resumed_run_ends_with_the_same_bits(name, compressed, tmp_path):
+def test_resumed_run_ends_with_the_same_bits(name, compressed, tmp_path):
 
   def start():
     samples = data.SampleStream(gradients.DIGITS, 3, seed=0)
@@ -162,7 +162,7 @@ def test_a_resumed_run_ends_with_the_same_bits(name, compressed, tmp_path):
     chex.assert_trees_all_equal(found, wanted)
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+def test_checkpoint_of_another_run_is_refused(tmp_path):
   def run(**metadata):
     return fit(4, checkpoints=tmp_path, metadata=metadata)
 
@@ -177,7 +177,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     fit(4, checkpoints=tmp_path / "trainer")
 
 
-def test_records_of_another_run_are_not_taken_over(tmp_path):
+def test_records_of_another_run_are_not_reused(tmp_path):
   records = fit(4, checkpoints=tmp_path / "a")
   (tmp_path / "b").mkdir()
   for folder in ("a", "b"):
@@ -191,7 +191,7 @@ def test_records_of_another_run_are_not_taken_over(tmp_path):
   assert again == [records[0]._replace(metrics={"x": 1.0})]
 
 
-def test_a_run_ends_where_all_machines_are_away_for_good(tmp_path):
+def test_run_ends_when_all_machines_have_left_for_good(tmp_path):
   # Two and seven tasks of 0.1 s.
   machines = cluster.Cluster(
     tuple(

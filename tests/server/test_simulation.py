@@ -58,7 +58,7 @@ def simulation(speeds=(2.0, 1.0), protocol=None, **arguments):
   )
 
 
-def test_a_step_by_hand():
+def test_step_matches_its_times_by_hand():
   # Speed 2: half a second is a quarter; a link of a second for a message.
   learner = noting()
   run = simulation(
@@ -81,7 +81,7 @@ def test_a_step_by_hand():
   assert run.pushed_bytes == 3 and run.pulled_bytes == 0
 
 
-def test_a_barrier_takes_as_long_as_the_slowest():
+def test_barrier_takes_as_long_as_the_slowest_worker():
   run = simulation((8.0, 1.0, 1.0), server.BSP(batches=FIVE))
   run.run(updates=10)
   assert run.now_s == pytest.approx(5.0)
@@ -106,7 +106,7 @@ def iteration_spread(run):
   return max(seconds) / min(seconds)
 
 
-def test_dbs_makes_iterations_equally_long_and_again_after_a_slowdown():
+def test_dbs_equalizes_iterations_again_after_a_slowdown():
   speeds = (8.0, 8.0, 4.0, 4.0, 2.0, 2.0, 1.0, 1.0)
   machines = cluster.workers(speeds)
   nodes = list(machines.nodes)
@@ -156,7 +156,7 @@ PROTOCOLS = {
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_failures_hold_nobody_up_and_lose_no_count(name):
+def test_failures_block_no_worker_and_lose_no_count(name):
   learner = noting()
   run = simulation(
     machines=failing(), protocol=PROTOCOLS[name], learner=learner
@@ -181,7 +181,7 @@ def test_failures_hold_nobody_up_and_lose_no_count(name):
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_the_same_seed_gives_the_same_course(name):
+def test_same_seed_gives_the_same_events(name):
   def log(seed):
     learner = noting()
     run = simulation(
@@ -233,7 +233,7 @@ HANGING = {
 
 
 @pytest.mark.parametrize("name", HANGING)
-def test_pushes_that_wait_outlive_their_timers(name):
+def test_waiting_pushes_outlive_their_timers(name):
   # "c" hangs: what the others have pushed waits for it when timers expire.
   slow = (cluster.Slowdown(2.4, 1e-6),)
   nodes = (
@@ -258,7 +258,7 @@ def test_pushes_that_wait_outlive_their_timers(name):
   }
 
 
-def test_what_a_failure_cuts_off_is_not_counted_as_computed():
+def test_work_cut_off_by_a_failure_is_not_counted():
   # Up for one second of every ten, with tasks of nine.
   outages = tuple(
     cluster.Outage(1.0 + 10 * i, 10.0 + 10 * i) for i in range(10)
@@ -276,7 +276,7 @@ def test_what_a_failure_cuts_off_is_not_counted_as_computed():
   assert [x.seconds for x in spans[:9]] == pytest.approx([1.0] * 9)
 
 
-def test_what_is_computed_at_the_end_counts_as_far_as_it_is():
+def test_unfinished_work_counts_until_the_end_of_the_run():
   # The second's task takes four times as long as the first's.
   run = simulation((1.0, 0.25), server.ASP(batches=FIVE))
   run.run(updates=1)
@@ -286,7 +286,7 @@ def test_what_is_computed_at_the_end_counts_as_far_as_it_is():
   assert run.summary()["utilisation"] == pytest.approx(1.0)
 
 
-def test_batches_that_grow_are_held_within_memory():
+def test_growing_batches_stay_within_memory():
   nodes = (
     cluster.Node("fast", speed=8.0, memory_bytes=40.0),
     cluster.Node("slow"),
@@ -315,7 +315,7 @@ def test_batches_that_grow_are_held_within_memory():
   assert max(samples for worker, samples in sizes if worker == "fast") == 40
 
 
-def test_bytes_are_those_of_the_messages():
+def test_counted_bytes_match_the_messages():
   profile = dataclasses.replace(PROFILE, push_bytes=3.0, pull_bytes=5.0)
   run = simulation(profile=profile, link=cluster.Link(8e6))
   run.run(updates=50)
@@ -324,7 +324,7 @@ def test_bytes_are_those_of_the_messages():
   assert 3.0 * 50 <= run.pushed_bytes <= 3.0 * (50 + out)
 
 
-def test_memory_is_flat_in_the_updates():
+def test_memory_does_not_grow_with_updates():
   run = simulation((1.0, 2.0, 3.0), server.SSP(batches=FIVE), jitter=0.1)
   held = []
   for updates in (500, 1000, 5000):
@@ -341,14 +341,14 @@ def test_memory_is_flat_in_the_updates():
   assert held[2][0] <= 3 and held[2][3] < 20
 
 
-def test_a_batch_beyond_a_machines_memory_is_refused():
+def test_batch_beyond_the_memory_of_a_machine_is_refused():
   machines = cluster.Cluster((cluster.Node("a", memory_bytes=4.0),))
   profile = dataclasses.replace(PROFILE, bytes_per_sample=1.0)
   with pytest.raises(ValueError, match="4 samples fit"):
     simulation(machines=machines, profile=profile)
 
 
-def test_without_simpy_it_says_what_to_install(monkeypatch):
+def test_missing_simpy_names_the_extra_to_install(monkeypatch):
   monkeypatch.setitem(sys.modules, "simpy", None)
   with pytest.raises(ImportError, match=r"\.\[sim\]"):
     simulation()

@@ -134,7 +134,7 @@ def check(log):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_versions_of_all_gradients_are_the_clocks(case):
+def test_gradients_are_computed_at_the_versions_of_the_clock(case):
   machines, options = CASES[case]
   protocol = server.h_ps(BATCH, tasks=False, **({"plans": None} | options))
   clock, threads = (f(protocol, machines) for f in (on_clock, on_threads))
