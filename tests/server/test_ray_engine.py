@@ -55,8 +55,6 @@ def words(tmp_path, *more, num=2):
 def test_engine_that_cannot_run_raises_one_line(
   more, rule, tmp_path, capsys, monkeypatch
 ):
-  more, rule, tmp_path, capsys, monkeypatch
-):
   monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
   assert cli.main(words(tmp_path, *more)) == 2
   error = capsys.readouterr().err

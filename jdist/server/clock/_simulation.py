@@ -12,15 +12,8 @@ import numpy as np
 
 from jdist import checks, cluster
 from jdist.server import _driver, _messages, _ordered_channel, _protocol
-from jdist.server.gradients import (
-  _empty_gradient,
-  _gradient_messages,
-  _learner,
-)
-
-# A message's `more` and payload, as learners know them.
-_Message = tuple[dict[str, Any], Any]
-_NOTHING: _Message = ({}, None)
+from jdist.server.clock import _pair_messages
+from jdist.server.gradients import _learner
 
 
 @dataclasses.dataclass(slots=True)
@@ -29,18 +22,6 @@ class _Given:
 
   reply: _messages.Reply
   arrived_s: float | None = None
-
-
-class _Replay(_empty_gradient.EmptyServer):
-  """Moves no arrays, and refuses the pushes that were refused before."""
-
-  def __init__(self, refused: dict[int, str]):
-    super().__init__()
-    self._refused = refused
-
-  def push(self, task: int, more: dict[str, Any], payload: np.ndarray) -> None:
-    if task in self._refused:
-      raise _learner.RefusedError(self._refused[task], "Refused before.")
 
 
 class Simulation(_driver.Driver):
@@ -129,12 +110,9 @@ class Simulation(_driver.Driver):
     server = None if learner is None else learner.server
     super().__init__(protocol, machines.names, here, server)
     self.learner = learner
-    # Messages under way, by task: to each machine, and to the server.
-    self._sent: dict[str, dict[int, _Message]] = {
-      name: {} for name in machines.names
-    }
-    self._pushed: dict[int, _Message] = {}
-    self._refused_tasks: dict[int, str] = {}
+    self._under_way = None
+    if learner is not None:
+      self._under_way = _pair_messages.PairMessages(learner, machines.names)
     self.machines, self.profile, self.trace = machines, profile, trace
     self._server = machines.server
     self._network = cluster.Network(self._environment, machines.topology, trace)
@@ -287,8 +265,8 @@ class Simulation(_driver.Driver):
       life = -1
     else:
       self._queues[name].append(given)
-      if self.learner is not None:
-        self._sent[name][reply.task] = more, payload
+      if self._under_way is not None:
+        self._under_way.send(name, reply.task, more, payload)
     arrival = None
     if reply.pull_plan is not None:
       num_bytes = self.profile.pull_bytes * self.protocol.pull_share(reply)
@@ -356,8 +334,8 @@ class Simulation(_driver.Driver):
       return
     # When the task ends, not when its push is received: the machine may fail
     # in between, which must not touch what it has computed.
-    if self.learner is not None:
-      self._compute_push(self.learner.workers[name], reply)
+    if self._under_way is not None:
+      self._compute_push(self._under_way, reply)
     num_bytes = self.profile.push_bytes * self.protocol.push_share(reply)
     self.pushed_bytes += num_bytes
     arrival = self._network.send(
@@ -373,22 +351,17 @@ class Simulation(_driver.Driver):
     self._begin(name, life)
 
   def _compute_push(
-    self, worker: _learner.WorkerLearner, reply: _messages.Reply
+    self, under_way: _pair_messages.PairMessages, reply: _messages.Reply
   ) -> None:
     """Lets a worker's learner do what its machine has just done."""
-    task = reply.task
-    more, payload = self._sent[str(reply.worker)].pop(task)
-    assignment = self.state.tasks.get(task)
-    if assignment is None or assignment.worker != reply.worker:
+    task = self.state.tasks.get(reply.task)
+    if task is None or task.worker != reply.worker:
       # The worker was counted as gone.  It will begin anew, and its remaining
       # tasks may build on parameters that it was never sent.
-      return
-    header = reply._asdict() | {"more": more}
-    worker.receive(header, payload)
-    # Its version can only become older: a late gradient stays late.
-    if worker.stateless and self.protocol.is_late(self.state, assignment):
-      return
-    self._pushed[task] = worker.compute(header)
+      under_way.skip(reply)
+    else:
+      late = self.protocol.is_late(self.state, task)
+      under_way.compute(reply, late=late)
 
   def _end(self, name: str) -> None:
     """Counts what a machine has computed by now, if it does."""
@@ -401,8 +374,8 @@ class Simulation(_driver.Driver):
 
   def _take(self, push: _messages.Push, life: int) -> None:
     name = str(push.worker)
-    if self.learner is None or self.accept(
-      push, *self._pushed.pop(push.task, _NOTHING)
+    if self._under_way is None or self.accept(
+      push, *self._under_way.take_push(push.task)
     ):
       self.deliver(push)
     else:
@@ -421,7 +394,8 @@ class Simulation(_driver.Driver):
   ) -> None:
     """Counts a push that cannot be used, and notes it for a replay."""
     super().refuse(worker, task, error)
-    self._refused_tasks[task] = error.reason
+    if self._under_way is not None:
+      self._under_way.refused[task] = error.reason
 
   def _restart(self, name: str) -> None:
     """Lets a machine's learner forget the tasks that were taken from it."""
@@ -436,30 +410,9 @@ class Simulation(_driver.Driver):
     The clock itself is not saved: `resume` replays it.  Saved are the learners'
     states and all messages under way.
     """
-    assert self.learner is not None
-    notes: dict[str, Any] = {
-      "events": self.events,
-      "refused": list(self._refused_tasks.items()),
-      "learners": {},
-      "messages": {},
-    }
-    arrays = {}
-    learners = {"server": self.learner.server} | {
-      f"worker {name}": one for name, one in self.learner.workers.items()
-    }
-    for key, one in learners.items():
-      notes["learners"][key], arrays[key] = one.save(whole=True)
-    for key, (more, payload) in self._messages().items():
-      notes["messages"][key] = more
-      if payload is not None:
-        arrays[key] = _gradient_messages.bytes_of(payload)
-    return notes, arrays
-
-  def _messages(self) -> dict[str, _Message]:
-    found = {f"push {task}": x for task, x in self._pushed.items()}
-    for sent in self._sent.values():
-      found |= {f"pull {task}": x for task, x in sent.items()}
-    return found
+    assert self._under_way is not None
+    notes, arrays = self._under_way.save()
+    return notes | {"events": self.events}, arrays
 
   def resume(
     self, notes: dict[str, Any], arrays: dict[str, np.ndarray]
@@ -469,30 +422,14 @@ class Simulation(_driver.Driver):
     The clock is replayed with learners that compute nothing, which takes a
     small part of the run's time, and the learners' states are loaded then.
     """
-    pair = self.learner
-    assert pair is not None and not self.events, "a resumed run is a new one"
-    self._learner = _Replay(dict(map(tuple, notes["refused"])))
-    empty = dict.fromkeys(pair.workers, _empty_gradient.EmptyWorker())
-    self.learner = _learner.Pair(self._learner, empty)
+    pair, under_way = self.learner, self._under_way
+    assert pair is not None and under_way is not None
+    assert not self.events, "a resumed run is a new one"
+    self._learner = under_way.replay(notes["refused"])
+    self.learner = under_way.pair
     self.run(events=notes["events"])
     self.learner, self._learner = pair, pair.server
-    pair.server.load(notes["learners"]["server"], arrays["server"])
-    for name, worker in pair.workers.items():
-      key = f"worker {name}"
-      worker.load(notes["learners"][key], arrays[key])
-
-    def saved(key: str) -> _Message:
-      return notes["messages"][key], arrays.get(key)
-
-    for sent in self._sent.values():
-      for task in sent:
-        sent[task] = saved(f"pull {task}")
-    # A push that was known to be late has no message.
-    self._pushed = {
-      int(key.removeprefix("push ")): saved(key)
-      for key in notes["messages"]
-      if key.startswith("push ")
-    }
+    under_way.load(pair, notes, arrays)
 
   # Failures.
 
@@ -518,7 +455,8 @@ class Simulation(_driver.Driver):
     self._lives[name] += 1
     self._away.add(name)
     self._queues[name].clear()
-    self._sent[name].clear()
+    if self._under_way is not None:
+      self._under_way.clear(name)
     # Messages of a new life do not wait for those of an old connection.
     self._pulls[name] = _ordered_channel.OrderedChannel()
     self._pushes[name] = _ordered_channel.OrderedChannel()

@@ -1,0 +1,135 @@
+"""The learners of a pair on the virtual clock, and their messages under way."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from jdist.server import _messages
+from jdist.server.gradients import (
+  _empty_gradient,
+  _gradient_messages,
+  _learner,
+)
+
+# A message's `more` and payload, as learners know them.
+Message = tuple[dict[str, Any], Any]
+_NOTHING: Message = ({}, None)
+
+
+class _Replay(_empty_gradient.EmptyServer):
+  """Moves no arrays, and refuses the pushes that were refused before."""
+
+  def __init__(self, refused: dict[int, str]):
+    super().__init__()
+    self._refused = refused
+
+  def push(self, task: int, more: dict[str, Any], payload: np.ndarray) -> None:
+    if task in self._refused:
+      raise _learner.RefusedError(self._refused[task], "Refused before.")
+
+
+class PairMessages:
+  """Computes the pushes of a pair, and holds its messages under way.
+
+  Args:
+    pair: The learners of the server and its workers.
+    names: The names of all machines.
+
+  Attributes:
+    pair: The learners; during a replay those that compute nothing.
+    refused: The reasons of refused pushes, by task, for a replay.
+  """
+
+  def __init__(self, pair: _learner.Pair, names: Iterable[str]):
+    self.pair = pair
+    self.refused: dict[int, str] = {}
+    self._sent: dict[str, dict[int, Message]] = {name: {} for name in names}
+    self._pushed: dict[int, Message] = {}
+
+  def send(self, name: str, task: int, more: Any, payload: Any) -> None:
+    """Keeps the message of a task until its machine has computed it."""
+    self._sent[name][task] = more, payload
+
+  def compute(self, reply: _messages.Reply, *, late: bool) -> None:
+    """Computes the push of a task.
+
+    Args:
+      reply: The task.
+      late: Whether its gradient will be discarded.
+    """
+    more, payload = self._sent[str(reply.worker)].pop(reply.task)
+    worker = self.pair.workers[str(reply.worker)]
+    header = reply._asdict() | {"more": more}
+    worker.receive(header, payload)
+    # Its version can only become older: a late gradient stays late.
+    if not (worker.stateless and late):
+      self._pushed[reply.task] = worker.compute(header)
+
+  def skip(self, reply: _messages.Reply) -> None:
+    """Drops a task that its worker must not compute."""
+    self._sent[str(reply.worker)].pop(reply.task)
+
+  def take_push(self, task: int) -> Message:
+    """Returns a push that the server receives."""
+    return self._pushed.pop(task, _NOTHING)
+
+  def clear(self, name: str) -> None:
+    """Drops the messages to a machine that has failed."""
+    self._sent[name].clear()
+
+  def replay(self, refused: Iterable[Any]) -> _learner.ServerLearner:
+    """Takes learners that compute nothing, until `load`; returns the server."""
+    server = _Replay(dict(map(tuple, refused)))
+    empty = dict.fromkeys(self.pair.workers, _empty_gradient.EmptyWorker())
+    self.pair = _learner.Pair(server, empty)
+    return server
+
+  def save(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns all states and messages: notes, and uint8 arrays."""
+    notes: dict[str, Any] = {
+      "refused": list(self.refused.items()),
+      "learners": {},
+      "messages": {},
+    }
+    arrays = {}
+    for key, one in _learners(self.pair).items():
+      notes["learners"][key], arrays[key] = one.save(whole=True)
+    messages = {f"push {task}": x for task, x in self._pushed.items()}
+    for sent in self._sent.values():
+      messages |= {f"pull {task}": x for task, x in sent.items()}
+    for key, (more, payload) in messages.items():
+      notes["messages"][key] = more
+      if payload is not None:
+        arrays[key] = _gradient_messages.bytes_of(payload)
+    return notes, arrays
+
+  def load(
+    self,
+    pair: _learner.Pair,
+    notes: dict[str, Any],
+    arrays: dict[str, np.ndarray],
+  ) -> None:
+    """Takes a pair and loads its saved states, after a replay."""
+    self.pair = pair
+    for key, one in _learners(pair).items():
+      one.load(notes["learners"][key], arrays[key])
+
+    def saved(key: str) -> Message:
+      return notes["messages"][key], arrays.get(key)
+
+    for sent in self._sent.values():
+      for task in sent:
+        sent[task] = saved(f"pull {task}")
+    # A push that was known to be late has no message.
+    self._pushed = {
+      int(key.removeprefix("push ")): saved(key)
+      for key in notes["messages"]
+      if key.startswith("push ")
+    }
+
+
+def _learners(pair: _learner.Pair) -> dict[str, Any]:
+  """Returns all learners of a pair, by their keys in a checkpoint."""
+  workers = {f"worker {name}": one for name, one in pair.workers.items()}
+  return {"server": pair.server} | workers
