@@ -156,13 +156,13 @@ class LiveServer:
   def status(self) -> dict[str, Any]:
     """Returns the progress of the run, in a form that JSON can hold."""
     core = self._core
-    found, delivery = core.checkpoints.found, core.delivery
+    found, delivery = core.marks.checkpoints.found, core.delivery
     state = None if delivery is None else delivery.state
     return {
       "now_s": core.wall_s,
       "here": [name for name, box in core.boxes.items() if box.here],
       "finished": core.finished,
-      "records": len(core.records),
+      "records": len(core.marks.records),
       "error": self._error,
       "resumed": None if found is None else found[0]["updates"],
       "updates": 0 if state is None else state.version,
@@ -173,8 +173,8 @@ class LiveServer:
   def record_of(self, number: int) -> tuple[_run_marks.Mark, np.ndarray]:
     """Returns the figures of a mark, and the learner's snapshot there."""
     core = self._core
-    snapshot = core.snapshots.pop(number, np.zeros(0, np.uint8))
-    return core.records[number], snapshot
+    snapshot = core.marks.snapshots.pop(number, np.zeros(0, np.uint8))
+    return core.marks.records[number], snapshot
 
   def final(self) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the run in figures, and all arrays of the learner."""
@@ -192,8 +192,8 @@ class LiveServer:
       "wall_s": wall_s,
       "samples_per_s": found["samples"] / max(wall_s, 1e-9),
       "utilisation": min(1.0, busy_s / whole_s),
-      "pulled_bytes": core.pulled_bytes,
-      "pushed_bytes": core.pushed_bytes,
+      "pulled_bytes": core.marks.pulled_bytes,
+      "pushed_bytes": core.marks.pushed_bytes,
       "server_busy_s": self._busy_s,
       "over_s": dict(core.over_s),
     }

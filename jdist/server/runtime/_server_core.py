@@ -4,21 +4,19 @@ import collections
 import concurrent.futures
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jdist.server import _messages, _protocol
 from jdist.server.gradients import _learner
-from jdist.server.run import _run_checkpoints, _run_marks
 from jdist.server.runtime import (
   _delivery,
-  _engine,
+  _live_marks,
   _live_plan,
   _message_record,
 )
 from jdist.server.runtime.transport import _mailboxes, _wall_links
-from jdist.storage import plain_data
 
 # A checkpoint waits this long for the states of workers.
 _SAVE_S = 5.0
@@ -42,22 +40,6 @@ class Item(NamedTuple):
   payload: np.ndarray
 
 
-class _LiveState(TypedDict):
-  """The state of a live server in the header of its checkpoint.
-
-  Attributes:
-    learner: What the server's learner notes.
-    driver: What `Delivery.save` returns.
-    pushed_bytes: Payloads of workers so far.
-    pulled_bytes: Payloads sent to workers so far.
-  """
-
-  learner: Any
-  driver: Any
-  pushed_bytes: int
-  pulled_bytes: int
-
-
 class ServerCore:
   """Hands messages to the protocol and carries out its actions, in one thread.
 
@@ -71,12 +53,7 @@ class ServerCore:
     delivery: the driver of protocol and learner, once the run has begun.
     boxes: the mailboxes of all workers, by name.
     first_s: seconds on the clock at the start, which a resumed run continues.
-    checkpoints: writer and reader of the checkpoints.
-    records: the figures of the marks so far.
-    snapshots: the learner's snapshots that have not been fetched, by the number
-      of the mark.
-    pulled_bytes: bytes of payloads that were sent to workers.
-    pushed_bytes: bytes of payloads that workers have sent.
+    marks: the records, the checkpoints, and the bytes so far.
     over_s: seconds by which computing took longer than modelled, by worker.
     finished: whether the run has ended.
     ended_s: time of its end.
@@ -90,10 +67,8 @@ class ServerCore:
   ):
     self.learner = learner
     self._protocol, self._plan = protocol, plan
-    self.checkpoints = _run_checkpoints.RunCheckpoints(
-      plan.checkpoints, plan.identity
-    )
-    self.first_s = self.checkpoints.first_s
+    self.marks = _live_marks.LiveMarks(learner, plan)
+    self.first_s = self.marks.checkpoints.first_s
     self._began_s: float | None = None
     self._environment = _make_environment(self.first_s)
     self._links: _wall_links.WallLinks | None = None
@@ -101,9 +76,6 @@ class ServerCore:
       self._links = _wall_links.WallLinks(self._environment, plan.machines)
     self.boxes = {name: _mailboxes.Mailbox() for name in plan.workers}
     self.delivery: _delivery.Delivery | None = None
-    self.records: list[_run_marks.Mark] = []
-    self.snapshots: dict[int, np.ndarray] = {}
-    self.pulled_bytes = self.pushed_bytes = 0
     self.over_s: collections.Counter[str] = collections.Counter()
     self.finished, self.ended_s = False, 0.0
     self._recorder: _message_record.Recorder | None = None
@@ -114,8 +86,12 @@ class ServerCore:
     self._sending = False
     if hasattr(learner, "prepare"):
       learner.prepare()
-    if self.checkpoints.found is not None:
-      self._load(*self.checkpoints.found)
+    if self.marks.checkpoints.found is not None:
+      self.delivery = self._new_delivery([])
+      self.marks.load(self.delivery)
+      if self.marks.all_reached:
+        # The run was killed after its last mark: nothing is left to train.
+        self.finished, self.ended_s = True, self.first_s
 
   # The clock: SimPy's, which follows the wall's.
 
@@ -189,7 +165,7 @@ class ServerCore:
         self.delivery.deliver(_messages.Leave(worker), self.first_s)
         self.delivery.take_sent()
     if self._plan.unit == "seconds":
-      for mark in self._plan.marks[len(self.records) :]:
+      for mark in self.marks.left:
         self._after(mark - self.first_s, self._look_at_marks)
     # All join before the first pull, which would open a round without the rest.
     for name in here if resumed else ():
@@ -217,7 +193,7 @@ class ServerCore:
       self.delivery.pardon(item.worker)
     # Tasks that are still on their way to the process before are dropped.
     box.generation += 1
-    state = self.checkpoints.states.pop(item.worker, None)
+    state = self.marks.checkpoints.states.pop(item.worker, None)
     if state is not None and item.header.get("fresh"):
       box.put(_mailboxes.word("load", state, notes={}))
     if self.finished:
@@ -240,12 +216,11 @@ class ServerCore:
     box.pull(item.header["life"], item.header["future"])
 
   def _on_state(self, item: Item) -> None:
-    self.checkpoints.add_state(item.worker, item.payload)
+    self.marks.checkpoints.add_state(item.worker, item.payload)
 
   def _on_save(self, item: Item) -> None:
     done = item.header["done"]
-    ready = self.checkpoints.on and self.began and not self.finished
-    if ready and _run_marks.is_finite(self.learner):
+    if self.began and not self.finished and self.marks.may_save():
       self._begin_checkpoint(done)
     else:
       done.set_result(-1)
@@ -253,7 +228,7 @@ class ServerCore:
   def _on_push(self, item: Item) -> None:
     """Takes a push once modelled links, if there are any, have carried it."""
     size = len(item.payload)
-    self.pushed_bytes += size
+    self.marks.pushed_bytes += size
     if self._links is None:
       self._take(item)
     else:
@@ -277,7 +252,7 @@ class ServerCore:
       if not box.here:
         box.put(_mailboxes.word("stop"))
       if self.delivery.all_expelled and not self.finished:
-        self._add_record(_run_marks.REFUSED)
+        self._add_record("all workers were expelled")
         self._finish()
       return
     self.over_s[item.worker] += header.get("over_s", 0.0)
@@ -346,7 +321,7 @@ class ServerCore:
     }
     message = _mailboxes.word("task", sent.payload, **header)
     size = 0 if sent.payload is None else len(sent.payload)
-    self.pulled_bytes += size
+    self.marks.pulled_bytes += size
     if self._links is None:
       self._arrive(box, generation, message)
       return
@@ -355,7 +330,7 @@ class ServerCore:
     self._links.pull(name, size, self._arrive, box, generation, message)
 
   def _arrive(
-    self, box: _mailboxes.Mailbox, generation: int, message: _engine.Message
+    self, box: _mailboxes.Mailbox, generation: int, message: Any
   ) -> None:
     if box.generation == generation:
       box.put(message)
@@ -363,46 +338,24 @@ class ServerCore:
   # Marks, the end, checkpoints.
 
   def _look_at_marks(self) -> None:
-    delivery, plan = self.delivery, self._plan
-    assert delivery is not None
+    assert self.delivery is not None
     if self.finished:
       return
-    position = {
-      "updates": delivery.state.version,
-      "samples": delivery.applied_samples,
-      # A timer's sum of seconds may fall short of its mark by rounding.
-      "seconds": self.now_s + 1e-6,
-    }[plan.unit]
-    while (
-      len(self.records) < len(plan.marks)
-      and position >= plan.marks[len(self.records)]
-    ):
+    while self.marks.is_due(self.delivery, self.now_s):
       self._add_record()
-    if 0 < len(plan.marks) <= len(self.records):
+    if self.marks.all_reached:
       self._finish()
 
   def _add_record(self, ended: str | None = None) -> None:
     assert self.delivery is not None
-    snapshot = getattr(self.learner, "snapshot", None)
-    if snapshot is not None:
-      self.snapshots[len(self.records)] = snapshot()
-    mark = _run_marks.measure(
-      self.delivery,
-      self.learner,
-      self.records[-1] if self.records else None,
-      now_s=self.now_s,
-      pushed_bytes=self.pushed_bytes,
-      ended=ended,
-    )
-    self.records.append(mark)
-    if self.checkpoints.on and mark.usable and ended is None:
+    if self.marks.add(self.delivery, self.now_s, ended):
       self._begin_checkpoint()
 
   def _finish(self) -> None:
     if not self.finished:
       self.ended_s = self.now_s
       self.finished = True
-      self.checkpoints.write()
+      self.marks.checkpoints.write()
       self.close()
 
   def close(self) -> None:
@@ -414,48 +367,16 @@ class ServerCore:
     self, done: concurrent.futures.Future[int] | None = None
   ) -> None:
     assert self.delivery is not None
-    notes, learner = self.learner.save()
-    header = _run_checkpoints.Header(
-      updates=self.delivery.state.version,
-      now_s=self.now_s,
-      marks=list(self.records),
-      state=_LiveState(
-        learner=notes,
-        driver=self.delivery.save(),
-        pushed_bytes=self.pushed_bytes,
-        pulled_bytes=self.pulled_bytes,
-      ),
-    )
     # Workers save between two tasks. Their states are a few tasks later than
     # the server's, which a resumed run tolerates: it begins with exact pulls.
     members = map(str, self.delivery.state.members)
     owing = {name for name in members if self.boxes[name].here}
-    parts = {"learner": learner}
-    give_up = self.checkpoints.begin(header, parts, owing, done)
+    give_up = self.marks.begin_checkpoint(
+      self.delivery, self.now_s, owing, done
+    )
     for name in owing:
       self.boxes[name].put(_mailboxes.word("save"))
     self._after(_SAVE_S, give_up)
-
-  def _load(
-    self, header: _run_checkpoints.Header, parts: dict[str, np.ndarray]
-  ) -> None:
-    # The file may hold anything, and must do nothing but be read.
-    state = plain_data.from_plain(header["state"], _LiveState, "state")
-    self.delivery = self._new_delivery([])
-    self.delivery.load(state["driver"])
-    self.learner.load(state["learner"], parts["learner"])
-    self.records = header["marks"]
-    if hasattr(self.learner, "snapshot"):
-      # The watcher may not have fetched the snapshots of the marks at which
-      # this checkpoint was made.
-      for number, mark in enumerate(self.records):
-        if mark.updates == header["updates"]:
-          self.snapshots[number] = self.learner.snapshot()
-    if 0 < len(self._plan.marks) <= len(self.records):
-      # The run was killed after its last mark: nothing is left to train.
-      self.finished, self.ended_s = True, header["now_s"]
-    self.pushed_bytes = state["pushed_bytes"]
-    self.pulled_bytes = state["pulled_bytes"]
 
 
 def _make_environment(first_s: float) -> Any:
