@@ -70,9 +70,11 @@ class AlexNet(_layered_network.LayeredNetwork):
     form = _forms.choose_form(form, input_shape)
     sizes = _SIZES[form]
     _forms.check_size("alexnet", form, input_shape, sizes.smallest_image)
-    self.pool_size = sizes.pool_size
+    window = (sizes.pool_size, sizes.pool_size)
+    max_pool = functools.partial(
+      nnx.max_pool, window_shape=window, strides=(2, 2)
+    )
     *size, num_features = input_shape
-    pooled = []
     for i, (features, kernel_size, strides, pool) in enumerate(sizes.convs):
       # The paper pads the first layer's windows of 11 by 2, and not by 5.
       padding = 2 if kernel_size == 11 else kernel_size // 2
@@ -80,27 +82,17 @@ class AlexNet(_layered_network.LayeredNetwork):
         num_features, features, kernel_size,
         strides=strides, padding=padding, rngs=rngs,
       )  # fmt: skip
-      setattr(self, f"conv{i + 1}", layer)
+      _layers.add_conv(
+        self, {f"conv{i + 1}": layer}, after=max_pool if pool else None
+      )
       num_features = features
       # Convolutions and pooling drop incomplete windows at the border.
       size = [(n + 2 * padding - kernel_size) // strides + 1 for n in size]
       if pool:
-        size = [(n - self.pool_size) // 2 + 1 for n in size]
-      pooled.append(pool)
-    self.pooled = tuple(pooled)
+        size = [(n - sizes.pool_size) // 2 + 1 for n in size]
     if hidden_sizes is None:
       hidden_sizes = (sizes.hidden_size,) * 2
     num_features *= size[0] * size[1]
-    self.head = _layers.add_head(
+    _layers.add_head(
       self, num_features, hidden_sizes, num_classes, first=6, rngs=rngs
     )
-
-  def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
-    """Returns each convolution with its pooling, then the dense layers."""
-    window = (self.pool_size, self.pool_size)
-    pool = functools.partial(nnx.max_pool, window_shape=window, strides=(2, 2))
-    convs = (
-      _layers.conv_part((f"conv{i + 1}",), after=pool if pooled else None)
-      for i, pooled in enumerate(self.pooled)
-    )
-    return (*convs, *_layers.head_parts(self.head))

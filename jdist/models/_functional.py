@@ -137,7 +137,7 @@ def functional(module: nnx.Module) -> Model:
   parts = {
     # A layer is the functional form of its sub-modules alone.
     part.names[0]: functional(_layered_network.PartialNetwork(module, part))
-    for part in module.parts()
+    for part in module.parts
   }
   layers = (Layer(n, x.params, x.state, x.apply) for n, x in parts.items())
   return Model(*network, tuple(layers))

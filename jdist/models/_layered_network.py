@@ -1,6 +1,6 @@
 """Networks as sequences of parts, each of which can run on its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,17 +21,29 @@ class NetworkPart(NamedTuple):
 
 
 class LayeredNetwork(nnx.Module):
-  """A network that runs its parts one after the other."""
+  """A network that runs its parts one after the other.
 
-  def parts(self) -> tuple[NetworkPart, ...]:
-    """Returns the parts in the order in which they run."""
-    raise NotImplementedError
+  Attributes:
+    parts: The parts in the order in which they run.
+  """
+
+  parts: tuple[NetworkPart, ...] = ()
+
+  def add_part(
+    self,
+    modules: Mapping[str, nnx.Module],
+    run: Callable[[Any, jax.Array, jax.Array | None], jax.Array],
+  ) -> None:
+    """Adds sub-modules by name, and the function that runs them next."""
+    for name, module in modules.items():
+      setattr(self, name, module)
+    self.parts += (NetworkPart(tuple(modules), run),)
 
   def __call__(
     self, x: jax.Array, *, mask: jax.Array | None = None
   ) -> jax.Array:
     """Returns logits of images or tokens; `mask` [batch] is for statistics."""
-    for part in self.parts():
+    for part in self.parts:
       x = part.run(self, x, mask)
     return x
 

@@ -6,7 +6,7 @@ and nothing is drawn or allocated.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jdist.models import _patches
-from jdist.models._layered_network import NetworkPart
+from jdist.models._layered_network import LayeredNetwork
 
 
 class NoKeys:
@@ -113,17 +113,17 @@ _zeros = _normal(0.0)
 
 
 def add_head(
-  module: nnx.Module,
+  network: LayeredNetwork,
   in_features: int,
   hidden_sizes: Sequence[int],
   num_classes: int,
   *,
   first: int,
   rngs: Keys,
-) -> tuple[str, ...]:
-  """Adds dense layers with rectifiers between them to a module.
+) -> None:
+  """Adds dense layers with rectifiers between them; the first one flattens.
 
-  Returns their names, dense<number> counted from `first`, for `head_parts`.
+  Their names are dense<number>, counted from `first`.
   """
   if any(size < 1 for size in hidden_sizes):
     raise ValueError(
@@ -133,46 +133,38 @@ def add_head(
   num_layers = len(sizes) - 1
   # With leading zeros, names sort in the order of the layers.
   digits = len(str(first + num_layers - 1))
-  names = tuple(f"dense{first + i:0{digits}}" for i in range(num_layers))
-  for i, name in enumerate(names):
+
+  def run(i: int, name: str, net: Any, x: jax.Array, mask: Any) -> jax.Array:
+    del mask
+    x = getattr(net, name)(x if i else x.reshape(len(x), -1))
+    return x if i == num_layers - 1 else jax.nn.relu(x)
+
+  for i in range(num_layers):
+    name = f"dense{first + i:0{digits}}"
     last = i == num_layers - 1
     layer = dense(sizes[i], sizes[i + 1], last=last, rngs=rngs)
-    setattr(module, name, layer)
-  return names
+    network.add_part({name: layer}, functools.partial(run, i, name))
 
 
-def conv_part(
-  names: tuple[str, ...],
+def add_conv(
+  network: LayeredNetwork,
+  modules: Mapping[str, nnx.Module],
   *,
   before: Callable[[jax.Array], jax.Array] | None = None,
   after: Callable[[jax.Array], jax.Array] | None = None,
-) -> NetworkPart:
-  """Returns the part of a convolution, an optional norm, and a rectifier.
+) -> None:
+  """Adds a convolution, an optional norm, and a rectifier.
 
   `before` changes the images, and `after` the result, for instance by pooling.
   """
+  # The part holds names, and not modules: it also runs on copies of them.
+  conv, *norms = modules
 
   def run(net: Any, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-    conv, *norms = names
     x = getattr(net, conv)(x if before is None else before(x))
     for name in norms:
       x = getattr(net, name)(x, mask=mask)
     x = jax.nn.relu(x)
     return x if after is None else after(x)
 
-  return NetworkPart(names, run)
-
-
-def head_parts(names: Sequence[str]) -> tuple[NetworkPart, ...]:
-  """Returns the parts that `add_head` has added; the first one flattens."""
-
-  def run(name: str, net: Any, x: jax.Array, mask: Any) -> jax.Array:
-    del mask
-    if name == names[0]:
-      x = x.reshape(len(x), -1)
-    x = getattr(net, name)(x)
-    return x if name == names[-1] else jax.nn.relu(x)
-
-  return tuple(
-    NetworkPart((name,), functools.partial(run, name)) for name in names
-  )
+  network.add_part(modules, run)

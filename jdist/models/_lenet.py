@@ -34,18 +34,14 @@ class LeNet(_layered_network.LayeredNetwork):
         f"`input_shape` of lenet must be at most 32x32, got {input_shape}. "
         "Crop or shrink the images, or use cnn or resnet20."
       )
-    self.conv1 = _layers.conv(num_channels, 6, 5, padding="VALID", rngs=rngs)
-    self.conv2 = _layers.conv(6, 16, 5, padding="VALID", rngs=rngs)
-    self.head = _layers.add_head(
-      self, 5 * 5 * 16, (120, 84), num_classes, first=3, rngs=rngs
+    conv1 = _layers.conv(num_channels, 6, 5, padding="VALID", rngs=rngs)
+    _layers.add_conv(
+      self, {"conv1": conv1}, before=_pad_to_32, after=_patches.halve
     )
-
-  def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
-    """Returns each convolution with its pooling, then the dense layers."""
-    return (
-      _layers.conv_part(("conv1",), before=_pad_to_32, after=_patches.halve),
-      _layers.conv_part(("conv2",), after=_patches.halve),
-      *_layers.head_parts(self.head),
+    conv2 = _layers.conv(6, 16, 5, padding="VALID", rngs=rngs)
+    _layers.add_conv(self, {"conv2": conv2}, after=_patches.halve)
+    _layers.add_head(
+      self, 5 * 5 * 16, (120, 84), num_classes, first=3, rngs=rngs
     )
 
 
@@ -75,21 +71,15 @@ class CNN(_layered_network.LayeredNetwork):
         "`input_shape` of cnn must be at least 8x8, as it is halved three "
         f"times, got {input_shape}. Pad the images, or use mlp."
       )
-    self.conv1 = _layers.conv(num_channels, 32, 3, rngs=rngs)
-    self.conv2 = _layers.conv(32, 64, 3, rngs=rngs)
-    self.conv3 = _layers.conv(64, 128, 3, rngs=rngs)
+    for i, features in enumerate((32, 64, 128), 1):
+      layer = _layers.conv(num_channels, features, 3, rngs=rngs)
+      _layers.add_conv(self, {f"conv{i}": layer}, after=_patches.halve)
+      num_channels = features
     # Pooling drops an odd last row or column, three times.
     num_features = (height // 8) * (width // 8) * 128
-    self.head = _layers.add_head(
+    _layers.add_head(
       self, num_features, hidden_sizes, num_classes, first=4, rngs=rngs
     )
-
-  def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
-    """Returns each convolution with its pooling, then the dense layers."""
-    convs = (
-      _layers.conv_part((f"conv{i}",), after=_patches.halve) for i in (1, 2, 3)
-    )
-    return (*convs, *_layers.head_parts(self.head))
 
 
 def _pad_to_32(x: jax.Array) -> jax.Array:

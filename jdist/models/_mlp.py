@@ -24,10 +24,4 @@ class MLP(_layered_network.LayeredNetwork):
   ):
     # The first dense layer flattens the images.
     size = math.prod(input_shape)
-    self.head = _layers.add_head(
-      self, size, hidden_sizes, num_classes, first=1, rngs=rngs
-    )
-
-  def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
-    """Returns each dense layer with its rectifier."""
-    return _layers.head_parts(self.head)
+    _layers.add_head(self, size, hidden_sizes, num_classes, first=1, rngs=rngs)

@@ -87,64 +87,37 @@ class ResNet(_layered_network.LayeredNetwork):
     **block_options: Any,
   ) -> None:
     _normalization.check_norm(norm)
-    self.large = large
-    self.norm = norm
     window = 7 if large else 3
     # A bias before a normalization would be subtracted again.
-    self.stage0_conv = _layers.conv(
+    conv = _layers.conv(
       num_channels, width, window, strides=2 if large else 1,
       padding=window // 2, use_bias=norm == "none", rngs=rngs,
     )  # fmt: skip
+    first: dict[str, nnx.Module] = {"stage0_conv": conv}
     if norm != "none":
-      self.stage0_norm = _normalization.make_norm(norm, width, num_groups)
-    names = []
+      first["stage0_norm"] = _normalization.make_norm(norm, width, num_groups)
+    # Symmetric padding by one pixel, as torchvision does.
+    pool = functools.partial(
+      nnx.max_pool, window_shape=(3, 3), strides=(2, 2),
+      padding=((1, 1), (1, 1)),
+    )  # fmt: skip
+    _layers.add_conv(self, first, after=pool if large else None)
     num_features = width
     for stage, num_blocks in enumerate(blocks_per_stage):
       for block in range(num_blocks):
         # Names sort in the order of the layers, as flattened trees sort keys.
-        names.append(f"stage{stage + 1}_block{block + 1}")
+        name = f"stage{stage + 1}_block{block + 1}"
         module = _Block(
           num_features, width * 2**stage,
           strides=2 if stage > 0 and block == 0 else 1, norm=norm,
           num_groups=num_groups, num_blocks=sum(blocks_per_stage), rngs=rngs,
           **block_options,
         )  # fmt: skip
-        setattr(self, names[-1], module)
+        self.add_part({name: module}, functools.partial(_run_block, name))
         num_features = module.out_features
-    self.names = tuple(names)
-    self.head = f"stage{len(blocks_per_stage) + 1}_dense"
+    name = f"stage{len(blocks_per_stage) + 1}_dense"
     layer = _layers.dense(num_features, num_classes, last=True, rngs=rngs)
-    setattr(self, self.head, layer)
-
-  def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
-    """Returns the first layers, each block, and the mean with the head."""
-    first: tuple[str, ...] = ("stage0_conv",)
-    if self.norm != "none":
-      first += ("stage0_norm",)
-    partial, part = functools.partial, _layered_network.NetworkPart
-    return (
-      part(first, partial(_run_first, self.norm != "none", self.large)),
-      *(part((name,), partial(_run_block, name)) for name in self.names),
-      part((self.head,), partial(_run_head, self.head)),
-    )
-
-
-def _run_first(
-  normalized: bool,
-  pooled: bool,
-  net: Any,
-  x: jax.Array,
-  mask: jax.Array | None,
-) -> jax.Array:
-  x = net.stage0_conv(x)
-  if normalized:
-    x = net.stage0_norm(x, mask=mask)
-  x = jax.nn.relu(x)
-  if pooled:
-    # Symmetric padding by one pixel, as torchvision does.
-    around = ((1, 1), (1, 1))
-    x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=around)
-  return x
+    self.add_part({name: layer}, functools.partial(_run_head, name))
 
 
 def _run_block(

@@ -72,41 +72,33 @@ class Transformer(_layered_network.LayeredNetwork):
     digits = len(str(num_layers + 2))
     names = [f"layer{i:0{digits}}" for i in range(num_layers + 3)]
     first, *layers, norm, head = names
-    self.names = tuple(layers)
-    rotary = positions == "rotary"
-    # Token embeddings are looked up before those of positions are added.
-    self.first: tuple[str, ...] = (f"{first}_tokens",)
-    if not rotary:
-      self.first += (f"{first}_positions",)
-      module = _layers.Embedding(length, width, std=0.02, rngs=rngs)
-      setattr(self, self.first[1], module)
-    module = _layers.Embedding(num_classes, width, std=0.02, rngs=rngs)
-    setattr(self, self.first[0], module)
-    for name in self.names:
-      layer = _Layer(
-        width, num_heads, hidden_size, rotary, num_layers, rngs=rngs
+    embeddings = {}
+    if positions == "learned":
+      embeddings[f"{first}_positions"] = _layers.Embedding(
+        length, width, std=0.02, rngs=rngs
       )
-      setattr(self, name, layer)
-    # Tied logits share the table of the first layer.
-    self.last = (f"{norm}_norm", self.first[0] if tied else f"{head}_dense")
-    setattr(self, self.last[0], _normalization.LayerNorm(width))
-    if not tied:
-      layer = _layers.dense(
+    tokens = _layers.Embedding(num_classes, width, std=0.02, rngs=rngs)
+    # Token embeddings are looked up before those of positions are added.
+    embeddings = {f"{first}_tokens": tokens, **embeddings}
+    partial = functools.partial
+    self.add_part(embeddings, partial(_run_first, tuple(embeddings)))
+    for name in layers:
+      layer = _Layer(
+        width, num_heads, hidden_size, positions == "rotary", num_layers,
+        rngs=rngs,
+      )  # fmt: skip
+      self.add_part({name: layer}, partial(_run_layer, name))
+    last: dict[str, nnx.Module] = {
+      f"{norm}_norm": _normalization.LayerNorm(width)
+    }
+    if tied:
+      # Tied token embeddings are a part of both the first and the last.
+      last[f"{first}_tokens"] = tokens
+    else:
+      last[f"{head}_dense"] = _layers.dense(
         width, num_classes, last=True, use_bias=False, rngs=rngs
       )
-      setattr(self, self.last[1], layer)
-
-  def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
-    """Returns the embeddings, each layer, and the last norm with the logits.
-
-    Tied token embeddings are a part of both the first and the last.
-    """
-    partial, part = functools.partial, _layered_network.NetworkPart
-    return (
-      part(self.first, partial(_run_first, self.first)),
-      *(part((name,), partial(_run_layer, name)) for name in self.names),
-      part(self.last, partial(_run_last, self.last)),
-    )
+    self.add_part(last, partial(_run_last, tuple(last)))
 
 
 def _run_first(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jdist import checks
 from jdist.models import (
@@ -63,52 +64,40 @@ class VGG(_layered_network.LayeredNetwork):
       _forms.check_size("vgg", form, input_shape, 32)
     _normalization.check_norm(norm)
     checks.check_int("width", width, 1)
-    blocks = []
+    # Without the mean, the first dense layer sees every pixel of the last map.
+    averaged = form == "cifar"
     number = 0
-    for block, num_convs in enumerate(convs_per_block):
-      names = []
-      for _ in range(num_convs):
+    for block, num_convs in enumerate(convs_per_block, 1):
+      features = width * min(2 ** (block - 1), max_growth)
+      end = functools.partial(
+        _end_block, averaged and block == len(convs_per_block)
+      )
+      for i in range(num_convs):
         number += 1
         # With two digits, names sort in the order of the layers.
-        names.append(f"conv{number:02}")
-        features = width * min(2**block, max_growth)
+        name = f"conv{number:02}"
         # A bias before a normalization would be subtracted again.
         layer = _layers.conv(
           num_features, features, 3, use_bias=norm == "none", rngs=rngs
         )
-        setattr(self, names[-1], layer)
+        modules: dict[str, nnx.Module] = {name: layer}
         if norm != "none":
-          layer = _normalization.make_norm(norm, features, num_groups)
-          setattr(self, f"{names[-1]}_norm", layer)
+          modules[f"{name}_norm"] = _normalization.make_norm(
+            norm, features, num_groups
+          )
+        _layers.add_conv(
+          self, modules, after=end if i == num_convs - 1 else None
+        )
         num_features = features
       # Pooling keeps an odd last row or column.
       size = [(n + 1) // 2 for n in size]
-      blocks.append(tuple(names))
-    self.blocks = tuple(blocks)
-    self.norm = norm
-    self.averaged = form == "cifar"
-    # Without the mean, the first dense layer sees every pixel of the last map.
-    if not self.averaged:
+    if not averaged:
       num_features *= size[0] * size[1]
     if hidden_sizes is None:
-      hidden_sizes = () if self.averaged else (4096, 4096)
-    self.head = _layers.add_head(
+      hidden_sizes = () if averaged else (4096, 4096)
+    _layers.add_head(
       self, num_features, hidden_sizes, num_classes, first=number + 1, rngs=rngs
     )
-
-  def parts(self) -> tuple[_layered_network.NetworkPart, ...]:
-    """Returns each convolution with its pooling, then the dense layers."""
-    last = self.blocks[-1][-1]
-    convs = []
-    for block in self.blocks:
-      for name in block:
-        names = (name,) if self.norm == "none" else (name, f"{name}_norm")
-        averaged = self.averaged and name == last
-        after = functools.partial(_end_block, averaged)
-        convs.append(
-          _layers.conv_part(names, after=after if name == block[-1] else None)
-        )
-    return (*convs, *_layers.head_parts(self.head))
 
 
 def _end_block(averaged: bool, x: jax.Array) -> jax.Array:

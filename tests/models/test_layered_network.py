@@ -83,20 +83,18 @@ class _Dropped(_layered_network.LayeredNetwork):
 
   def __init__(self):
     rngs = nnx.Rngs(0)
-    for name in ("a", "b"):
-      setattr(self, f"{name}_dense", nnx.Linear(4, 4, rngs=rngs))
-      setattr(self, f"{name}_dropout", nnx.Dropout(0.5, rngs=rngs))
 
-  def parts(self):
     def run(names, net, x, mask):
       del mask
       dense, dropout = (getattr(net, name) for name in names)
       return dropout(dense(x))
 
-    names = [(f"{name}_dense", f"{name}_dropout") for name in ("a", "b")]
-    return tuple(
-      _layered_network.NetworkPart(x, functools.partial(run, x)) for x in names
-    )
+    for name in ("a", "b"):
+      modules = {
+        f"{name}_dense": nnx.Linear(4, 4, rngs=rngs),
+        f"{name}_dropout": nnx.Dropout(0.5, rngs=rngs),
+      }
+      self.add_part(modules, functools.partial(run, tuple(modules)))
 
 
 def test_the_keys_of_dropout_are_in_the_layers_that_use_them():
