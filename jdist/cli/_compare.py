@@ -81,7 +81,7 @@ def compare(options: _commands.Compare) -> None:
   if not found.rows:  # There is nothing to draw.
     _raise_diverged(found)
   console.print(_table(found, options))
-  training.plot_comparison(
+  comparison.plot_comparison(
     [row for runs in found.rows.values() for row in runs],
     output / "compare.png",
     link,

@@ -1,4 +1,4 @@
-"""Training: state, step, loop, evaluation, checkpoints, rows and plots.
+"""Training: state, step, loop, evaluation, checkpoints and rows.
 
 The model, the data and the optimizer's chain are arguments.
 """
@@ -19,9 +19,7 @@ from jdist.training._metrics_writer import MetricsWriter as MetricsWriter
 from jdist.training._model_file import load_metadata as load_metadata
 from jdist.training._model_file import load_model as load_model
 from jdist.training._model_file import save_model as save_model
-from jdist.training._plots import check_plots as check_plots
-from jdist.training._plots import plot_comparison as plot_comparison
-from jdist.training._plots import pyplot as pyplot
+from jdist.training._pyplot import pyplot as pyplot
 from jdist.training._resize import resize as resize
 from jdist.training._results import append_rows as append_rows
 from jdist.training._results import make_row as make_row

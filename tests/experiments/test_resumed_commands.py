@@ -126,6 +126,6 @@ def test_the_first_comparison_is_not_run_again(monkeypatch, tmp_path, capsys):
   for name in ("rows", "tuning"):
     shutil.copy(folder / f"{name}.jsonl", tmp_path)
   monkeypatch.setattr(_compare._Fit, "__call__", refuse)
-  monkeypatch.setattr(training, "plot_comparison", lambda *args: None)
+  monkeypatch.setattr(comparison, "plot_comparison", lambda *args: None)
   assert cli.main(["compare", "--output", str(tmp_path)]) == 0
   assert "97.65 ± 0.59" in capsys.readouterr().out

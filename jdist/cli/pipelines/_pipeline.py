@@ -74,7 +74,7 @@ def _check(table: pipeline.Table, options: _commands.Pipeline) -> None:
 def _simulate(
   tables: Sequence[pipeline.Table], options: _commands.Pipeline
 ) -> None:
-  training.check_plots()
+  training.pyplot()
   machines = _tables.machines(options, max(len(x.devices) for x in tables))
   for table in tables:
     if len(table.devices) > len(machines.names):

@@ -20,7 +20,7 @@ def run(options: _commands.Pipeline) -> None:
       "`--costs` must be given to plan: a TOML file with a [[stages]] table "
       "for each layer; or else `--model`, a network by its name."
     )
-  training.check_plots()
+  training.pyplot()
   costs, input_bytes = _costs(options)
   machines = _tables.machines(options, options.stages or 4)
   best, found = pipeline.plan(

@@ -30,7 +30,7 @@ def overlap(options: _commands.Overlap) -> None:
   if options.stages is not None:
     _stages_overlap.overlap(options, table, topology, device)
     return
-  training.check_plots()
+  training.pyplot()
   task = _overlap_inputs.make_task(options)
   workers = collectives.workers(topology.num_gpus, mesh=topology.mesh())
   output = _output.output_directory(options.output, f"overlap-{options.model}")

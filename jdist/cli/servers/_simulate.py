@@ -29,7 +29,7 @@ def simulate(options: _commands.Simulate) -> None:
     )
     for name in options.protocols
   }
-  training.check_plots()
+  training.pyplot()
   drawn = _drawn_seconds(options, machines, profile)
   # All of them are built first: one that refuses a batch which fits no memory
   # must do so before a directory is made.

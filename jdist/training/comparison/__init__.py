@@ -24,6 +24,7 @@ from jdist.training.comparison._differences import (
 from jdist.training.comparison._one_core import on_one_core as on_one_core
 from jdist.training.comparison._pictures import label_points as label_points
 from jdist.training.comparison._pictures import picture as picture
+from jdist.training.comparison._plot import plot_comparison as plot_comparison
 from jdist.training.comparison._problem import Problem as Problem
 from jdist.training.comparison._problem import set_rate as set_rate
 from jdist.training.comparison._report import accuracy_table as accuracy_table

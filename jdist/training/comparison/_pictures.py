@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jdist.training import _plots
+from jdist.training import _pyplot
 
 _SIZE = 8
 _LINE = {"arrowstyle": "-", "color": "#999999", "lw": 0.6, "shrinkB": 3}
@@ -50,7 +50,7 @@ def picture(
   Raises:
     ImportError: If matplotlib is not installed.
   """
-  pyplot = _plots.pyplot()
+  pyplot = _pyplot.pyplot()
   figure, found = pyplot.subplots(
     rows, columns, squeeze=False, layout="constrained", **options
   )

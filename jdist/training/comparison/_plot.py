@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jdist import checks, cluster
+from jdist import cluster
+from jdist.training.comparison import _pictures
 
 # The colours are distinct for most kinds of colour vision, and dark on white.
 _COLORS = (
@@ -37,7 +38,6 @@ def plot_comparison(
   Raises:
     ImportError: If matplotlib is not installed.
   """
-  plt = pyplot()
   num_workers = rows[0]["workers"]
   messages = cluster.ring_messages(num_workers)
   methods = list(dict.fromkeys(row["method"] for row in rows))
@@ -60,50 +60,25 @@ def plot_comparison(
     ),
   ]
   config = rows[0]["config"]
-  figure, axes = plt.subplots(
-    1, 3, figsize=(13, 4.6), sharey=True, layout="constrained"
+  seeds = len({row["seed"] for row in rows})
+  title = (
+    f"{config['dataset']}, {config['model']}, {num_workers} workers, "
+    f"{rows[0]['steps']} steps of {config['batch_size']} samples: "
+    f"mean and standard deviation of {seeds} seeds"
   )
-  try:
-    for number, (label, measure) in enumerate(panels):
+  with _pictures.picture(
+    path, 1, len(panels), title=title, legend=len(methods),
+    grid={"alpha": 0.25, "lw": 0.6}, figsize=(13, 4.6), sharey=True,
+  ) as (grid,):  # fmt: skip
+    for axes, (label, measure) in zip(grid, panels, strict=True):
       for style, method in enumerate(methods):
         runs = [row["curve"] for row in rows if row["method"] == method]
-        _draw(axes[number], runs, measure, method, style)
-      _number_axis(axes[number])
-      axes[number].set_xlabel(label)
-      axes[number].grid(alpha=0.25, linewidth=0.6)
-      axes[number].spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel(
-      "test bits per byte"
-      if "bits_per_token" in rows[0]
-      else "test accuracy, %"
-    )
-    axes[0].set_ylim(*_limits(rows))
-    seeds = len({row["seed"] for row in rows})
-    figure.suptitle(
-      f"{config['dataset']}, {config['model']}, {num_workers} workers, "
-      f"{rows[0]['steps']} steps of {config['batch_size']} samples: "
-      f"mean and standard deviation of {seeds} seeds",
-      fontsize=11,
-    )
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(
-      handles, labels, loc="outside lower center", ncols=len(methods),
-      frameon=False,
-    )  # fmt: skip
-    figure.savefig(path, dpi=130)
-  finally:
-    plt.close(figure)
-
-
-def check_plots() -> None:
-  """Raises an ImportError if pictures cannot be drawn here."""
-  pyplot()
-
-
-def pyplot() -> Any:
-  """Returns matplotlib's pyplot, with a backend that needs no display."""
-  checks.import_extra("matplotlib", "plots").use("Agg")
-  return checks.import_extra("matplotlib.pyplot", "plots")
+        _draw(axes, runs, measure, method, style)
+      _number_axis(axes)
+      axes.set_xlabel(label)
+    text = "bits_per_token" in rows[0]
+    grid[0].set_ylabel("test bits per byte" if text else "test accuracy, %")
+    grid[0].set_ylim(*_limits(rows))
 
 
 def _draw(

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from jdist import cluster, training
-from jdist.training import _plots
+from jdist import cluster
+from jdist.training import comparison
+from jdist.training.comparison import _plot
 
 
 def _rows(methods=("ssgd", "diloco"), seeds=2):
@@ -42,7 +43,7 @@ def test_picture_is_written_and_its_figure_closed(tmp_path):
   from matplotlib import pyplot
 
   path = tmp_path / "compare.png"
-  training.plot_comparison(_rows(), path, _LINK)
+  comparison.plot_comparison(_rows(), path, _LINK)
   content = path.read_bytes()
   assert content[:4] == b"\x89PNG" and len(content) > 20_000
   assert pyplot.get_fignums() == []
@@ -58,7 +59,7 @@ def test_single_seed_single_worker_and_diverged_runs_are_drawn(tmp_path):
     for point in row["curve"]:
       point["sent_bytes"], point["accuracy"] = 0.0, 0.1
     row["accuracy"] = 0.1
-  training.plot_comparison(rows, tmp_path / "one.png", _LINK)
+  comparison.plot_comparison(rows, tmp_path / "one.png", _LINK)
   assert (tmp_path / "one.png").exists()
 
 
@@ -67,4 +68,4 @@ def test_single_seed_single_worker_and_diverged_runs_are_drawn(tmp_path):
   [(0.5, "0.5"), (1.0, "1"), (10.0, "10"), (2000.0, "2,000"), (0.05, "0.05")],
 )
 def test_ticks_are_plain_numbers(value, text):
-  assert _plots._plain(value) == text
+  assert _plot._plain(value) == text
