@@ -9,10 +9,9 @@ previous one is used.
 import pathlib
 import re
 import shutil
-import warnings
 from typing import Any
 
-from jdist.storage import hashes, sealed_json
+from jdist.storage import hashes, numbered_files, sealed_json
 
 # Stand for a step if there is none. Negative ints can be broadcast like steps.
 NOTHING, ALL_DAMAGED = -1, -2
@@ -67,23 +66,18 @@ class CheckpointDirectory:
 
   def steps(self) -> list[int]:
     """Returns the steps that have a manifest, the newest first."""
-    found = (_OURS.fullmatch(x.name) for x in self.path.iterdir())
-    steps = [int(m[1][5:]) for m in found if m and m[2] == ".json"]
-    return sorted(steps, reverse=True)
+    return list(numbered_files.find(self.path, r"step_(\d{8,})\.json"))
 
   def newest_whole(self) -> int:
     """Returns the newest undamaged step, NOTHING or ALL_DAMAGED."""
+
+    def checked(target: pathlib.Path) -> int:
+      step = int(target.name.removeprefix("step_"))
+      hashes.check_files(target, self.read(step)["files"])
+      return step
+
     steps = self.steps()
-    for step in steps:
-      target = self.target(step)
-      try:
-        manifest = self.read(step)
-        hashes.check_files(target, manifest["files"])
-        return step
-      except hashes.DamagedError as error:
-        warnings.warn(
-          f"Checkpoint {target} is damaged ({error.reason}); using the one "
-          "before it.",
-          stacklevel=3,
-        )
-    return ALL_DAMAGED if steps else NOTHING
+    found = numbered_files.read_newest(map(self.target, steps), checked)
+    if found is None:
+      return ALL_DAMAGED if steps else NOTHING
+    return found

@@ -9,7 +9,6 @@ the states of the server's learner and of the workers.
 import concurrent.futures
 import dataclasses
 import pathlib
-import warnings
 from collections.abc import Callable
 from typing import Any, TypedDict
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from jdist import training
 from jdist.server.run import _run_marks
-from jdist.storage import array_files, hashes, plain_data
+from jdist.storage import array_files, numbered_files, plain_data
 
 _KEPT = 2
 _WHAT = "a server's checkpoint"
@@ -164,14 +163,15 @@ class RunCheckpoints:
     # This run resumed from the newest whole checkpoint: later ones are damaged.
     there = _targets(self._folder)
     at = there.index(target)
-    for other in there[: max(0, at + 1 - _KEPT)] + there[at + 1 :]:
+    for other in there[:at] + there[at + _KEPT :]:
       array_files.remove(other)
     if saving.done is not None:
       saving.done.set_result(updates)
 
 
 def _targets(folder: pathlib.Path) -> list[pathlib.Path]:
-  return sorted(x for x in folder.glob("update_*") if x.is_dir())
+  """Returns the directories of checkpoints, the newest first."""
+  return list(numbered_files.find(folder, r"update_(\d{10,})").values())
 
 
 def _newest(folder: pathlib.Path) -> tuple[_Body, Parts] | None:
@@ -188,23 +188,9 @@ def _newest(folder: pathlib.Path) -> tuple[_Body, Parts] | None:
       f"`checkpoints` must have no checkpoints but a server's, got "
       f"{trainers[-1]}. Take another directory."
     )
-  for target in reversed(_targets(folder)):
-    if (found := _read(target)) is not None:
-      return found
-  return None
+  return numbered_files.read_newest(_targets(folder), _read)
 
 
-def _read(target: pathlib.Path) -> tuple[_Body, Parts] | None:
-  """Returns a checkpoint, or None with a warning where it is damaged."""
-  try:
-    arrays, body = array_files.load_arrays(target, what=_WHAT)
-    return plain_data.from_plain(body, _Body, "checkpoint"), arrays
-  except (
-    OSError, hashes.DamagedError, plain_data.PlainDataError
-  ) as error:  # fmt: skip
-    warnings.warn(
-      f"Checkpoint {target} is damaged ({getattr(error, 'reason', error)}); "
-      "the one before it is used, if there is one.",
-      stacklevel=4,
-    )
-    return None
+def _read(target: pathlib.Path) -> tuple[_Body, Parts]:
+  arrays, body = array_files.load_arrays(target, what=_WHAT)
+  return plain_data.from_plain(body, _Body, "checkpoint"), arrays
