@@ -121,10 +121,7 @@ class Quantize(_blocks.Blocked, _random.Rounding):
   def _encoded(
     self, rows: jax.Array, scale: jax.Array, key: Any, start: int
   ) -> jax.Array:
-    noise = None
-    if self.rounding == "stochastic":
-      noise = _random.offsets(_random.require(key, self), rows.shape, start)
-    codes = self._codes(rows, scale, noise)
+    codes = self._codes(rows, scale, self._noise(key, rows.shape, start))
     # Codes of whole bytes need no packing.
     if self.bits in (8, 16):
       return codes.astype(f"uint{self.bits}")

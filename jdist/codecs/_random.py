@@ -26,6 +26,14 @@ class Rounding(_codec.Codec):
   def _check_rounding(self) -> None:
     checks.check_choice("rounding", self.rounding, ("nearest", "stochastic"))
 
+  def _noise(
+    self, key: jax.Array | None, shape: tuple[int, ...], start: int
+  ) -> jax.Array | None:
+    """Returns what is added before rounding, None for the nearest level."""
+    if self.rounding == "nearest":
+      return None
+    return offsets(require(key, self), shape, start)
+
   @property
   def key(self) -> Literal["none", "worker", "shared"]:
     """Returns `"worker"` for stochastic rounding."""

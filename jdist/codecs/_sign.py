@@ -160,9 +160,7 @@ class Ternary(_blocks.Blocked, _random.Rounding):
   def _encoded(
     self, rows: jax.Array, scale: jax.Array, key: Any, start: int
   ) -> jax.Array:
-    noise = None
-    if self.rounding == "stochastic":
-      noise = _random.offsets(_random.require(key, self), rows.shape, start)
+    noise = self._noise(key, rows.shape, start)
     v = _blocks.quotient(rows, scale)
     return _bits.pack_trits(_quantize.round_to_int(v, noise, -1, 1) + 1)
 

@@ -34,7 +34,7 @@ def _resnet_of(*blocks: int, bottleneck: bool) -> Callable[..., nnx.Module]:
 
 
 def _vgg_of(*convs: int) -> Callable[..., nnx.Module]:
-  return functools.partial(_vgg.VGG, convs_per_block=convs, max_growth=8)
+  return functools.partial(_vgg.VGG, convs_per_block=convs)
 
 
 # A factory is called as factory(input_shape, num_classes, rngs=..., **options)

@@ -40,7 +40,7 @@ def classification_loss(
   inputs_of = model_inputs(
     normalize=normalize, compute_dtype=compute_dtype, augment=augment
   )
-  return _model_loss(apply, inputs_of, compute_dtype)
+  return model_loss(apply, inputs_of, compute_dtype)
 
 
 def language_model_loss(
@@ -72,15 +72,16 @@ def language_model_loss(
   >>> round(float(loss / jnp.log(2.0)), 3), found["accuracy"].item()
   (2.0, 0.5)
   """
-  inputs_of = model_inputs(compute_dtype=compute_dtype)
-  return _model_loss(apply, inputs_of, compute_dtype)
+  return model_loss(apply, model_inputs(), compute_dtype)
 
 
-def _model_loss(
+def model_loss(
   apply: Callable[..., tuple[jax.Array, PyTree]],
   inputs_of: Callable[[PyTree, jax.Array], jax.Array],
   compute_dtype: Any,
 ) -> _gradient.LossFn:
+  """Makes the loss of a model whose inputs a function of the batch returns."""
+
   def loss_fn(
     params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
   ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-from types import TracebackType
 
 from jdist import checks
 from jdist.training.loop import _record
@@ -66,12 +65,7 @@ class MetricsWriter:
   def __enter__(self) -> "MetricsWriter":
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-  ) -> None:
+  def __exit__(self, kind: object, error: object, trace: object) -> None:
     if error is None:
       self.close()
       return

@@ -32,11 +32,6 @@ Fit: TypeAlias = Callable[[Trial], Mapping[str, Any]]
 """Function that runs a trial and returns its measurements, with `accuracy`."""
 
 
-def _ignores_nothing(variant: str) -> Collection[str]:
-  del variant
-  return ()
-
-
 class Rows:
   """A file of rows, to which the rows of missing trials are appended.
 
@@ -61,7 +56,7 @@ class Rows:
     *,
     defaults: Mapping[str, Any] | None = None,
     free: Collection[str] = (),
-    ignores: Callable[[str], Collection[str]] = _ignores_nothing,
+    ignores: Callable[[str], Collection[str]] = lambda variant: (),
     tuning: str | os.PathLike[str] | None = None,
   ):
     self.paths: dict[Purpose, pathlib.Path] = {

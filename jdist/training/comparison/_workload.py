@@ -120,12 +120,7 @@ class Workload:
 
   def loss(self, apply: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the loss of a model, given its `apply`."""
-    if isinstance(self.train, data.TextDataset):
-      return _losses.language_model_loss(apply, **self._inputs())
-    # The evaluator gets the same inputs, except for the augmentation.
-    return _losses.classification_loss(
-      apply, augment=self._augment(), **self._inputs()
-    )
+    return _losses.model_loss(apply, self.inputs(), jnp.dtype(self.dtype))
 
   def gradient(
     self, apply: Callable[..., Any]
@@ -135,7 +130,11 @@ class Workload:
 
   def inputs(self) -> Callable[..., Any]:
     """Returns a function that turns a batch and a key into inputs."""
-    return _losses.model_inputs(augment=self._augment(), **self._inputs())
+    augment = None
+    if self.augment:
+      augment = data.compose(data.random_crop(), data.random_flip())
+    # The evaluator gets the same inputs, except for the augmentation.
+    return _losses.model_inputs(augment=augment, **self._inputs())
 
   def _inputs(self) -> dict[str, Any]:
     """Returns the options of inputs that training and evaluation share."""
@@ -143,11 +142,6 @@ class Workload:
     if isinstance(self.train, data.Dataset):
       found["normalize"] = self.train.normalize
     return found
-
-  def _augment(self) -> Callable[..., Any] | None:
-    if not self.augment:
-      return None
-    return data.compose(data.random_crop(), data.random_flip())
 
   def evaluator(
     self,

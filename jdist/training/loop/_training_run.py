@@ -175,7 +175,9 @@ class TrainingRun:
     # The choices and metrics of the steps in flight, two at most.
     self._flying: list[tuple[_programs.Choice, jax.Array]] = []
     view = step.workers.view
-    self.start = self._read = int(view(state.step))
+    # The step at which the call starts, and the number of updates whose metrics
+    # have been read.
+    self.start = self.step = int(view(state.step))
     self._rounds = int(view(transforms.rounds(state.opt_state, state.step)))
     self._choices = choices.for_state(state.opt_state)
     # The places in their rounds of the next step and of the one after it.
@@ -255,7 +257,7 @@ class TrainingRun:
 
   def dispatch(self, placed: PyTree) -> None:
     """Starts a step on a batch."""
-    if not self._flying and self._read > self.start:
+    if not self._flying and self.step > self.start:
       # The time of an evaluation or a checkpoint is not training time.
       self._since_s = time.perf_counter()
     place, choice = self._ahead[0], _programs.Choice()
@@ -277,9 +279,9 @@ class TrainingRun:
     """Waits for a step, and adds its metrics to the sums."""
     rows = _local_rows(metrics)
     now_s = time.perf_counter()
-    before = self._read
-    self._read += 1
-    self.watchdog.beat(f"the last was step {self._read}")
+    before = self.step
+    self.step += 1
+    self.watchdog.beat(f"the last was step {self.step}")
     if self._since_s is not None:
       self._train_s += now_s - self._since_s
       self._samples += self._samples_per_step
@@ -304,7 +306,7 @@ class TrainingRun:
     self._losses.append(float(columns["loss"].mean()))
     if self.progress is not None:
       self.progress(
-        self._read,
+        self.step,
         f"loss {self._losses[-1]:.3f}  "
         f"{_progress.format_rate(self._rate())} samples/s  "
         f"{_progress.format_bytes(self._sent_bytes)} sent",
@@ -316,20 +318,20 @@ class TrainingRun:
   def record(self) -> None:
     """Evaluates the state, and appends a record."""
     self.read()
-    self.watchdog.beat(f"evaluating after step {self._read}", patience=4.0)
+    self.watchdog.beat(f"evaluating after step {self.step}", patience=4.0)
     metrics = {} if self._evaluate is None else self._evaluate(self.state)
     checks.check_type(
       "evaluate(state)", metrics, Mapping, "a dict of numbers by name"
     )
-    self.watchdog.beat(f"evaluated after step {self._read}")
+    self.watchdog.beat(f"evaluated after step {self.step}")
     total, number = self._sum_of_losses()
     train_loss = total / number if number else math.nan
-    if self.records and self.records[-1].step == self._read:
+    if self.records and self.records[-1].step == self.step:
       # The run was resumed after its last step: this evaluation replaces the
       # saved one, whose training loss is the only one known.
       train_loss = self.records.pop().train_loss
     record = _record.Record(
-      step=self._read,
+      step=self.step,
       rounds=self._rounds,
       sent_bytes=self._sent_bytes,
       train_loss=train_loss,
@@ -349,11 +351,6 @@ class TrainingRun:
     """Returns the sum and the number of losses since the last record."""
     total, number = self._losses_before
     return sum(self._losses, total), number + len(self._losses)
-
-  @property
-  def step(self) -> int:
-    """The number of updates whose metrics have been read."""
-    return self._read
 
   def is_finite(self) -> bool:
     """Returns whether training can continue from the state."""
