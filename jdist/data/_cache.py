@@ -4,7 +4,7 @@ import contextlib
 import os
 import pathlib
 import tempfile
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -21,16 +21,24 @@ def path_of(name: str, prepared: pathlib.Path, part: str) -> pathlib.Path:
   return cache.expanduser() / f"{flat}-{prepared.name}-{part}"
 
 
-def read(path: pathlib.Path, *names: str) -> tuple[np.ndarray, ...] | None:
-  """Returns arrays by name; None where an entry is missing or damaged."""
-  try:
+def cached(
+  path: pathlib.Path,
+  names: Sequence[str],
+  make: Callable[[], Sequence[np.ndarray]],
+) -> list[np.ndarray]:
+  """Returns arrays by name, which are made where an entry is missing.
+
+  A damaged entry is made anew, too.
+  """
+  with contextlib.suppress(OSError, ValueError, KeyError):
     arrays, _ = array_files.load_arrays(path, what=_WHAT)
-    return tuple(arrays[name] for name in names)
-  except (OSError, ValueError, KeyError):
-    return None
+    return [arrays[name] for name in names]
+  made = list(make())
+  _write(path, dict(zip(names, made, strict=True)))
+  return made
 
 
-def write(path: pathlib.Path, **arrays: Any) -> None:
+def _write(path: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
   """Writes an entry in one move, so that no reader sees half of it.
 
   An entry that cannot be written costs the next run seconds and does not end

@@ -95,25 +95,22 @@ def _read_cached(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Reads a set from the cache, or decodes it."""
   prepared = _prepare.require_prepared(name, download=download)
-  path = _cache.path_of(name, prepared, split)
-  if found := _cache.read(path, "images", "labels"):
-    images, labels = found
-    return images, labels
   source = _catalog.find(name)
-  images, labels = _records.decode(
-    prepared, source.test_split if split == "test" else split, source.size
+  part = source.test_split if split == "test" else split
+  images, labels = _cache.cached(
+    _cache.path_of(name, prepared, split),
+    ("images", "labels"),
+    lambda: _records.decode(prepared, part, source.size),
   )
-  _cache.write(path, images=images, labels=labels)
   return images, labels
 
 
 def _read_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
   """Returns mean and deviation of the train split, measured if missing."""
   prepared = _prepare.require_prepared(name)
-  path = _cache.path_of(name, prepared, "statistics")
-  found = _cache.read(path, "mean", "std")
-  if found is None:
-    images, _ = _read_cached(name, "train", download=False)
-    found = _records.measure(images)
-    _cache.write(path, mean=found[0], std=found[1])
-  return tuple(found[0].tolist()), tuple(found[1].tolist())
+  mean, std = _cache.cached(
+    _cache.path_of(name, prepared, "statistics"),
+    ("mean", "std"),
+    lambda: _records.measure(_read_cached(name, "train", download=False)[0]),
+  )
+  return tuple(mean.tolist()), tuple(std.tolist())

@@ -75,10 +75,9 @@ def read_bytes(name: str, split: str, *, download: bool = False) -> np.ndarray:
   """Returns a split of a named text, uint8 [n], from the cache if possible."""
   prepared = _prepare.require_prepared(name, download=download)
   path = _cache.path_of(name, prepared, split)
-  if found := _cache.read(path, "text"):
-    return found[0]
-  text = _records.decode_text(prepared, split)
-  _cache.write(path, text=text)
+  (text,) = _cache.cached(
+    path, ("text",), lambda: (_records.decode_text(prepared, split),)
+  )
   return text
 
 

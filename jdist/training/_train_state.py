@@ -120,12 +120,13 @@ def _split_alike(
 def is_finite(model: PyTree, arrays: PyTree) -> jax.Array:
   """Returns whether training can continue from a model and its other arrays.
 
-  Traceable: a bool scalar, for the arrays that it is given alone.
+  It can be traced, and judges only the arrays that it is given: under
+  `shard_map` they are one worker's own.
 
   Args:
-    model: parameters and batch statistics, which must be finite.
-    arrays: all else that is saved, for instance an optimizer's state or
-      gradients under way, which must not hold a NaN.
+    model: The parameters and batch statistics, which must be finite.
+    arrays: All other arrays that are saved, for instance an optimizer's state
+      or gradients in flight, which must not hold a NaN.
 
   >>> is_finite(jnp.ones(2), (jnp.array([jnp.inf]), jnp.array(jnp.nan))).item()
   True

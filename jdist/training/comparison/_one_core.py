@@ -5,7 +5,6 @@ which XLA's CPU compiler runs slowly. Eight virtual devices on one core would
 switch threads all the time.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -62,15 +61,9 @@ class _OneCoreWorkload(_workload.Workload):
 class _OneCoreChains(_chains.Chains):
   def _load(self) -> _workload.Workload:
     found = super()._load()
-    given = {
-      field.name: getattr(found, field.name)
-      for field in dataclasses.fields(found)
-    }
     # Virtual devices would share the core anyway, and switch threads.
-    given["workers"] = collectives.workers(
-      self.options.workers, substrate="vmap"
-    )
-    return _OneCoreWorkload(**given)
+    team = collectives.workers(self.options.workers, substrate="vmap")
+    return _OneCoreWorkload(**vars(found) | {"workers": team})
 
 
 def on_one_core(chains: type[_chains.Chains]) -> type[_chains.Chains]:

@@ -106,10 +106,8 @@ class Options:
     """
     # The defaults are those of the command's own class, which may differ from
     # those of its base classes.
-    config, defaults = (
-      dataclasses.asdict(self),
-      dataclasses.asdict(type(self)()),
-    )
+    config = dataclasses.asdict(self)
+    defaults = dataclasses.asdict(type(self)())
     if setting is not None:
       config |= dataclasses.asdict(setting)
       defaults |= {

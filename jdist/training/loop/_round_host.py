@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist import collectives as _collectives
-from jdist import transforms
+from jdist import collectives, transforms
 from jdist.training.loop import _programs
 
 PyTree = Any
@@ -46,7 +45,7 @@ class RoundHost:
 
   def __init__(
     self,
-    workers: _collectives.Workers,
+    workers: collectives.Workers,
     opt_state: PyTree,
     *,
     stream_steps: Sequence[int] = (),
