@@ -31,7 +31,6 @@ _MAY_USE = {
     "collectives",
     "data",
     "models",
-    "profiling",
     "training",
   },
   "profiling": {"cluster", "collectives", "training"},

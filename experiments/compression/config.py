@@ -1,9 +1,15 @@
 """What is compared: the variants, and sizes under which they are."""
 
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
 import optax
+from optax_chains import ChainRun, Config, Variant
 
 from jdist import codecs, methods, reducers, transforms
-from jdist.training.comparison import ChainRun, Config, Presets, Variant
+from jdist.training.comparison import Presets
 from jdist.transforms import intervals
 
 Chain = optax.GradientTransformationExtraArgs

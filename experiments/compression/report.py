@@ -9,6 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import optax_chains
+
 from jdist import cluster, training
 from jdist.training import comparison
 
@@ -137,7 +141,7 @@ def main(folder: pathlib.Path) -> None:
     return
   runs = comparison.best_runs(rows)
   if runs:
-    comparison.report_experiment(folder, ours="powersgd rank 6")
+    optax_chains.report_experiment(folder, ours="powersgd rank 6")
   if "ssgd" in runs:
     print(f"\nBeside synchronous SGD:\n\n{against(runs, 'ssgd')}")
   print(f"\nAccuracy on held-out images by rate:\n\n{by_rate(rows)}")

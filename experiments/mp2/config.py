@@ -4,12 +4,17 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import sys
 from typing import Any, cast, Literal
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import jax
 import nowcaster_fit
 import nowcasters
 import optax
+import optax_chains
+from optax_chains import ChainRun, Variant
 
 from jdist import (
   codecs,
@@ -24,7 +29,6 @@ from jdist import (
 )
 from jdist.storage import array_files
 from jdist.training import comparison
-from jdist.training.comparison import ChainRun, Variant
 
 Chain = optax.GradientTransformationExtraArgs
 # The network that is sent and the one that predicts: the paper's, or deeper
@@ -41,10 +45,10 @@ PARAMETERS = "the parameters of a run"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(comparison.Config):
+class Config(optax_chains.Config):
   """A comparison, and how its predictors and nowcasters are made."""
 
-  FREE = (*comparison.Config.FREE, "cache")
+  FREE = (*optax_chains.Config.FREE, "cache")
 
   dataset: str = "mnist"
   batch_size: int = 256
@@ -163,7 +167,7 @@ def cut_of(options: Config, model: models.Model, kind: Kind) -> prediction.Cut:
   return prediction.cut(model, depth, name=options.model)
 
 
-class Chains(comparison.Chains):
+class Chains(optax_chains.Chains):
   """With the paper's networks, and the paper's counts of bytes."""
 
   options: Config

@@ -22,10 +22,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
 import config
 import moving
 import nowcaster_fit
 import numpy as np
+import optax_chains
 import tyro
 
 from jdist import prediction, training
@@ -62,7 +65,7 @@ class Preparation:
     options = dataclasses.replace(options, start_seed=None)
     self.options, self.rows = options, rows
     self.folder = config.folder(options)
-    chains = comparison.on_one_core(config.Chains)
+    chains = optax_chains.on_one_core(config.Chains)
     self.whole = chains(options, config.VARIANTS)
     self.chains = self.whole.hold_out()
     self.model = self.whole.workload.model(0)

@@ -11,16 +11,18 @@ what each method adds to a step instead.
 """
 
 import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import config
-
-from jdist.training import comparison
+import optax_chains
 
 if __name__ == "__main__":
-  comparison.run_experiment(
+  optax_chains.run_experiment(
     pathlib.Path(__file__).resolve().parent,
     config.PRESETS,
     config.VARIANTS,
-    comparison.on_one_core(config.Chains),
+    optax_chains.on_one_core(config.Chains),
     base="baseline",
   )

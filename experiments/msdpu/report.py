@@ -7,6 +7,10 @@ python experiments/msdpu/report.py overlap  # what streaming hides between hosts
 import pathlib
 import sys
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import optax_chains
+
 from jdist import training
 from jdist.training import comparison
 
@@ -65,7 +69,7 @@ def main(folder: pathlib.Path) -> None:
   if preset == "overlap":
     print(overlap_table(rows))
     return
-  comparison.report_experiment(folder, ours="msdpu")
+  optax_chains.report_experiment(folder, ours="msdpu")
   runs = comparison.best_runs(rows)
   # Without synchronous SGD, the variants are parts of MSDPU.
   for base in _BASES if "ssgd" in runs else ("msdpu, int4",):

@@ -20,7 +20,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
 import config
+import optax_chains
 
 from jdist import training
 from jdist.training import comparison
@@ -54,7 +57,7 @@ _MARGINS = (0.003, 0.01)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(comparison.Config):
+class Config(optax_chains.Config):
   """Runs over the links of `scripts/slow_network.py`."""
 
   workers: int = 4
@@ -97,13 +100,13 @@ def _problem(row: dict[str, Any]) -> str:
 
 def run(preset: str, options: Config) -> None:
   """Runs what is missing; process 0 writes the rows."""
-  links = comparison.join_hosts(options.workers)
+  links = optax_chains.join_hosts(options.workers)
   if links is None:
     raise SystemExit("Start it by scripts/slow_network.py: see --help.")
   import jax
 
   rows = options.rows(_ROWS, links)
-  chains = comparison.Chains(options, config.VARIANTS)
+  chains = optax_chains.Chains(options, config.VARIANTS)
   trials = [
     comparison.Trial("comparison", name, _RATES[preset][name], seed)
     for seed in options.seeds

@@ -1,5 +1,6 @@
 """Programs of the experiments as modules."""
 
+import importlib
 import importlib.util
 import pathlib
 import sys
@@ -24,3 +25,10 @@ def enter(name, monkeypatch):
     # that of before.
     monkeypatch.setitem(sys.modules, path.stem, None)
     del sys.modules[path.stem]
+
+
+def optax_chains():
+  """Imports the package that several experiments share."""
+  if str(FOLDER) not in sys.path:
+    sys.path.append(str(FOLDER))
+  return importlib.import_module("optax_chains")

@@ -20,10 +20,12 @@ _OTHERS = {"msdpu": "msdpu H0=8", "compression": "int4 + feedback"}
 def copied(name, tmp_path):
   """An experiment's programs in a folder of their own, without results."""
   there = tmp_path / "experiments"
-  for path in (_ROOT / "experiments").glob(f"{name}/*.py"):
-    target = there / path.relative_to(_ROOT / "experiments")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(path, target)
+  # Several experiments share `optax_chains`, which lies next to them.
+  for own in (name, "optax_chains"):
+    for path in (_ROOT / "experiments" / own).glob("*.py"):
+      target = there / own / path.name
+      target.parent.mkdir(parents=True, exist_ok=True)
+      shutil.copy(path, target)
   return there / name
 
 

@@ -1,19 +1,9 @@
 """Comparisons: variants tuned alike, run with the same seeds, resumable rows.
 
-`compare` runs a `Study` by a function that fits one trial. `Chains` fits Optax
-chains, and `run_experiment` makes a command of them.
+`compare` runs a `Study` by a function that fits one trial. The experiments
+share such a function for Optax chains, in `experiments/optax_chains`.
 """
 
-from jdist.training.comparison._chains import ChainRun as ChainRun
-from jdist.training.comparison._chains import Chains as Chains
-from jdist.training.comparison._chains import Config as Config
-from jdist.training.comparison._chains import Variant as Variant
-from jdist.training.comparison._chains import warn_of_end as warn_of_end
-from jdist.training.comparison._commands import Presets as Presets
-from jdist.training.comparison._commands import (
-  report_experiment as report_experiment,
-)
-from jdist.training.comparison._commands import run_experiment as run_experiment
 from jdist.training.comparison._differences import Difference as Difference
 from jdist.training.comparison._differences import (
   difference_table as difference_table,
@@ -21,7 +11,6 @@ from jdist.training.comparison._differences import (
 from jdist.training.comparison._differences import (
   paired_difference as paired_difference,
 )
-from jdist.training.comparison._one_core import on_one_core as on_one_core
 from jdist.training.comparison._pictures import label_points as label_points
 from jdist.training.comparison._pictures import picture as picture
 from jdist.training.comparison._plot import plot_comparison as plot_comparison
@@ -37,14 +26,15 @@ from jdist.training.comparison._report import tuned_rates as tuned_rates
 from jdist.training.comparison._rows import Row as Row
 from jdist.training.comparison._rows import Rows as Rows
 from jdist.training.comparison._rows import Trial as Trial
-from jdist.training.comparison._step_times import join_hosts as join_hosts
 from jdist.training.comparison._study import by_loss as by_loss
 from jdist.training.comparison._study import compare as compare
 from jdist.training.comparison._study import Compared as Compared
 from jdist.training.comparison._study import Options as Options
+from jdist.training.comparison._study import Presets as Presets
 from jdist.training.comparison._study import quality as quality
 from jdist.training.comparison._study import Study as Study
 from jdist.training.comparison._study import Tuned as Tuned
+from jdist.training.comparison._study import warn_of_end as warn_of_end
 from jdist.training.comparison._tables import accuracy as accuracy
 from jdist.training.comparison._tables import group as group
 from jdist.training.comparison._tables import loss as loss

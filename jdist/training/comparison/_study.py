@@ -136,6 +136,10 @@ class Options:
     )
 
 
+Presets: TypeAlias = dict[str, tuple[str, Any]]
+"""Options by the name of a command's preset, each with a line of help."""
+
+
 class Tuned(NamedTuple):
   """A variant's learning rate.
 
@@ -237,6 +241,22 @@ def best_of(tried: Mapping[float, tuple[float, float]]) -> Tuned:
   if len(rates) > 1 and best in (rates[0], rates[-1]):
     end = "lowest" if best == rates[0] else "highest"
   return Tuned(best, rates, end, tried[best] == _WORST)
+
+
+def warn_of_end(variant: str, tuned: Tuned) -> None:
+  """Prints a warning if a variant's best rate lies at an end of the grid."""
+  if tuned.diverged:
+    print(
+      f"Warning: {variant} is left out: it diverged at every learning rate "
+      f"tried, from {tuned.tried[0]:g}. Add lower ones.",
+      flush=True,
+    )
+  elif tuned.end is not None:
+    print(
+      f"Warning: {variant} is best at the {tuned.end} of the learning rates "
+      f"tried, {tuned.best:g}; a better one may lie beyond. Widen the grid.",
+      flush=True,
+    )
 
 
 class Compared(NamedTuple):

@@ -1,7 +1,6 @@
 """What a report finds in rows."""
 
 from jdist.training import comparison
-from jdist.training.comparison import _report
 
 
 def _tuned(method, rate, accuracy):
@@ -19,13 +18,6 @@ def _rows():
     for rate, accuracy in zip((0.1, 0.2, 0.4), accuracies, strict=True)
   ]
   return [*rows, _tuned("alone", 0.1, 0.5)]
-
-
-def test_best_rate_at_an_end_of_the_grid_is_reported():
-  assert _report.end_warnings(_rows()) == [
-    "Best at the lowest rate tried: low.",
-    "Best at the highest rate tried: high.",
-  ]
 
 
 def test_runs_at_other_rates_are_left_out():

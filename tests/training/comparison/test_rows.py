@@ -25,7 +25,7 @@ def path(tmp_path):
 
 
 def test_rows_of_this_comparison_are_found_again(path):
-  config = dataclasses.asdict(comparison.Config(alpha=0.5))
+  config = dataclasses.asdict(comparison.Options())
   _write(path, config)
   found = comparison.Rows(path, config).find(_TRIAL)
   assert found["config"]["rates"] == [0.0125, 0.025, 0.05]  # Now a list.

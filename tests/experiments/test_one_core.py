@@ -5,14 +5,16 @@ import jax
 import pytest
 
 from jdist import methods
-from jdist.training import comparison
+from tests.experiments import _loading
+
+optax_chains = _loading.optax_chains()
 
 VARIANTS = {"ssgd": lambda run: methods.ssgd(run.inner, axis=run.axis)}
 
 
 def test_gradients_in_turn_match_vectorized_gradients():
   pytest.importorskip("sklearn")
-  options = comparison.Config(
+  options = optax_chains.Config(
     dataset="digits", model="mlp", workers=2, epochs=0.3, warmup_epochs=0.1
   )
 
@@ -24,8 +26,8 @@ def test_gradients_in_turn_match_vectorized_gradients():
       )
     return jax.device_get(state.params)
 
-  one = comparison.on_one_core(comparison.Chains)
-  assert one is not comparison.Chains
+  one = optax_chains.on_one_core(optax_chains.Chains)
+  assert one is not optax_chains.Chains
   chex.assert_trees_all_close(
-    trained(one), trained(comparison.Chains), rtol=1e-5, atol=1e-6
+    trained(one), trained(optax_chains.Chains), rtol=1e-5, atol=1e-6
   )

@@ -7,13 +7,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import optax
 
-from jdist import collectives, data, models
-from jdist.training import _train_state, loop
-from jdist.training.comparison import _rows, _step_times, _study, _workload
+from jdist import collectives, data, models, training
+from jdist.training import comparison
+from optax_chains import _step_times
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_study.Options):
+class Config(comparison.Options):
   """One comparison of chains, and the options of its command."""
 
   dataset: str = "cifar10"
@@ -94,9 +94,9 @@ class PreparedRun(NamedTuple):
     num_steps: The number of local steps of the run.
   """
 
-  programs: _workload.VariantPrograms
+  programs: Any
   model: models.Model
-  state: _train_state.TrainState
+  state: training.TrainState
   batches: data.Batches
   num_steps: int
 
@@ -114,14 +114,14 @@ class Chains:
     self,
     options: Config,
     variants: Mapping[str, Variant],
-    workload: _workload.Workload | None = None,
+    workload: comparison.Workload | None = None,
   ):
     self.options, self.variants = options, variants
     self.workload = self._load() if workload is None else workload
 
-  def _load(self) -> _workload.Workload:
+  def _load(self) -> comparison.Workload:
     options = self.options
-    return _workload.Workload.load(
+    return comparison.Workload.load(
       options.dataset,
       self.build,
       collectives.workers(options.workers),
@@ -133,14 +133,19 @@ class Chains:
 
   def build(self, train: data.Dataset, seed: int) -> models.Model:
     """Builds the model with the initial parameters of a seed."""
-    return _workload.build_model(self.options.model, train, seed)
+    return models.build(
+      self.options.model,
+      input_shape=train.input_shape,
+      num_classes=train.num_classes,
+      seed=seed,
+    )
 
   def hold_out(self) -> "Chains":
     """Returns the same chains with a part of the training set as test set."""
     return type(self)(self.options, self.variants, self.workload.hold_out())
 
   def describe(
-    self, variant: str, traffic: collectives.Traffic, record: loop.Record
+    self, variant: str, traffic: collectives.Traffic, record: training.Record
   ) -> dict[str, Any]:
     """Returns further entries of a row.
 
@@ -264,12 +269,12 @@ class Chains:
     traffic = trainer.traffic(state, next(run.batches.iterate(0)))
     return {
       "workers": self.options.workers,
-      **_workload.summarize(records),
+      **comparison.summarize(records),
       **self.describe(variant, traffic, records[-1]),
     }
 
 
-def compare_chains(path: Any, chains: Chains) -> _study.Compared:
+def compare_chains(path: Any, chains: Chains) -> comparison.Compared:
   """Runs the variants of an experiment, and prints each row.
 
   Args:
@@ -279,41 +284,25 @@ def compare_chains(path: Any, chains: Chains) -> _study.Compared:
   options, held_out = chains.options, chains.hold_out()
   rows = options.rows(path)
 
-  def fit(trial: _rows.Trial) -> dict[str, Any]:
+  def fit(trial: comparison.Trial) -> dict[str, Any]:
     # Tuning never sees the test set.
     own = held_out if trial.purpose == "tuning" else chains
     return own.fit(trial.variant, trial.learning_rate, trial.seed)
 
-  return _study.compare(
+  return comparison.compare(
     options.study(chains.variants),
     rows,
     fit,
     on_row=_print_row,
-    on_tuned=warn_of_end,
+    on_tuned=comparison.warn_of_end,
   )
 
 
-def _print_row(trial: _rows.Trial, row: _rows.Row) -> None:
+def _print_row(trial: comparison.Trial, row: comparison.Row) -> None:
   print(
     f"{trial.purpose} {trial.variant}, rate {trial.learning_rate:g}, seed "
     f"{trial.seed}: {100 * row['accuracy']:.2f} %, {row['rounds']} rounds, "
     f"{row['sent_bytes'] / 1e6:.1f} MB, "
-    f"{loop.format_rate(row['samples_per_s'] or math.nan)} images/s",
+    f"{training.format_rate(row['samples_per_s'] or math.nan)} images/s",
     flush=True,
   )
-
-
-def warn_of_end(variant: str, tuned: _study.Tuned) -> None:
-  """Prints a warning if a variant's best rate lies at an end of the grid."""
-  if tuned.diverged:
-    print(
-      f"Warning: {variant} is left out: it diverged at every learning rate "
-      f"tried, from {tuned.tried[0]:g}. Add lower ones.",
-      flush=True,
-    )
-  elif tuned.end is not None:
-    print(
-      f"Warning: {variant} is best at the {tuned.end} of the learning rates "
-      f"tried, {tuned.best:g}; a better one may lie beyond. Widen the grid.",
-      flush=True,
-    )

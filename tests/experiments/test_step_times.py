@@ -4,8 +4,9 @@ import jax
 import pytest
 
 from jdist import methods
-from jdist.training import comparison
-from jdist.training.comparison import _step_times
+from tests.experiments import _loading
+
+optax_chains = _loading.optax_chains()
 
 
 class Turn:
@@ -27,7 +28,7 @@ class Turn:
 
 
 def measure(turns, **options):
-  return _step_times.step_times(
+  return optax_chains.step_times(
     turns, {"workers": 8}, base="ssgd", blocks=3, **options
   )
 
@@ -60,7 +61,7 @@ def test_modelled_step_adds_bytes_to_the_computation(
 ):
   turns = {name: Turn(*[1.0] * 4) for name in ("ssgd", "ssgd again", "ours")}
   turns["computation"] = Turn(*[0.5] * 4)
-  link = _step_times.HostLinks(8, bits_per_s)
+  link = optax_chains.HostLinks(8, bits_per_s)
   rows = measure(turns, links=link)
   assert link.name == name
   assert [row["modelled_s"] for row in rows] == [pytest.approx(modelled_s)] * 4
@@ -70,15 +71,15 @@ def test_modelled_step_adds_bytes_to_the_computation(
 @pytest.mark.parametrize("one_core", [False, True])
 def test_step_without_messages_is_measured(one_core):
   pytest.importorskip("sklearn")
-  kind = comparison.Chains
-  chains = (comparison.on_one_core(kind) if one_core else kind)(
-    comparison.Config(dataset="digits", model="mlp", workers=2, rates=(0.1,)),
+  kind = optax_chains.Chains
+  chains = (optax_chains.on_one_core(kind) if one_core else kind)(
+    optax_chains.Config(dataset="digits", model="mlp", workers=2, rates=(0.1,)),
     {"ssgd": lambda run: methods.ssgd(run.inner, axis=run.axis)},
   )
   # Optax's schedules mix dtypes.
   with jax.numpy_dtype_promotion("standard"):
     rows = chains.step_times(
-      blocks=2, links=_step_times.HostLinks(1, float("inf"))
+      blocks=2, links=optax_chains.HostLinks(1, float("inf"))
     )
   sent = {row["method"]: row["sent_bytes"] for row in rows}
   assert sent["computation"] == 0 < sent["ssgd"]

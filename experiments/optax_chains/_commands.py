@@ -2,22 +2,16 @@
 
 import pathlib
 import sys
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
 
-from jdist.training import _results
-from jdist.training.comparison import (
-  _chains,
-  _report,
-  _step_times,
-)
-
-Presets: TypeAlias = dict[str, tuple[str, Any]]
+from jdist import training
+from jdist.training import comparison
+from optax_chains import _bytes_plot, _chains, _step_times
 
 
 def run_experiment(
   folder: str | pathlib.Path,
-  presets: Presets,
+  presets: comparison.Presets,
   variants: Mapping[str, _chains.Variant],
   chains: type[_chains.Chains] = _chains.Chains,
   *,
@@ -61,7 +55,7 @@ def run_experiment(
     path = results / f"{preset}-{name}.jsonl"
     # New times replace older ones, since both may be of different machines.
     path.unlink(missing_ok=True)
-    _results.append_rows(path, rows)
+    training.append_rows(path, rows)
 
 
 def report_experiment(folder: str | pathlib.Path, *, ours: str) -> None:
@@ -73,11 +67,22 @@ def report_experiment(folder: str | pathlib.Path, *, ours: str) -> None:
   """
   preset = sys.argv[1] if len(sys.argv) > 1 else "cifar10"
   results = pathlib.Path(folder) / "results"
-  rows = _results.read_rows(results / f"{preset}.jsonl")
-  runs = _report.best_runs(rows)
+  rows = training.read_rows(results / f"{preset}.jsonl")
+  runs = comparison.best_runs(rows)
   if not runs:
     raise SystemExit(f"There is no compared run of {preset} yet.")
-  print(_report.accuracy_table(runs))
-  for line in _report.end_warnings(rows):
+  print(comparison.accuracy_table(runs))
+  for line in _end_warnings(rows):
     print(f"\n{line}")
-  _report.plot_bytes(runs, results / f"{preset}.png", ours=ours)
+  _bytes_plot.plot_bytes(runs, results / f"{preset}.png", ours=ours)
+
+
+def _end_warnings(rows: Sequence[comparison.Row]) -> list[str]:
+  """Returns a line for each end of the grid where a best rate lies."""
+  tuned = comparison.tuned_rates(rows).items()
+  found = []
+  for end in ("lowest", "highest"):
+    methods = [method for method, one in tuned if one.end == end]
+    if methods:
+      found.append(f"Best at the {end} rate tried: {', '.join(methods)}.")
+  return found

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import collectives
-from jdist.training import _evaluation
-from jdist.training.comparison import _chains, _workload
+from jdist import collectives, training
+from jdist.training import comparison
+from optax_chains import _chains
 
 PyTree = Any
 
@@ -41,7 +41,7 @@ def _one_by_one(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
   return mapped
 
 
-class _OneCoreWorkload(_workload.Workload):
+class _OneCoreWorkload(comparison.Workload):
   """A problem whose workers share one core."""
 
   def gradient(self, apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,14 +52,14 @@ class _OneCoreWorkload(_workload.Workload):
     self,
     apply: Callable[..., Any],
     optimizer: optax.GradientTransformation | None = None,
-  ) -> _evaluation.Evaluator:
+  ) -> training.Evaluator:
     """Returns an evaluator that runs one worker's model after the other."""
     plain = _one_by_one(lambda *args: apply(*args, train=False))
     return super().evaluator(lambda *args, train: plain(*args), optimizer)
 
 
 class _OneCoreChains(_chains.Chains):
-  def _load(self) -> _workload.Workload:
+  def _load(self) -> comparison.Workload:
     found = super()._load()
     # Virtual devices would share the core anyway, and switch threads.
     team = collectives.workers(self.options.workers, substrate="vmap")

@@ -21,8 +21,7 @@ from typing import Any
 
 import jax
 
-from jdist import cluster, collectives, profiling
-from jdist.training import _results, _train_state, loop
+from jdist import cluster, collectives, profiling, training
 
 _STEPS = 8  # The end of a round lies in each block.
 # The name of the workers' own optimizer, without messages.
@@ -54,9 +53,9 @@ class Turn:
 
   def __init__(
     self,
-    trainer: loop.Trainer,
+    trainer: training.Trainer,
     step: Callable[..., Any],
-    state: _train_state.TrainState,
+    state: training.TrainState,
     batch: Any,
   ):
     workers, self.trainer, self.state = trainer.workers, trainer, state
@@ -126,7 +125,7 @@ def step_times(
       mine / theirs
       for mine, theirs in zip(found[name], found[base], strict=True)
     ]
-    row = _results.make_row(
+    row = training.make_row(
       config | {"blocks": blocks},
       0,
       method=name,
