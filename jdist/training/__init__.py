@@ -13,7 +13,6 @@ from jdist.training._gradient import num_samples as num_samples
 from jdist.training._losses import cast as cast
 from jdist.training._losses import classification_loss as classification_loss
 from jdist.training._losses import label_loss as label_loss
-from jdist.training._losses import language_model_loss as language_model_loss
 from jdist.training._losses import masked_mean as masked_mean
 from jdist.training._metrics_writer import MetricsWriter as MetricsWriter
 from jdist.training._model_file import load_metadata as load_metadata

@@ -20,59 +20,42 @@ def classification_loss(
   compute_dtype: Any = jnp.float32,
   augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> _gradient.LossFn:
-  """Softmax cross-entropy of a model on `{"image", "label"}` batches.
+  """Softmax cross-entropy of a model on images or on texts.
 
-  With a `"mask"` in the batch, 1 for samples and 0 for padding, loss and
-  accuracy are means over the samples, and the model is given the mask.
+  Batches of images are `{"image", "label"}`. Batches of texts are `{"tokens",
+  "targets"}`, and the loss is that of a language model:
+
+    loss = -mean of log softmax(logits)[i, t, targets[i, t]] over i and t
+
+  in nats. With a `"mask"` in the batch, 1 for samples and 0 for padding, loss
+  and accuracy are means over the samples, and the model is given the mask. The
+  mask of a text is that of samples [batch] or of tokens [batch, length].
 
   Args:
-    apply: `(params, model_state, images, train=True) -> logits, model_state`,
+    apply: `(params, model_state, inputs, train=True) -> logits, model_state`,
       as in `jdist.models`. With masks it takes `mask=`.
     normalize: Turns stored images into the model's inputs.
     compute_dtype: The dtype in which the model computes, for instance
-      `jnp.bfloat16`. Parameters, gradients and the loss stay float32.
+      `jnp.bfloat16`. Parameters, gradients and the loss stay float32, and
+      tokens stay integers.
     augment: Changes stored images at random, `(images, key) -> images`, for
       instance `data.compose(data.random_crop(), data.random_flip())`.
 
   Returns:
     A loss for `make_step`, with the metric `accuracy`.
+
+  >>> def apply(params, state, tokens, train):
+  ...   return jnp.zeros((*tokens.shape, 4)) + params, state
+  >>> batch = {"tokens": jnp.array([[0, 1]]), "targets": jnp.array([[1, 0]])}
+  >>> loss_fn = classification_loss(apply)
+  >>> loss, (_, found) = loss_fn(jnp.zeros(4), {}, batch, jax.random.key(0))
+  >>> round(float(loss / jnp.log(2.0)), 3), found["accuracy"].item()
+  (2.0, 0.5)
   """
   inputs_of = model_inputs(
     normalize=normalize, compute_dtype=compute_dtype, augment=augment
   )
   return model_loss(apply, inputs_of, compute_dtype)
-
-
-def language_model_loss(
-  apply: Callable[..., tuple[jax.Array, PyTree]],
-  *,
-  compute_dtype: Any = jnp.float32,
-) -> _gradient.LossFn:
-  """Softmax cross-entropy of the next token on `{"tokens", "targets"}` batches.
-
-    loss = -mean of log softmax(logits)[i, t, targets[i, t]] over i and t
-
-  in nats. With a `"mask"` in the batch, of samples [batch] or of tokens [batch,
-  length], loss and accuracy are means over the tokens whose mask is not 0.
-
-  Args:
-    apply: `(params, model_state, tokens, train=True) -> logits, model_state`
-      with logits [batch, length, vocabulary]. With masks it takes `mask=`.
-    compute_dtype: As in `classification_loss`; tokens stay integers.
-
-  Returns:
-    A loss for `make_step`, with the metric `accuracy`, the share of tokens that
-    the model thinks likeliest.
-
-  >>> def apply(params, state, tokens, train):
-  ...   return jnp.zeros((*tokens.shape, 4)) + params, state
-  >>> batch = {"tokens": jnp.array([[0, 1]]), "targets": jnp.array([[1, 0]])}
-  >>> loss_fn = language_model_loss(apply)
-  >>> loss, (_, found) = loss_fn(jnp.zeros(4), {}, batch, jax.random.key(0))
-  >>> round(float(loss / jnp.log(2.0)), 3), found["accuracy"].item()
-  (2.0, 0.5)
-  """
-  return model_loss(apply, model_inputs(), compute_dtype)
 
 
 def model_loss(

@@ -50,7 +50,7 @@ def test_text_loss_is_the_mean_over_unmasked_tokens(masked):
   elif masked == "tokens":
     inside = np.random.default_rng(2).random((3, 4)) < 0.5
     batch["mask"] = inside.astype(np.float32)
-  loss_fn = training.language_model_loss(apply)
+  loss_fn = training.classification_loss(apply)
   loss, (_, metrics) = loss_fn(jnp.asarray(table), {}, batch, None)
   np.testing.assert_allclose(loss, losses[inside].mean(), rtol=1e-5)
   np.testing.assert_allclose(metrics["accuracy"], hits[inside].mean())
@@ -63,7 +63,7 @@ def test_loss_is_float32_for_every_compute_dtype():
     seen.append((params.dtype, tokens.dtype))
     return apply(params, state, tokens, train)
 
-  loss_fn = training.language_model_loss(told, compute_dtype=jnp.bfloat16)
+  loss_fn = training.classification_loss(told, compute_dtype=jnp.bfloat16)
   batch = batch_of((3, 4))
   loss, _ = loss_fn(jnp.asarray(bigrams()), {}, batch, None)
   assert seen == [(jnp.bfloat16, np.int32)] and loss.dtype == jnp.float32
