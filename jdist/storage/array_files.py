@@ -12,6 +12,7 @@ hosts that share a disk, the first.
 """
 
 import functools
+import hashlib
 import os
 import pathlib
 import re
@@ -110,6 +111,17 @@ def _words(name: str, leaf: Any) -> tuple[np.ndarray, str]:
   return words, str(array.dtype)
 
 
+class _Hash:
+  """A file that keeps only the hash of what is written to it."""
+
+  def __init__(self) -> None:
+    self.found = hashlib.sha256()
+
+  def write(self, data: Any) -> None:
+    """Hashes further bytes."""
+    self.found.update(data)
+
+
 def _fill(
   target: pathlib.Path,
   arrays: Mapping[str, tuple[np.ndarray, str]],
@@ -122,7 +134,9 @@ def _fill(
     save = functools.partial(np.save, arr=words, allow_pickle=False)
     # Hashed first, as the name holds the hash, and without a copy in memory: a
     # data set may fill most of it.
-    digest = hashes.hash_written(save)
+    sink = _Hash()
+    save(sink)
+    digest = sink.found.hexdigest()
     # The name is for people; the hash tells arrays of equal names apart.
     file = f"{_UNFIT.sub('_', name)[:_NUM_LETTERS]}-{digest[:12]}.npy"
     sealed_json.write_whole(target / file, save)

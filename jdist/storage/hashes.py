@@ -2,7 +2,7 @@
 
 import hashlib
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -26,24 +26,6 @@ def hash_bytes(data: Any) -> str:
   """Returns the SHA-256 of bytes, or of an array's bits without its type."""
   whole = data if isinstance(data, bytes) else np.ascontiguousarray(data).data
   return hashlib.sha256(whole).hexdigest()
-
-
-class _Sink:
-  """A file that keeps nothing but the hash of what is written to it."""
-
-  def __init__(self) -> None:
-    self.found = hashlib.sha256()
-
-  def write(self, data: Any) -> None:
-    """Hashes further bytes."""
-    self.found.update(data)
-
-
-def hash_written(write: Callable[[Any], object]) -> str:
-  """Returns the SHA-256 of the bytes that a function writes to a file."""
-  sink = _Sink()
-  write(sink)
-  return sink.found.hexdigest()
 
 
 def hash_file(path: pathlib.Path) -> str:
