@@ -87,6 +87,7 @@ def label_points(axes: Any, labels: Sequence[tuple[float, float, str]]) -> None:
   renderer = figure.canvas.get_renderer()
   inside = axes.get_window_extent(renderer)
   points = [(x, y) for x, y, _ in labels]
+  # Markers have a radius of about four points, and a point is 1/72 inch.
   half = 4 * figure.dpi / 72
   taken = [
     (x - half, y - half, x + half, y + half)
@@ -107,6 +108,7 @@ def label_points(axes: Any, labels: Sequence[tuple[float, float, str]]) -> None:
     )
     outside = max(0.0, inside.x0 - box[0]) + max(0.0, box[2] - inside.x1)
     beyond = max(0.0, inside.y0 - box[1]) + max(0.0, box[3] - inside.y1)
+    # A text that leaves the axes is cut off, which is worse than an overlap.
     return found + 1e3 * (outside + beyond)
 
   # Places depend on the points alone, and not on the order of the labels.

@@ -90,6 +90,7 @@ def _draw(
 ) -> None:
   x = np.mean([[measure(point) for point in run] for run in runs], axis=0)
   y = np.array([[_quality(point) for point in run] for run in runs])
+  # A single seed has a deviation of 0; with ddof=1 it would be NaN.
   mean, spread = y.mean(axis=0), y.std(axis=0, ddof=min(1, len(runs) - 1))
   color = _COLORS[style % len(_COLORS)]
   # A single marker at the end distinguishes lines in print, and in the legend.
@@ -111,6 +112,7 @@ def _number_axis(axes: Any) -> None:
   if not 0 < low < high:
     return
   axes.set_xscale("log")
+  # On a wide axis labels at 2 and 5 would overlap.
   wide = high / low > 200
   axes.xaxis.set_major_locator(
     ticker.LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=20)

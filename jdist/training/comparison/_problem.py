@@ -46,6 +46,7 @@ class Problem:
       learning_rate=0.0, momentum=momentum or None, nesterov=bool(momentum)
     )
     apply = whole.model(0).apply
+    # Only the parameters depend on the seed: one `apply` serves all models.
     self.loss = whole.loss(apply)
     self.evaluators: dict[str, _evaluation.Evaluator] = {
       purpose: workload.evaluator(apply)

@@ -12,6 +12,7 @@ def tuned_rates(
   rows: Sequence[_rows.Row], rank: _study.Rank = _study.quality
 ) -> dict[str, _study.Tuned]:
   """Returns each variant's learning rate, from its tuning rows."""
+  # Compared rows are measured on the test set, which must not choose a rate.
   tuning = [row for row in rows if row["purpose"] == "tuning"]
   return {
     method: _study.best_of(

@@ -75,8 +75,9 @@ class Rows:
         self._rows += [{"purpose": purpose} | row for row in found]
 
   def _fixed(self, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that must agree, with lists as JSON has them."""
+    """Returns the options that must agree."""
     kept = {k: v for k, v in config.items() if k not in self._free}
+    # JSON turns tuples into lists, as in the rows that were read from a file.
     found: dict[str, Any] = json.loads(json.dumps(kept))
     return found
 
@@ -86,6 +87,7 @@ class Rows:
 
   def find(self, trial: Trial) -> Row | None:
     """Returns a trial's row, None if it was not run yet."""
+    # The first row of a trial counts, should a file hold it twice.
     return next((row for row in self._rows if self.is_of(row, trial)), None)
 
   def is_of(self, row: Row, trial: Trial) -> bool:

@@ -236,6 +236,7 @@ def tune(
 def best_of(tried: Mapping[float, tuple[float, float]]) -> Tuned:
   """Returns the best of the learning rates tried, by their ranks."""
   rates = tuple(sorted(tried))
+  # `max` keeps the first of equals: the lowest rate, which is the most stable.
   best = max(rates, key=lambda rate: tried[rate])
   end: Literal["lowest", "highest"] | None = None
   if len(rates) > 1 and best in (rates[0], rates[-1]):
@@ -336,6 +337,7 @@ def compare(
       result.tuned[variant] = tuned(variant)
       if not result.tuned[variant].diverged:
         compare_seeds([variant], study.seeds)
+  # All rates must be known before the variants of a seed run in turn.
   else:
     result.tuned.update({name: tuned(name) for name in study.variants})
     kept = [x for x in study.variants if not result.tuned[x].diverged]

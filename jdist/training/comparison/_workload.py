@@ -87,6 +87,7 @@ class Workload:
 
   def steps(self, epochs: float) -> int:
     """Converts epochs to steps, at least one."""
+    # A fraction of an epoch of a small set may round to no step at all.
     return max(1, round(epochs * self.steps_per_epoch))
 
   def hold_out(self, fraction: float = 0.1, *, seed: int = 0) -> "Workload":
@@ -238,6 +239,7 @@ def summarize(records: list[loop.Record]) -> dict[str, Any]:
   """Returns a row's entries about a run: its results, and its curve."""
   last = records[-1]
   rate = last.samples_per_s
+  # Rows name accuracy and loss in one way for every kind of run.
   metrics = dict(last.metrics)
   return {
     "accuracy": metrics.pop("accuracy"),
