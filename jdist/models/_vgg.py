@@ -64,7 +64,6 @@ class VGG(_layered_network.LayeredNetwork):
       _forms.check_size("vgg", form, input_shape, 32)
     _normalization.check_norm(norm)
     checks.check_int("width", width, 1)
-    # Without the mean, the first dense layer sees every pixel of the last map.
     averaged = form == "cifar"
     number = 0
     for block, num_convs in enumerate(convs_per_block, 1):
@@ -91,6 +90,7 @@ class VGG(_layered_network.LayeredNetwork):
         num_features = features
       # Pooling keeps an odd last row or column.
       size = [(n + 1) // 2 for n in size]
+    # Without the mean, the first dense layer sees every pixel of the last map.
     if not averaged:
       num_features *= size[0] * size[1]
     if hidden_sizes is None:
