@@ -94,8 +94,8 @@ class Failures:
     stream = random.Random(f"{self.seed} failures {name}")
     found: list[tuple[float, float]] = []
     now = 0.0
-    # An exponential time has no memory: what is left of it at second 0 has the
-    # same distribution as the whole.
+    # An exponential time has no memory: its rest at second 0 has the same
+    # distribution as the whole.
     if stream.random() >= self.down_fraction:
       now = stream.expovariate(1.0 / self.up_s)
     while now < until_s:

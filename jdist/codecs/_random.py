@@ -29,7 +29,7 @@ class Rounding(_codec.Codec):
   def _noise(
     self, key: jax.Array | None, shape: tuple[int, ...], start: int
   ) -> jax.Array | None:
-    """Returns what is added before rounding, None for the nearest level."""
+    """Returns the noise to add before rounding; None rounds to nearest."""
     if self.rounding == "nearest":
       return None
     return offsets(require(key, self), shape, start)

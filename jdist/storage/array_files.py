@@ -112,7 +112,7 @@ def _words(name: str, leaf: Any) -> tuple[np.ndarray, str]:
 
 
 class _Hash:
-  """A file that keeps only the hash of what is written to it."""
+  """A file that keeps only the hash of the bytes written to it."""
 
   def __init__(self) -> None:
     self.found = hashlib.sha256()
@@ -137,7 +137,7 @@ def _fill(
     sink = _Hash()
     save(sink)
     digest = sink.found.hexdigest()
-    # The name is for people; the hash tells arrays of equal names apart.
+    # The name is for people; the hash distinguishes arrays of equal names.
     file = f"{_UNFIT.sub('_', name)[:_NUM_LETTERS]}-{digest[:12]}.npy"
     sealed_json.write_whole(target / file, save)
     files[name] = [file, digest, of]

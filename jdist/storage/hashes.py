@@ -12,7 +12,7 @@ _PART = 1 << 24
 
 
 class DamagedError(ValueError):
-  """A file is missing, cannot be read, or is not what was written."""
+  """A file is missing, cannot be read, or has changed since it was written."""
 
   def __init__(self, path: pathlib.Path, fault: str):
     super().__init__(

@@ -30,7 +30,7 @@ def make_step(
   The step differentiates the loss at this worker's own parameters, or where
   `transforms.predict_weights` expects the parameters to be, and updates. When a
   round ends, it also averages batch statistics. With a streamed method or
-  `update_first` that mean would delay what is to be hidden, so that `Evaluator`
+  `update_first` that mean would delay the hidden messages, so that `Evaluator`
   averages the statistics instead.
 
   Args:

@@ -52,7 +52,7 @@ def test_a_server_receives_once_and_sends_back(
   assert config.served(sent(*collected), 2000) == up_and_down
 
 
-def test_what_a_round_sends_is_shared_by_its_steps(monkeypatch):
+def test_bytes_of_a_round_are_shared_by_its_steps(monkeypatch):
   config = load("mp2_config", "mp2/config.py", monkeypatch)
   in_rounds = collectives.Traffic(
     (
@@ -64,7 +64,7 @@ def test_what_a_round_sends_is_shared_by_its_steps(monkeypatch):
   assert config.served(in_rounds, 2000, 0.25) == (240, 240)
 
 
-def test_what_is_prepared_has_a_name_by_what_it_depends_on(monkeypatch):
+def test_prepared_folder_is_named_by_the_options_it_depends_on(monkeypatch):
   config = load("mp2_config", "mp2/config.py", monkeypatch)
   options = config.Config()
   # A new option is on one of the two sides.
@@ -136,7 +136,7 @@ def test_rows_tell_what_the_traced_step_sends(monkeypatch, tmp_path):
     assert told[name]["both_bytes"] == 20 * whole
 
 
-def test_what_a_predictor_is_chosen_by_it_has_not_learned_from(monkeypatch):
+def test_predictor_is_chosen_by_samples_it_was_not_fitted_to(monkeypatch):
   prepare = load("mp2_prepare", "mp2/prepare.py", monkeypatch)
   preparation = object.__new__(prepare.Preparation)
   preparation.options = dataclasses.replace(
@@ -364,7 +364,7 @@ def test_where_predictors_are_moved_to_changes_no_predictor(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_is_prepared_is_compared_and_reported(tmp_path):
+def test_prepared_predictors_are_compared_and_reported(tmp_path):
   folder = test_comparisons.copied("mp2", tmp_path)
   pytest.importorskip("sklearn")
   pytest.importorskip("matplotlib")

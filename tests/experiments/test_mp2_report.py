@@ -66,7 +66,7 @@ def test_steps_over_a_link_make_the_time_to_an_accuracy(monkeypatch):
   assert times == ["20 s", "12 s (-25 %)", ""]
 
 
-def test_what_was_prepared_again_counts_once(monkeypatch):
+def test_predictors_prepared_again_count_once(monkeypatch):
   report = load("mp2_report", "mp2/report.py", monkeypatch)
   rows = [
     {"purpose": "predictor", "kind": "published", "runs": 1, "best": 1},

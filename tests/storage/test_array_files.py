@@ -122,7 +122,7 @@ def test_crafted_array_is_damaged_and_not_unpickled(of, tmp_path):
   assert victim.read_text() == "precious"
 
 
-def test_damage_and_other_arrays_are_told_apart(tmp_path):
+def test_damage_and_other_arrays_raise_different_errors(tmp_path):
   save(tmp_path, 1.0)
   with pytest.raises(ValueError, match="must hold y, got x") as other:
     array_files.load_arrays(tmp_path, what="y")
