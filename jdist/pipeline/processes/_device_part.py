@@ -40,22 +40,18 @@ class DevicePart:
   Attributes:
     model: The whole model.
     table: The table of all devices.
-    device: The number of this device.
     own: The numbers of its stages.
     programs: The `StageProgram` of each of its stages, by number.
     tied: The parameters that several stages share, by path.
-    clip_norm: The greatest norm of all stages' gradients, or None.
-    peers: The other processes, or None.
+    peers: The other processes.
   """
 
   model: _traced_model.TracedModel
   table: Table
-  device: int
   own: tuple[int, ...]
   programs: Mapping[int, Any]
   tied: Mapping[str, tuple[int, ...]]
-  clip_norm: float | None
-  peers: _peers.Peers | None
+  peers: _peers.Peers
 
   @functools.cached_property
   def versions(self) -> Versions:
@@ -63,19 +59,9 @@ class DevicePart:
     return read_versions(self.table)
 
   @property
-  def others(self) -> list[int]:
-    """The numbers of the other devices."""
-    return [] if self.peers is None else self.peers.others
-
-  def send(self, device: int, tag: _peers.Tag, arrays: list[Any]) -> None:
-    """Sends arrays to another device."""
-    assert self.peers is not None, "there is another device only with peers"
-    self.peers.send(device, tag, arrays)
-
-  def receive(self, device: int, tag: _peers.Tag, like: list[Any]) -> list[Any]:
-    """Waits for arrays from another device."""
-    assert self.peers is not None, "there is another device only with peers"
-    return self.peers.receive(device, tag, like)
+  def device(self) -> int:
+    """The number of this device."""
+    return self.peers.device
 
   def share(
     self, source: int, tag: _peers.Tag, own: list[Any] | None, like: list[Any]
@@ -83,9 +69,9 @@ class DevicePart:
     """Broadcasts the arrays `own` of one device, None on others, to all."""
     # The exchange is driven by the table, so no request is necessary.
     if own is None:
-      return self.receive(source, tag, like)
-    for other in self.others:
-      self.send(other, tag, own)
+      return self.peers.receive(source, tag, like)
+    for other in self.peers.others:
+      self.peers.send(other, tag, own)
     return own
 
   def collect(
@@ -107,15 +93,14 @@ class DevicePart:
     for s, value in own.items():
       tag = _peers.Tag(kind, s, number, step)
       for device in devices - {self.device}:
-        self.send(device, tag, [value])
+        self.peers.send(device, tag, [value])
     like = next(iter(own.values()))
-    found: dict[int, Any] = {}
+    found = dict(own)
     for s in stages:
-      if s in own:
-        found[s] = own[s]
-      else:
+      if s not in own:
         tag = _peers.Tag(kind, s, number, step)
-        found[s] = self.receive(self.table.device_of[s], tag, [like])[0]
+        source = self.table.device_of[s]
+        found[s] = self.peers.receive(source, tag, [like])[0]
     return found
 
 

@@ -26,7 +26,7 @@ class ProcessLike(Protocol):
 
   stages: tuple[LayerLike, ...]
   table: Table
-  peers: _peers.Peers | None
+  peers: _peers.Peers
 
   def init_state(
     self, optimizer: optax.GradientTransformation
@@ -88,12 +88,11 @@ def move_layers(
   }
   common = _common(arrays, having)
   # Unequal counts would silently differ by stage after the move.
-  if before.peers is not None:
-    before.peers.check_agreement(
-      "Step, key and what an optimizer has for all stages",
-      f"step {state.step}, {_digest([state.key, *common.values()])}",
-      state.step,
-    )
+  before.peers.check_agreement(
+    "Step, key and what an optimizer has for all stages",
+    f"step {state.step}, {_digest([state.key, *common.values()])}",
+    state.step,
+  )
   found = _transfer(state.step, before, after, having, wanted, arrays)
   for values in found.values():
     # Each stage needs its own copy, as an update donates it.
@@ -123,8 +122,7 @@ def _transfer(
   All processes go through all transfers in one order, so each knows what it has
   to send and what it will receive.  Sends are buffered, so none blocks.
   """
-  peers = before.peers
-  device = 0 if peers is None else peers.device
+  peers, device = before.peers, before.peers.device
   have = {name: x for own in arrays.values() for name, x in own.items()}
   found: dict[int, dict[str, Any]] = {}
   for s, leaves in wanted.items():
@@ -137,10 +135,8 @@ def _transfer(
       if device == source == target:
         found[s] |= {name: have[name] for name in names}
       elif device == source:
-        assert peers is not None, "there are other devices"
         peers.send(target, tag, [have[name] for name in names])
       elif device == target:
-        assert peers is not None, "there are other devices"
         like = [leaves.shapes[name] for name in names]
         received = peers.receive(source, tag, like)
         found[s] |= dict(zip(names, received, strict=True))
@@ -154,21 +150,20 @@ def _whole_state(
   fresh: Mapping[int, PyTree],
 ) -> dict[int, PyTree]:
   """Returns an optimizer's state of all stages on the first stage's device."""
-  device = 0 if before.peers is None else before.peers.device
+  peers, device = before.peers, before.peers.device
   source, target = before.table.device_of[0], after.table.device_of[0]
   if source == target:
     return {0: state.opt_state[0]} if device == target else {}
   tag = _peers.Tag(_peers.Kind.LAYERS, 0, 1, state.step)
-  assert before.peers is not None, "there are other devices"
   if device == source:
     own = jax.tree.map(_numbers, state.opt_state[0])
-    before.peers.send(target, tag, jax.tree.leaves(own))
+    peers.send(target, tag, jax.tree.leaves(own))
   if device != target:
     return {}
-  like = fresh[0]
   # The fresh state only gives shapes.
-  own = jax.tree.map(_numbers, like)
-  came = before.peers.receive(source, tag, jax.tree.leaves(own))
+  like = fresh[0]
+  shapes = jax.tree.leaves(jax.tree.map(_numbers, like))
+  came = peers.receive(source, tag, shapes)
   found = jax.tree.unflatten(jax.tree.structure(like), came)
   return {0: jax.tree.map(_as_kept, found, like)}
 

@@ -133,15 +133,12 @@ class Peers:
     self._queues[to].put((tag, list(arrays)))
 
   def receive(self, source: int, tag: Tag, like: Sequence[Any]) -> list[Any]:
-    """Waits for arrays.
+    """Waits for arrays of NumPy.
 
     Args:
       source: The process that sends them.
       tag: The tag of the message.
       like: Arrays, or their shapes, in order.
-
-    Returns:
-      NumPy arrays.
 
     Raises:
       ConnectionError: If the sending process has ended.
@@ -257,6 +254,10 @@ class Peers:
     except Exception as error:
       reason = f"receiving failed ({error})"
     self._lose(other, reason)
+
+
+# A pipeline of one process has no connections.
+ALONE = Peers(0, {})
 
 
 def connect(

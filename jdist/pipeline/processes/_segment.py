@@ -204,7 +204,7 @@ class Segment:
     if device == self._part.device:
       self._local[tag] = value
     else:
-      self._part.send(device, tag, jax.tree.leaves(value))
+      self._part.peers.send(device, tag, jax.tree.leaves(value))
 
   def _take(
     self, kind: _peers.Kind, source: int, action: Action, like: Any
@@ -213,7 +213,7 @@ class Segment:
     device = self._table.device_of[source]
     if device == self._part.device:
       return self._local.pop(tag)
-    leaves = self._part.receive(device, tag, jax.tree.leaves(like))
+    leaves = self._part.peers.receive(device, tag, jax.tree.leaves(like))
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
   def _tag(self, kind: _peers.Kind, stage: int, action: Action) -> _peers.Tag:

@@ -99,27 +99,18 @@ class StageProcess:
         arguments, or a stage's backward pass cannot be split as the table has
         it.
     """
-    if len(stages) != table.num_stages:
-      raise ValueError(
-        f"`stages` must be the table's {table.num_stages}, got {len(stages)}."
-      )
-    if clip_norm is not None:
-      clip_norm = checks.check_number("clip_norm", clip_norm, open_low=True)
+    self.peers = _peers.ALONE if peers is None else peers
     # Each process checks its own arguments; `_agree` then compares all of them.
-    number = 1 if peers is None else peers.num_devices
-    if len(table.devices) != number:
+    model = _traced_model.trace_model(
+      stages, loss, table, microbatch, inputs, clip_norm
+    )
+    if len(table.devices) != self.peers.num_devices:
       raise ValueError(
         f"`peers` must be processes for the table's {len(table.devices)} "
-        f"devices, this one among them, got {number}."
+        f"devices, this one among them, got {self.peers.num_devices}."
       )
-    self.table, self.stages, self.peers = table, tuple(stages), peers
-    self._part = _stage_program.make_part(
-      _traced_model.trace_model(stages, loss, inputs, microbatch),
-      table,
-      peers,
-      recompute,
-      clip_norm,
-    )
+    self.table, self.stages = table, model.stages
+    self._part = _stage_program.make_part(model, table, self.peers, recompute)
     self._timeline: list[tuple[int, float, float]] | None = (
       [] if timeline else None
     )
@@ -362,8 +353,6 @@ class StageProcess:
     A process with another table would wait for messages that are never sent,
     so this is found at once rather than by a timeout.
     """
-    if self.peers is None:
-      return
     model = self._part.model
     shapes = [
       f"{x.dtype}{list(x.shape)}"
@@ -374,7 +363,7 @@ class StageProcess:
     self.peers.check_agreement(
       "Table, stages and micro-batch",
       f"{self.table} ({digest[:12]}), stages {names}, micro-batch and "
-      f"what stages pass on {shapes}, clip_norm {self._part.clip_norm}",
+      f"what stages pass on {shapes}, clip_norm {model.clip_norm}",
     )
 
 

@@ -13,7 +13,6 @@ from jdist.pipeline.runtime._split_backward import (
   split_backward,
   SplitBackward,
 )
-from jdist.pipeline.schedule._checker import check_table
 from jdist.pipeline.schedule._table import Op, Table
 
 PyTree = Any
@@ -181,18 +180,16 @@ def _add(total: PyTree, grads: PyTree) -> PyTree:
 def make_part(
   model: _traced_model.TracedModel,
   table: Table,
-  peers: _peers.Peers | None,
+  peers: _peers.Peers,
   recompute: Recompute,
-  clip_norm: float | None,
 ) -> _device_part.DevicePart:
-  """Checks a table and makes the programs of a process's stages."""
-  check_table(table)
-  device = 0 if peers is None else peers.device
+  """Makes the programs of a process's stages."""
+  device = peers.device
   own = tuple(
     s for s in range(table.num_stages) if table.device_of[s] == device
   )
   tied = _stages.shared_paths(model.stages)
-  if clip_norm is not None:
+  if model.clip_norm is not None:
     _device_part.check_barriers(table, len(own), "`clip_norm`")
   if tied:
     _device_part.check_barriers(table, len(own), "tied parameters")
@@ -206,6 +203,4 @@ def make_part(
     programs[s] = StageProgram(model, s, recompute)
     if s in halves:
       programs[s].split()
-  return _device_part.DevicePart(
-    model, table, device, own, programs, tied, clip_norm, peers
-  )
+  return _device_part.DevicePart(model, table, own, programs, tied, peers)

@@ -59,10 +59,6 @@ class UpdateProgram:
     _chain_check.check_state(state)
     return state
 
-  def read(self, opt_state: PyTree, params: PyTree) -> PyTree:
-    """Returns parameters as an iteration reads them, perhaps predicted."""
-    return transforms.predicted_weights(opt_state, params)
-
   def _update(
     self, total: PyTree, opt_state: PyTree, params: PyTree, scale: jax.Array
   ) -> tuple[PyTree, PyTree]:
@@ -113,8 +109,10 @@ class StageUpdates:
     self._waiting: dict[int, list[int]] = {}
 
   def read(self, stage: int) -> PyTree:
-    """Returns a stage's newest parameters as an iteration reads them."""
-    return self._programs.read(self.opt_state[stage], self.params[stage])
+    """Returns a stage's newest parameters, as passes read them."""
+    return transforms.predicted_weights(
+      self.opt_state[stage], self.params[stage]
+    )
 
   def ready(self, stage: int, iteration: int) -> list[int]:
     """Returns the stages to update when the table updates a stage.
@@ -123,8 +121,8 @@ class StageUpdates:
     before all of its own stages are done, or two devices could wait for each
     other; so the last of its updates makes all of them.
     """
-    part = self._part
-    if part.clip_norm is None and not part.tied and not self._programs.whole:
+    part, clips = self._part, self._part.model.clip_norm is not None
+    if not (clips or part.tied or self._programs.whole):
       return [stage]
     waiting = self._waiting.setdefault(iteration, [])
     waiting.append(stage)
@@ -164,7 +162,7 @@ class StageUpdates:
     }
     if part.device != device_of[0]:
       for s, pair in pairs.items():
-        part.send(device_of[0], up[s], jax.tree.leaves(pair))
+        part.peers.send(device_of[0], up[s], jax.tree.leaves(pair))
       for s in pairs:
         self.params[s] = self._received(device_of[0], down[s], self.params[s])
       return
@@ -185,15 +183,15 @@ class StageUpdates:
       if s in totals:
         self.params[s] = params
       else:
-        part.send(device_of[s], down[s], jax.tree.leaves(params))
+        part.peers.send(device_of[s], down[s], jax.tree.leaves(params))
 
   def _received(self, device: int, tag: _peers.Tag, like: PyTree) -> PyTree:
-    leaves = self._part.receive(device, tag, jax.tree.leaves(like))
+    leaves = self._part.peers.receive(device, tag, jax.tree.leaves(like))
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
   def _scale(self, totals: dict[int, PyTree], iteration: int) -> jax.Array:
     """Returns the factor that clips the norm of all stages' gradients."""
-    most = self._part.clip_norm
+    most = self._part.model.clip_norm
     if most is None:
       return jnp.ones((), jnp.float32)
     norms = {}

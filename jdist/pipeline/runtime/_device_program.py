@@ -23,9 +23,8 @@ PyTree = Any
 class DeviceProgram:
   """Runs a grid's ticks and an optimizer on each device of a pipeline."""
 
-  def __init__(self, ticks: _ticks.Ticks, *, clip_norm: float | None):
-    self._ticks, self.grid = ticks, ticks.grid
-    self._clip_norm, self._axis = clip_norm, ticks.axis
+  def __init__(self, ticks: _ticks.Ticks):
+    self._ticks, self.grid, self._axis = ticks, ticks.grid, ticks.axis
     self._layout, self._shapes = (
       _whole_model.Layout(ticks.model.stages, ticks.params, axis)
       for axis in (ticks.axis, None)
@@ -154,11 +153,11 @@ class DeviceProgram:
       key_of,
       begun,
     )
-    if self._clip_norm is not None:
+    if (most := ticks.model.clip_norm) is not None:
       # Each tied leaf counts once; a device has a part of the norm's square.
       squared = _traced_model.squared_norm(ticks.tied.once(grads))
       squared = jax.lax.psum(squared, self._axis)
-      scale = _traced_model.clip_scale(squared, self._clip_norm)
+      scale = _traced_model.clip_scale(squared, most)
       grads = jax.tree.map(lambda x: x * scale.astype(x.dtype), grads)
     found = dict(zip(ticks.model.metric_names, means, strict=True))
     loss = found.pop("loss")

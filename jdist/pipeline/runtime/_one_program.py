@@ -8,7 +8,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from jdist import checks, collectives, training, transforms
+from jdist import collectives, training, transforms
 from jdist.pipeline.runtime import (
   _device_program,
   _device_state,
@@ -18,7 +18,6 @@ from jdist.pipeline.runtime import (
   _ticks,
   _traced_model,
 )
-from jdist.pipeline.schedule._checker import check_table
 from jdist.pipeline.schedule._table import Op, Table
 
 PyTree = Any
@@ -103,26 +102,18 @@ class OneProgram:
       ValueError: If the table cannot run, or does not fit the stages or this
         runtime.
     """
-    if len(stages) != table.num_stages:
-      raise ValueError(
-        f"`stages` must be the table's {table.num_stages}, got {len(stages)}."
-      )
-    if clip_norm is not None:
-      clip_norm = checks.check_number("clip_norm", clip_norm, open_low=True)
-    # The loop over ticks would deadlock or read garbage with a wrong table.
-    check_table(table)
-    self.table, self.stages, self.stage_axis = table, tuple(stages), axis
+    self._model = _traced_model.trace_model(
+      stages, loss, table, microbatch, inputs, clip_norm
+    )
+    self.table, self.stages, self.stage_axis = table, self._model.stages, axis
     # With one device nothing is sent: its next stage may begin in the next
     # tick.
     self._late = late_sends and len(table.devices) > 1
     self.grid = _grid.make_grid(table, send_ticks=2 if self._late else 1)
-    self._model = _traced_model.trace_model(stages, loss, inputs, microbatch)
     self._ticks = _ticks.Ticks(
       self._model, self.grid, late=self._late, axis=axis
     )
-    self._program = _device_program.DeviceProgram(
-      self._ticks, clip_norm=clip_norm
-    )
+    self._program = _device_program.DeviceProgram(self._ticks)
 
   def __repr__(self) -> str:
     grid = self.grid

@@ -45,8 +45,23 @@ class TicksState(NamedTuple):
   totals: jax.Array
 
 
-# (state, flight, chunk, micro-batch, iteration, offset) -> (state, flight)
-Branch = Callable[..., tuple[PyTree, TicksState]]
+class Place(NamedTuple):
+  """The work of a device in a tick, int32 scalars.
+
+  Attributes:
+    chunk: Which of the device's stages acts.
+    microbatch: The number of the micro-batch in its iteration.
+    iteration: The iteration of the micro-batch.
+    offset: The number of iterations since that one.
+  """
+
+  chunk: jax.Array
+  microbatch: jax.Array
+  iteration: jax.Array
+  offset: jax.Array
+
+
+Branch = Callable[[PyTree, TicksState, Place], tuple[PyTree, TicksState]]
 
 
 class TickActions:
@@ -73,8 +88,9 @@ class TickActions:
     """Returns the branches of both lanes, the first of which is idle."""
 
     def idle(
-      state: PyTree, flight: TicksState, *_: Any
+      state: PyTree, flight: TicksState, at: Place
     ) -> tuple[PyTree, TicksState]:
+      del at
       return state, flight
 
     stages = range(self.grid.num_stages)
@@ -102,11 +118,10 @@ class TickActions:
     )
     return jnp.where(op > 0, 1 + kind * self.grid.num_stages + stage, 0)
 
-  def slot(
-    self, microbatch: jax.Array, iteration: jax.Array, slots: int
-  ) -> jax.Array:
-    """Returns a micro-batch's place in a ring."""
-    return (iteration * self.grid.num_microbatches + microbatch) % slots
+  def slot(self, at: Place, slots: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the chunk of a micro-batch and its place in the chunk's ring."""
+    number = at.iteration * self.grid.num_microbatches + at.microbatch
+    return at.chunk, number % slots
 
   def _forward(
     self, number: int, versions: Sequence[PyTree], key_of: KeyOf
@@ -114,30 +129,23 @@ class TickActions:
     last = number + 1 == self.grid.num_stages
 
     def forward(
-      state: PyTree,
-      flight: TicksState,
-      chunk: jax.Array,
-      microbatch: jax.Array,
-      iteration: jax.Array,
-      offset: jax.Array,
+      state: PyTree, flight: TicksState, at: Place
     ) -> tuple[PyTree, TicksState]:
       # The last stage's backward pass follows at once and runs it anyway.
       if last:
         return state, flight
-      slot = self.slot(microbatch, iteration, self.grid.slots)
-      own = jax.tree.map(lambda x: x[chunk], state)
-      flight = self._keep_state(flight, own, chunk, slot)
-      batch = self._batch(flight, microbatch, iteration)
+      own = jax.tree.map(lambda x: x[at.chunk], state)
+      flight = self._keep_state(flight, own, at)
       y, (new, _) = self._model.run(
         number,
-        self._params(versions, number, offset),
-        self._input(flight, number, chunk, slot),
+        self._params(versions, number, at.offset),
+        self._input(flight, number, at),
         self.states.to_tree(own, number),
-        batch,
-        key_of(iteration, microbatch),
+        self._batch(flight, at),
+        key_of(at.iteration, at.microbatch),
       )
-      state = self._with_state(state, new, number, chunk)
-      return state, flight._replace(output=self._message.flat(y))
+      state = self._with_state(state, new, number, at.chunk)
+      return state, flight._replace(output=self._message.flat(y, number))
 
     return forward
 
@@ -152,76 +160,61 @@ class TickActions:
     by_params = to_params or not to_input
 
     def backward(
-      state: PyTree,
-      flight: TicksState,
-      chunk: jax.Array,
-      microbatch: jax.Array,
-      iteration: jax.Array,
-      offset: jax.Array,
+      state: PyTree, flight: TicksState, at: Place
     ) -> tuple[PyTree, TicksState]:
-      slot = self.slot(microbatch, iteration, self.grid.slots)
-      turn = iteration % (self.grid.behind + 1)
-      batch = self._batch(flight, microbatch, iteration)
+      chunk, turn = at.chunk, at.iteration % (self.grid.behind + 1)
+      batch = self._batch(flight, at)
       # The pass runs the forward pass again from its saved input and needs the
       # state that the forward pass had seen.
-      own = jax.tree.map(lambda x: x[chunk, slot], flight.states)
+      slot = self.slot(at, self.grid.slots)
+      own = jax.tree.map(lambda x: x[slot], flight.states)
       if last:
         # Here this is the first run, on the newest state, which the weight part
         # of the same micro-batch will need again.
         now = jax.tree.map(lambda x: x[chunk], state)
         own = own if op == Op.BACKWARD_WEIGHT else now
         if op == Op.BACKWARD_INPUT:
-          flight = self._keep_state(flight, now, chunk, slot)
+          flight = self._keep_state(flight, now, at)
       before = self.states.to_tree(own, number)
-      key = key_of(iteration, microbatch)
-      x = self._input(flight, number, chunk, slot)
-      params = self._params(versions, number, offset)
+      key = key_of(at.iteration, at.microbatch)
+      x = self._input(flight, number, at)
+      params = self._params(versions, number, at.offset)
 
-      def run(params: PyTree, x: Any) -> tuple[Any, tuple[PyTree, PyTree]]:
-        return self._model.run(number, params, x, before, batch, key)
+      # `given` has the parameters, the input, or both.
+      def run(*given: Any) -> tuple[Any, tuple[PyTree, PyTree]]:
+        read = given[0] if by_params else params
+        into = given[-1] if to_input else x
+        return self._model.run(number, read, into, before, batch, key)
 
-      if by_params and to_input:
-        y, pull, (new, metrics) = jax.vjp(run, params, x, has_aux=True)
-      elif by_params:
-        y, pull, (new, metrics) = jax.vjp(
-          lambda params: run(params, x), params, has_aux=True
-        )
-      else:
-        y, pull, (new, metrics) = jax.vjp(
-          lambda x: run(params, x), x, has_aux=True
-        )
+      given = [params] * by_params + [x] * to_input
+      y, pull, (new, metrics) = jax.vjp(run, *given, has_aux=True)
       if last:
-        weight = self._weight(flight, microbatch, turn)
+        batches = jax.tree.map(lambda x: x[turn], flight.batches)
+        weight = jnp.asarray(
+          _traced_model.sample_weights(batches, at.microbatch)
+        )
         cotangent = jnp.ones_like(y) * weight.astype(y.dtype)
         if op != Op.BACKWARD_WEIGHT:
           state = self._with_state(state, new, number, chunk)
-          names = self._model.metric_names
-          found = jnp.stack(
-            [
-              *(metrics[name].astype(jnp.float32) for name in names),
-              jnp.ones((), jnp.float32),
-            ]
-          )
-          flight = flight._replace(
-            totals=flight.totals.at[turn].add(weight * found)
-          )
+          # The last entry counts the weights.
+          found = [metrics[name] for name in self._model.metric_names]
+          found = [x.astype(jnp.float32) for x in (*found, jnp.ones(()))]
+          totals = flight.totals.at[turn].add(weight * jnp.stack(found))
+          flight = flight._replace(totals=totals)
       else:
-        waiting = self.slot(microbatch, iteration, self.grid.gradient_slots)
-        cotangent = self._message.unflat(
-          flight.gradients[chunk, waiting], number
-        )
+        waiting = self.slot(at, self.grid.gradient_slots)
+        cotangent = self._message.unflat(flight.gradients[waiting], number)
       pulled = list(pull(cotangent))
       if to_params:
-        grads = self.params.to_own(pulled.pop(0), number)
-        flight = flight._replace(
-          grads=jax.tree.map(
-            lambda total, g: total.at[turn, chunk].add(g.astype(total.dtype)),
-            flight.grads,
-            grads,
-          )
+        grads = jax.tree.map(
+          lambda total, g: total.at[turn, chunk].add(g.astype(total.dtype)),
+          flight.grads,
+          self.params.to_own(pulled.pop(0), number),
         )
+        flight = flight._replace(grads=grads)
       if to_input:
-        flight = flight._replace(gradient=self._message.flat(pulled.pop(0)))
+        gradient = self._message.flat(pulled.pop(0), number - 1)
+        flight = flight._replace(gradient=gradient)
       return state, flight
 
     return backward
@@ -248,13 +241,13 @@ class TickActions:
     return self.params.to_tree(found, number)
 
   def _keep_state(
-    self, flight: TicksState, own: PyTree, chunk: jax.Array, slot: jax.Array
+    self, flight: TicksState, own: PyTree, at: Place
   ) -> TicksState:
-    return flight._replace(
-      states=jax.tree.map(
-        lambda ring, x: ring.at[chunk, slot].set(x), flight.states, own
-      )
+    slot = self.slot(at, self.grid.slots)
+    states = jax.tree.map(
+      lambda ring, x: ring.at[slot].set(x), flight.states, own
     )
+    return flight._replace(states=states)
 
   def _with_state(
     self, state: PyTree, new: PyTree, number: int, chunk: jax.Array
@@ -262,21 +255,12 @@ class TickActions:
     own = self.states.to_own(new, number)
     return jax.tree.map(lambda x, y: x.at[chunk].set(y), state, own)
 
-  def _input(
-    self, flight: TicksState, number: int, chunk: jax.Array, slot: jax.Array
-  ) -> Any:
+  def _input(self, flight: TicksState, number: int, at: Place) -> Any:
     if not number:  # It reads the batch.
       return None
-    return self._message.unflat(flight.inputs[chunk, slot], number - 1)
+    sent = flight.inputs[self.slot(at, self.grid.slots)]
+    return self._message.unflat(sent, number - 1)
 
-  def _batch(
-    self, flight: TicksState, microbatch: jax.Array, iteration: jax.Array
-  ) -> PyTree:
-    turn = iteration % (self.grid.behind + 1)
-    return jax.tree.map(lambda x: x[turn, microbatch], flight.batches)
-
-  def _weight(
-    self, flight: TicksState, microbatch: jax.Array, turn: jax.Array
-  ) -> jax.Array:
-    batches = jax.tree.map(lambda x: x[turn], flight.batches)
-    return jnp.asarray(_traced_model.sample_weights(batches, microbatch))
+  def _batch(self, flight: TicksState, at: Place) -> PyTree:
+    turn = at.iteration % (self.grid.behind + 1)
+    return jax.tree.map(lambda x: x[turn, at.microbatch], flight.batches)

@@ -15,7 +15,7 @@ from jdist.pipeline.runtime import (
   _tied_leaves,
   _traced_model,
 )
-from jdist.pipeline.runtime._tick_actions import KeyOf, PyTree, TicksState
+from jdist.pipeline.runtime._tick_actions import Place, PyTree, TicksState
 
 
 class Ticks:
@@ -95,21 +95,14 @@ class Ticks:
     batch: PyTree,
     step: jax.Array,
     rows: jax.Array,
-    key_of: KeyOf,
+    key_of: _tick_actions.KeyOf,
     num_fed: jax.Array | None = None,
   ) -> tuple[PyTree, PyTree, jax.Array, TicksState]:
-    """Runs the ticks of a step.
+    """Runs the ticks of a step on one device.
 
-    Args:
-      versions: The versions of one device's parameters, the newest first.
-      state: The model's state, [chunks, ...].
-      flight: The work in progress.
-      batch: The batch of the iteration that begins, [micro-batches, ...].
-      step: The number of that iteration.
-      rows: This device's rows of the grid, int32 [ticks, columns].
-      key_of: Gives the random key of a micro-batch of an iteration.
-      num_fed: The number of iterations; later ones are not begun.  The default
-        is all up to `step`.
+    `versions` of the parameters begin with the newest one; `state` is [chunks,
+    ...], `rows` int32 [ticks, columns].  Iteration `step` begins with `batch`,
+    [micro-batches, ...], unless it is beyond the first `num_fed`.
 
     Returns:
       The mean gradient of iteration `step - behind`, of the parameters' dtypes;
@@ -145,16 +138,13 @@ class Ticks:
         # starts them before the conditionals and finishes them after.
         came = self._shift(flight.output, flight.gradient)
       for lane in (_grid.FORWARD, _grid.BACKWARD):
-        op, chunk, number, offset = row[lane : lane + 4]
-        iteration = step - offset
+        op, at = self._place(row, lane, step)
         # While the pipeline fills, rows name iterations before the first one.
-        there = (iteration >= 0) & (iteration < limit)
-        which = jnp.where(there, self._actions.branch(op, chunk, device), 0)
+        there = (at.iteration >= 0) & (at.iteration < limit)
+        which = jnp.where(there, self._actions.branch(op, at.chunk, device), 0)
         if lane == _grid.FORWARD:
           which = jnp.minimum(which, grid.num_stages)
-        state, flight = jax.lax.switch(
-          which, actions[lane], state, flight, chunk, number, iteration, offset
-        )
+        state, flight = jax.lax.switch(which, actions[lane], state, flight, at)
       if not self._late:
         came = self._shift(flight.output, flight.gradient)
       flight = self._receive(flight, came, row, step)
@@ -194,14 +184,21 @@ class Ticks:
       (_grid.ACTIVATION, "inputs", self.grid.slots, came[0]),
       (_grid.GRADIENT, "gradients", self.grid.gradient_slots, came[1]),
     ):
-      flag, chunk, number, offset = row[lane : lane + 4]
-      slot = self._actions.slot(number, step - offset, slots)
+      flag, at = self._place(row, lane, step)
+      slot = self._actions.slot(at, slots)
       ring = getattr(flight, field)
       # Without a message the old value is written again: this updates the ring
       # in place, where a conditional would copy it.
-      value = jnp.where(flag > 0, value, ring[chunk, slot])
-      flight = flight._replace(**{field: ring.at[chunk, slot].set(value)})
+      value = jnp.where(flag > 0, value, ring[slot])
+      flight = flight._replace(**{field: ring.at[slot].set(value)})
     return flight
+
+  def _place(
+    self, row: jax.Array, lane: int, step: jax.Array
+  ) -> tuple[jax.Array, Place]:
+    """Returns a lane's op or flag, and the place that it is for."""
+    op, chunk, number, offset = row[lane : lane + 4]
+    return op, Place(chunk, number, step - offset, offset)
 
   def _shift(
     self, output: jax.Array, gradient: jax.Array

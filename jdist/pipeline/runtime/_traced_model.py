@@ -14,6 +14,8 @@ import numpy as np
 
 from jdist import checks
 from jdist.pipeline.runtime import _stages
+from jdist.pipeline.schedule._checker import check_table
+from jdist.pipeline.schedule._table import Table
 
 PyTree = Any
 # (outputs of the last stage, micro-batch) -> loss, metrics
@@ -29,6 +31,7 @@ class TracedModel:
     loss: The loss of the last stage's outputs.
     inputs: Gives the first stage's inputs from a micro-batch and its key.
     microbatch: The shapes of one micro-batch.
+    clip_norm: The greatest norm of the mean gradient of all stages, or None.
     between: The shapes of what each stage but the last passes on.
     loss_dtype: The dtype of the loss.
     metric_names: The names of the metrics, `"loss"` first.
@@ -38,6 +41,7 @@ class TracedModel:
   loss: OutputLoss
   inputs: Callable[[PyTree, jax.Array | None], Any]
   microbatch: PyTree
+  clip_norm: float | None = None
   between: tuple[PyTree, ...] = ()
   loss_dtype: Any = None
   metric_names: tuple[str, ...] = ()
@@ -103,15 +107,24 @@ class TracedModel:
 def trace_model(
   stages: Sequence[_stages.LayerLike],
   loss: OutputLoss,
-  inputs: str | Callable[..., Any],
+  table: Table,
   microbatch: PyTree,
+  inputs: str | Callable[..., Any],
+  clip_norm: float | None,
 ) -> TracedModel:
-  """Checks a model for a pipeline and traces the shapes of its results."""
+  """Checks a model and its table, and traces the shapes of its results."""
+  if len(stages) != table.num_stages:
+    raise ValueError(
+      f"`stages` must be the table's {table.num_stages}, got {len(stages)}."
+    )
+  if clip_norm is not None:
+    clip_norm = checks.check_number("clip_norm", clip_norm, open_low=True)
   checks.check_function("loss", loss, "outputs and a micro-batch")
+  # Both runtimes would deadlock or read garbage with a wrong table.
+  check_table(table)
   shapes = _stages.shapes_of(microbatch)
-  model = TracedModel(
-    tuple(stages), loss, _stages.make_inputs(inputs, shapes), shapes
-  )
+  first = _stages.make_inputs(inputs, shapes)
+  model = TracedModel(tuple(stages), loss, first, shapes, clip_norm)
   # Only the shape matters: abstract models are traced without any array.
   key = jax.eval_shape(lambda: jax.random.key(0))
   # Each stage receives the shapes that the previous one returns.
