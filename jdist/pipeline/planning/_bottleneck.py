@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,26 @@ from jdist.pipeline.planning._plan import (
 # The relative error that sums in another order may have.
 _ROUNDING = 1e-9
 
-# (start positions, end positions, machines, stage) -> seconds of each pair
-StageCosts = Callable[[np.ndarray, slice, Sequence[str], int], np.ndarray]
+
+class Pairs(NamedTuple):
+  """A stage for each pair of a start and an end.
+
+  Attributes:
+    starts: The positions at which the stage may start.
+    ends: The positions at which it may end.
+    nodes: The machines of the stages.
+    stage: The number of the stage.
+  """
+
+  starts: np.ndarray
+  ends: slice
+  nodes: Sequence[str]
+  stage: int
+
+  def between(self, sums: np.ndarray) -> np.ndarray:
+    """Returns what lies between the positions of each pair."""
+    found: np.ndarray = sums[None, self.ends] - sums[self.starts, None]
+    return found
 
 
 class Chain:
@@ -43,7 +61,9 @@ class Chain:
     checks.check_int("num_microbatches", num_microbatches, 1)
     self.footprint = footprint or Footprint()
     self.routes = _routes.Routes(machines)
-    self._nodes = {node.name: node for node in machines.nodes}
+    nodes = {node.name: node for node in machines.nodes}
+    # The search looks machines up many thousand times.
+    self.node = nodes.__getitem__
     sums = [
       [
         x.compute_s
@@ -54,13 +74,12 @@ class Chain:
       ]
       for x in self.costs
     ]
-    zeros = np.zeros((1, 3))
     self.work, self._parameters, self._saved = np.concatenate(
-      [zeros, np.cumsum(np.array(sums), axis=0)]
+      [np.zeros((1, 3)), np.cumsum(np.array(sums), axis=0)]
     ).T
     # The bytes that cross a cut at each position.
     self.sent = np.array([0.0] + [x.output_bytes for x in self.costs])
-    self._input = self.sent + 0.0
+    self._input = self.sent.copy()
     self._input[0] = self.footprint.input_bytes
     size = len(self.costs) + 1
     # A maximum has no prefix sum, so it is stored for each pair.
@@ -70,75 +89,59 @@ class Chain:
         [x.working_bytes for x in self.costs[start:]]
       )
 
-  def node(self, name: str) -> cluster.Node:
-    """Returns the machine of a name."""
-    return self._nodes[name]
-
-  def stage_s(
-    self, rows: np.ndarray, columns: slice, nodes: Sequence[str], stage: int
-  ) -> np.ndarray:
+  def stage_s(self, pairs: Pairs) -> np.ndarray:
     """Returns the seconds of a stage for pairs of start and end positions.
 
     These are the largest of its computation, of the cut behind it, and of the
     link that both of its cuts share; infinite for an empty stage, or one that
     needs too much memory.
     """
-    seconds = np.maximum(
-      self._compute_s(rows, columns, nodes, stage),
-      self._sent_s(rows, columns, nodes, stage),
-    )
-    fits = self._fits(rows, columns, nodes, stage) <= 1 + _ROUNDING
-    return np.where(fits, seconds, math.inf)
+    seconds = np.maximum(self._compute_s(pairs), self._sent_s(pairs))
+    return np.where(self._fits(pairs) <= 1 + _ROUNDING, seconds, math.inf)
 
-  def _compute_s(
-    self, rows: np.ndarray, columns: slice, nodes: Sequence[str], stage: int
-  ) -> np.ndarray:
-    work = self.work[None, columns] - self.work[rows, None]
-    return work / self._nodes[nodes[stage]].speed
+  def _compute_s(self, pairs: Pairs) -> np.ndarray:
+    return pairs.between(self.work) / self.node(pairs.nodes[pairs.stage]).speed
 
-  def _sent_s(
-    self, rows: np.ndarray, columns: slice, nodes: Sequence[str], stage: int
-  ) -> np.ndarray:
+  def _sent_s(self, pairs: Pairs) -> np.ndarray:
+    starts, ends, nodes, stage = pairs
     # The last stage has no cut behind it.
     if stage + 1 == len(nodes):
       return np.zeros(1)
     here, after = nodes[stage], nodes[stage + 1]
-    found = self.sent[None, columns] * self.routes.byte_s(here, after)
+    found = self.sent[None, ends] * self.routes.byte_s(here, after)
     if stage and (
       shared := self.routes.shared_byte_s(nodes[stage - 1], here, after)
     ):
-      both = self.sent[rows, None] + self.sent[None, columns]
+      both = self.sent[starts, None] + self.sent[None, ends]
       found = np.maximum(found, both * shared)
     return found
 
-  def _fits(
-    self, rows: np.ndarray, columns: slice, nodes: Sequence[str], stage: int
-  ) -> np.ndarray:
+  def _fits(self, pairs: Pairs) -> np.ndarray:
     """Returns the part of a machine's memory that stages need."""
-    empty = np.arange(len(self.work))[None, columns] <= rows[:, None]
-    limit = self._nodes[nodes[stage]].memory_bytes
+    starts, ends, nodes, stage = pairs
+    empty = np.arange(len(self.work))[None, ends] <= starts[:, None]
+    limit = self.node(nodes[stage]).memory_bytes
     # Without a limit of memory only empty stages do not fit.
     if limit == math.inf:
       return np.where(empty, math.inf, 0.0)
     footprint, live = self.footprint, self.footprint.live(stage)
-    found = self._parameters[None, columns] - self._parameters[rows, None]
-    found = found * footprint.copies(stage) + self._working[rows, columns]
-    saved = self._saved[None, columns] - self._saved[rows, None]
+    found = pairs.between(self._parameters) * footprint.copies(stage)
+    found = found + self._working[starts, ends]
+    saved = pairs.between(self._saved)
     if footprint.recompute:
-      found = found + saved + live * self._input[rows, None]
+      found = found + saved + live * self._input[starts, None]
     else:
       found = found + live * saved
     return np.where(empty, math.inf, found / limit)
 
-  def _trip_s(
-    self, rows: np.ndarray, columns: slice, nodes: Sequence[str], stage: int
-  ) -> np.ndarray:
+  def _trip_s(self, pairs: Pairs) -> np.ndarray:
     """Returns a micro-batch's seconds in a stage, over the cut and back."""
-    found = self._compute_s(rows, columns, nodes, stage)
+    _, ends, nodes, stage = pairs
+    found = self._compute_s(pairs)
     if stage + 1 < len(nodes):
       way = nodes[stage], nodes[stage + 1]
       found = found + 2 * (
-        self.sent[None, columns] * self.routes.byte_s(*way)
+        self.sent[None, ends] * self.routes.byte_s(*way)
         + self.routes.latency_s(*way)
       )
     return found
@@ -156,12 +159,9 @@ class Chain:
       return None
     limit = least[0] * (1 + _ROUNDING)
 
-    def trip_s(
-      rows: np.ndarray, columns: slice, nodes: Sequence[str], stage: int
-    ) -> np.ndarray:
-      place = rows, columns, nodes, stage
-      within = self.stage_s(*place) <= limit
-      return np.where(within, self._trip_s(*place), math.inf)
+    def trip_s(pairs: Pairs) -> np.ndarray:
+      within = self.stage_s(pairs) <= limit
+      return np.where(within, self._trip_s(pairs), math.inf)
 
     shortest = self._least(nodes, trip_s, limit, np.add)
     assert shortest is not None
@@ -170,7 +170,7 @@ class Chain:
   def _least(
     self,
     nodes: Sequence[str],
-    cost: StageCosts,
+    cost: Callable[[Pairs], np.ndarray],
     limit: float = math.inf,
     join: np.ufunc = np.maximum,
   ) -> tuple[float, tuple[int, ...]] | None:
@@ -179,7 +179,7 @@ class Chain:
     A stage's cost is joined with that of the stages in front: by the maximum
     for a bottleneck, or by the sum for a trip.
     """
-    speeds = [self._nodes[name].speed for name in nodes]
+    speeds = [self.node(name).speed for name in nodes]
     behind = sum(speeds)
     # values[j]: the least value of the first stages if they end at position j.
     values = np.full(len(self.work), math.inf)
@@ -192,10 +192,8 @@ class Chain:
         return None
       # The search visits only positions from which the rest of the machines can
       # still be in time; with many machines these are a few of all pairs.
-      columns = self.within(rows, limit, speed, behind)
-      values, start = self.extend(
-        values, cost(rows, columns, nodes, stage), rows, columns, join
-      )
+      pairs = Pairs(rows, self.within(rows, limit, speed, behind), nodes, stage)
+      values, start = self.extend(values, cost(pairs), pairs, join)
       if join is np.maximum:
         values[values > limit] = math.inf
       starts.append(start)
@@ -212,11 +210,8 @@ class Chain:
   ) -> slice:
     """Returns the positions at which a stage may end, by computation alone.
 
-    Args:
-      rows: The positions at which it may start.
-      limit: The most seconds of it and of each stage behind it.
-      speed: The speed of its machine.
-      behind: The sum of the speeds of the stages behind it.
+    It starts at one of `rows` on a machine of this speed, and no stage takes
+    longer than `limit`; `behind` is the sum of the speeds behind it.
     """
     first, end = int(rows[0]) + 1, len(self.work)
     if limit < math.inf:
@@ -233,42 +228,38 @@ class Chain:
     self,
     values: np.ndarray,
     costs: np.ndarray,
-    rows: np.ndarray,
-    columns: slice,
+    pairs: Pairs,
     join: np.ufunc = np.maximum,
   ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the best values with a stage more, and where it begins."""
     found = np.full(len(values), math.inf)
     start = np.zeros(len(values), int)
     # The array is [starts, ends]; the best start of each end leads to the cuts.
-    both = join(values[rows, None], costs)
+    both = join(values[pairs.starts, None], costs)
     best = both.argmin(axis=0)
-    found[columns] = both[best, np.arange(len(best))]
-    start[columns] = rows[best]
+    found[pairs.ends] = both[best, np.arange(len(best))]
+    start[pairs.ends] = pairs.starts[best]
     return found, start
 
   def plan(self, nodes: Sequence[str], cuts: Sequence[int]) -> Plan:
     """Returns a plan of given cuts; `Plan.bottleneck_s` counts every link."""
     stages = make_stages(self.costs, cuts, self.footprint)
     edges = np.array([0, *cuts, len(self.costs)])
-    speeds = [self._nodes[name].speed for name in nodes]
+    speeds = [self.node(name).speed for name in nodes]
     seconds = np.diff(self.work[edges]) / speeds
     # A machine may have several stages.
     busy = [seconds[[x == name for x in nodes]].sum() for name in nodes]
     sent = self.sent[list(cuts)]
-    busiest = self.routes.busiest_s(nodes, sent)
-    ways = list(itertools.pairwise(nodes))
+    trip_s = sum(
+      num_bytes * self.routes.byte_s(*way) + self.routes.latency_s(*way)
+      for way, num_bytes in zip(itertools.pairwise(nodes), sent, strict=True)
+    )
     return Plan(
       tuple(map(int, cuts)),
       tuple(nodes),
       stages,
-      float(max(busiest, *busy)),
-      float(sum(seconds))
-      + 2
-      * sum(
-        num_bytes * self.routes.byte_s(*way) + self.routes.latency_s(*way)
-        for way, num_bytes in zip(ways, sent, strict=True)
-      ),
+      float(max(self.routes.busiest_s(nodes, sent), *busy)),
+      float(sum(seconds)) + 2 * trip_s,
       stage_bytes(stages, self.footprint),
       self.footprint.recompute,
     )
@@ -290,14 +281,15 @@ class Chain:
     cuts = found[1]
     stages = make_stages(self.costs, cuts, self.footprint)
     needs = stage_bytes(stages, self.footprint)
-    limits = [self._nodes[name].memory_bytes for name in nodes]
+    limits = [self.node(name).memory_bytes for name in nodes]
     # Name the worst stage of the best partition by memory, or a single layer if
     # that alone is too large: then no cut helps.
     i = max(range(len(nodes)), key=lambda i: needs[i] / limits[i])
     what, need = f"stage {i} of {len(nodes)}, {stages[i].name!r},", needs[i]
     edges = [0, *cuts, len(self.costs)]
     for j in range(edges[i], edges[i + 1]):
-      alone = self._fits(np.array([j]), slice(j + 1, j + 2), nodes, i)[0, 0]
+      layer = Pairs(np.array([j]), slice(j + 1, j + 2), nodes, i)
+      alone = self._fits(layer)[0, 0]
       if alone > 1:
         what, need = f"layer {self.costs[j].name!r} alone", alone * limits[i]
     again = "" if self.footprint.recompute else "recomputation, "
@@ -351,6 +343,7 @@ def partition(
   a to c on worker0 | d on worker1
   """
   names = tuple(machines.names if nodes is None else nodes)
+  # The cluster refuses the name of another machine.
   for name in names:
     machines.node(name)
   chain = Chain(costs, machines, footprint, num_microbatches)

@@ -8,7 +8,7 @@ import numpy as np
 
 from jdist import checks, cluster
 from jdist.pipeline.planning import _costs
-from jdist.pipeline.planning._bottleneck import Chain
+from jdist.pipeline.planning._bottleneck import Chain, Pairs
 from jdist.pipeline.planning._plan import Footprint, Plan
 
 # With more machines there are too many orders to try all of them.
@@ -162,12 +162,13 @@ class _Search:
     assert self.best is not None
     order, cuts = self.best
     edges = [0, *cuts, len(self._chain.costs)]
-    return max(
-      range(len(order)),
-      key=lambda i: self._chain.stage_s(
-        np.array([edges[i]]), slice(edges[i + 1], edges[i + 1] + 1), order, i
-      )[0, 0],
-    )
+
+    def seconds(i: int) -> float:
+      ends = slice(edges[i + 1], edges[i + 1] + 1)
+      pair = Pairs(np.array([edges[i]]), ends, order, i)
+      return float(self._chain.stage_s(pair)[0, 0])
+
+    return max(range(len(order)), key=seconds)
 
   def exhaust(self) -> None:
     """Tries all orders except those that cannot be better."""
@@ -178,10 +179,8 @@ class _Search:
   def _grow(self, order: list[str], values: np.ndarray) -> None:
     """Tries the orders that begin with given machines.
 
-    Args:
-      order: The machines so far.
-      values: The least bottleneck of all their stages but the last one, for
-        each position at which that one may start.
+    `values` has the least bottleneck of all their stages but the last one, for
+    each position at which that one may start.
     """
     chain, stage = self._chain, len(order) - 1
     limit = self._value[0] * (1 + _ROUNDING)
@@ -198,10 +197,9 @@ class _Search:
       return
     speed = chain.node(order[-1]).speed if order else 0.0
     if len(order) == self._wanted:
-      columns = slice(len(values) - 1, len(values))
-      last = chain.stage_s(rows, columns, order, stage)[:, 0]
-      bottleneck = np.maximum(values[rows], last).min()
-      if worth(bottleneck):
+      last = Pairs(rows, slice(len(values) - 1, len(values)), order, stage)
+      seconds = chain.stage_s(last)[:, 0]
+      if worth(np.maximum(values[rows], seconds).min()):
         self._ties += 1
         self._try(order)
       return
@@ -212,9 +210,9 @@ class _Search:
       longer = [*order, name]
       after = values
       if order:
-        columns = chain.within(rows, limit, speed, behind)
-        costs = chain.stage_s(rows, columns, longer, stage)
-        after, _ = chain.extend(values, costs, rows, columns)
+        ends = chain.within(rows, limit, speed, behind)
+        pairs = Pairs(rows, ends, longer, stage)
+        after, _ = chain.extend(values, chain.stage_s(pairs), pairs)
       # The rest of the work, split perfectly, is a lower bound.
       rest = (chain.work[-1] - chain.work) / behind
       if worth(np.maximum(after, rest).min()):

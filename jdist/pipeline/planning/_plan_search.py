@@ -1,6 +1,7 @@
 """The joint search over cuts, machines, tables, micro-batches and windows."""
 
 import collections
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -102,10 +103,9 @@ def plan(
         f"{math.gcd(number, batch_size)}, or a batch that is a multiple."
       )
   for field, values in (
-    ("tables", tables),
-    ("num_microbatches", num_microbatches),
+    ("tables", tables), ("num_microbatches", num_microbatches),
     ("recompute", recompute),
-  ):
+  ):  # fmt: skip
     if not values:
       raise ValueError(f"`{field}` must be one at least, got {values!r}.")
   if set(tables) == {_EACH} and 1 not in num_microbatches:
@@ -114,19 +114,14 @@ def plan(
       f"each micro-batch, got {list(num_microbatches)}."
     )
   search = _Search(
-    costs,
-    machines,
-    batch_size,
-    samples,
-    optimizer_copies,
-    input_bytes,
+    costs, machines, batch_size, samples, optimizer_copies, input_bytes,
     windows is None,
-  )
+  )  # fmt: skip
   for again in recompute:
     for stages in search.stages(num_stages, again):
       for name in tables:
         for number in num_microbatches:
-          search.add(name, number, stages, again, windows)
+          search.add(Candidate(name, number, stages, None, again), windows)
   return search.run()
 
 
@@ -147,7 +142,6 @@ class _Search:
     self._candidates: list[Candidate] = []
     # Orders of machines: for the least bottleneck, and within their memory.
     self._orders: dict[tuple[int, bool], list[tuple[str, ...]]] = {}
-    self._error: ValueError | None = None
 
   def _scaled(self, number: int) -> tuple[list[_costs.LayerCost], float]:
     factor = self.batch_size / number / self.samples
@@ -165,11 +159,10 @@ class _Search:
       found = self._place(number, recompute, self._changed(math.inf))
       self._orders[number, recompute] = [found.nodes]
       if len({x.memory_bytes for x in self.machines.nodes}) > 1:
-        try:
+        # If no order fits here, fewer micro-batches in flight still may.
+        with contextlib.suppress(ValueError):
           tight = self._place(number, recompute, self.machines)
           self._orders[number, recompute].append(tight.nodes)
-        except ValueError as error:
-          self._error = self._error or error
       # Each number was placed with as many micro-batches as stages, so this
       # makes the seconds of one batch of them.
       batch_s = found.bottleneck_s * number
@@ -183,15 +176,13 @@ class _Search:
     costs, input_bytes = self._scaled(number)
     # The number that 1F1B keeps.
     in_flight = tuple(range(number, 0, -1))
-    return _placement.place(
-      costs,
-      machines,
-      num_stages=number,
-      footprint=Footprint(
-        self.optimizer_copies, 1, in_flight, recompute, input_bytes
-      ),
-      num_microbatches=number,
+    footprint = Footprint(
+      self.optimizer_copies, 1, in_flight, recompute, input_bytes
     )
+    return _placement.place(
+      costs, machines, num_stages=number, footprint=footprint,
+      num_microbatches=number,
+    )  # fmt: skip
 
   def _changed(self, memory: float, speed: float = 1.0) -> cluster.Cluster:
     """Returns the machines with memory and speed multiplied."""
@@ -203,21 +194,11 @@ class _Search:
     )
     return dataclasses.replace(self.machines, nodes=nodes)
 
-  def add(
-    self,
-    table: str,
-    number: int,
-    stages: int,
-    recompute: bool,
-    windows: Sequence[int] | None,
-  ) -> None:
+  def add(self, choice: Candidate, windows: Sequence[int] | None) -> None:
     """Adds the candidates of a table, one for each of its windows."""
-    if table == _EACH and number > 1:
-      return
-    choice = Candidate(table, number, stages, None, recompute)
-    if table in ("ours", "greedy"):
+    if choice.table in ("ours", "greedy"):
       self._add_capped(choice, windows)
-    else:
+    elif choice.table != _EACH or choice.num_microbatches == 1:
       self._append(choice)
 
   def _append(self, choice: Candidate) -> float:
@@ -225,7 +206,6 @@ class _Search:
     try:
       choice = self._cut(choice)
     except ValueError as error:
-      self._error = self._error or error
       choice = dataclasses.replace(choice, reason=str(error))
     self._candidates.append(choice)
     return math.inf if choice.plan is None else choice.plan.bottleneck_s
@@ -238,7 +218,6 @@ class _Search:
     try:
       found = self._partition(choice, free)
     except ValueError as error:
-      self._error = self._error or error
       self._candidates.append(dataclasses.replace(choice, reason=str(error)))
       return
     if choice.table == "greedy":
@@ -262,23 +241,18 @@ class _Search:
     # The table depends on the cuts by its stages' times, and the cuts on the
     # table by its memory; a few turns usually agree.
     for _ in range(_TURNS):
-      found = self._partition(
-        choice,
-        Footprint(
-          self.optimizer_copies, report.versions, report.live, choice.recompute
-        ),
+      footprint = Footprint(
+        self.optimizer_copies, report.versions, report.live, choice.recompute
       )
+      found = self._partition(choice, footprint)
       made = make_table_of(choice, found, self.machines)
       report = check_table(made)
       if self._fits(found, report):
         most = self.batch_size / found.bottleneck_s / choice.num_microbatches
         return dataclasses.replace(
-          choice,
-          plan=found,
-          made=made,
-          samples_per_s=most,
+          choice, plan=found, made=made, samples_per_s=most,
           delay=max(report.delays),
-        )
+        )  # fmt: skip
     raise ValueError(
       f"No partition fits into memory with what table {choice.table} keeps of "
       "its stages."
@@ -288,24 +262,22 @@ class _Search:
     costs, input_bytes = self._scaled(choice.num_microbatches)
     footprint = dataclasses.replace(footprint, input_bytes=input_bytes)
     options: dict[str, Any] = {
-      "footprint": footprint,
-      "num_microbatches": choice.num_microbatches,
-    }
+      "footprint": footprint, "num_microbatches": choice.num_microbatches
+    }  # fmt: skip
     # Each stage of a machine gets its part of the machine.
     chunks = _CHUNKS if choice.table == "interleaved" else 1
     machines = self._changed(1 / chunks, 1 / chunks)
     whole = _bottleneck.Chain(costs, self.machines, **options)
-    plans = []
+    plans, errors = [], []
     for order in self._orders[choice.num_stages, choice.recompute]:
       nodes = order * chunks
       try:
         found = _bottleneck.partition(costs, machines, nodes=nodes, **options)
         plans.append(whole.plan(nodes, found.cuts))
       except ValueError as error:
-        self._error = self._error or error
+        errors.append(error)
     if not plans:
-      assert self._error is not None
-      raise self._error
+      raise errors[0]
     return min(plans, key=lambda x: (x.bottleneck_s, x.trip_s))
 
   def _fits(self, found: Plan, report: TableReport) -> bool:
@@ -324,12 +296,9 @@ class _Search:
   def _simulated(self, choice: Candidate) -> Candidate:
     assert choice.made is not None and choice.plan is not None
     times = _simulator.simulate(
-      choice.made,
-      choice.plan.stages,
-      self.machines,
-      nodes=choice.nodes,
+      choice.made, choice.plan.stages, self.machines, nodes=choice.nodes,
       optimizer_copies=self.optimizer_copies,
-    )
+    )  # fmt: skip
     rate = self.batch_size / times.iteration_s
     # No table is faster than its bottleneck; a higher rate only says that the
     # measured iterations were not the same part of the run.
@@ -401,9 +370,7 @@ class _Search:
       done.append(each)
     simulated = [x for x in done if x.times is not None]
     if not simulated:
-      assert self._error is not None
-      raise self._error
-
+      raise ValueError(done[0].reason)
     fast = [x for x in simulated if x.samples_per_s >= best * (1 - _EQUAL)]
     first = min(fast, key=Candidate.price)
     others = sorted(

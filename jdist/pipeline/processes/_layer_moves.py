@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks, cluster
+from jdist import cluster
 from jdist.pipeline.processes import _device_part, _peers, _stage_updates
 from jdist.pipeline.runtime._stages import LayerLike
 from jdist.pipeline.schedule._table import Table
@@ -54,21 +54,7 @@ def move_layers(
   separately.  All other leaves, such as counts, must be equal in all stages.
   The state of an optimizer that decides by all leaves moves as a whole to the
   first stage's device.
-
-  Args:
-    state: The state of `before`.
-    before: This process with the current cuts.
-    after: This process with the new cuts, over the same `peers`.
-    optimizer: The optimizer of the run.
-
-  Returns:
-    The state of `after`.
-
-  Raises:
-    ValueError: If the two have different layers, or the optimizer's state
-      cannot be taken apart.
   """
-  checks.check_optimizer("optimizer", optimizer)
   # A single stage has all leaves, so the two may differ.
   whole = any(
     _stage_updates.sees_all(optimizer, x.stages) for x in (before, after)
@@ -252,13 +238,11 @@ def _common(
 def _check_common(every: Sequence[_Leaves]) -> None:
   """Raises a ValueError unless common leaves have one shape in all stages."""
   kinds = [
-    {name: (x.shapes[name].shape, x.shapes[name].dtype) for name in x.common}
+    {(name, x.shapes[name].shape, x.shapes[name].dtype) for name in x.common}
     for x in every
   ]
   for other in kinds[1:]:
-    if different := sorted(
-      {name for name, _ in kinds[0].items() ^ other.items()}
-    ):
+    if different := sorted(name for name, *_ in kinds[0] ^ other):
       raise ValueError(
         "`optimizer` must have the same leaves besides those of parameters in "
         f"all stages, got {different[0]} of unlike shapes. {_REMEDY}"

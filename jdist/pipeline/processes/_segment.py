@@ -26,17 +26,16 @@ _microbatch_key = jax.jit(_traced_model.microbatch_key, static_argnums=(2, 4))
 
 
 class _Saved(NamedTuple):
-  """What is saved of a micro-batch between its passes.
+  """Arrays that a micro-batch keeps between its passes.
 
   Attributes:
     kept: The arrays that the forward pass kept.
-    x: The stage's input if the stage is run again, else None.
-    state: The stage's state before the forward pass, likewise.
+    again: The stage's input, and its state before the forward pass, if the
+      stage is run again, else None.
   """
 
   kept: list[jax.Array]
-  x: Any
-  state: PyTree
+  again: tuple[Any, PyTree] | None
 
 
 class Segment:
@@ -112,56 +111,39 @@ class Segment:
     return state, metrics
 
   def _forward(self, action: Action, x: Any) -> Any:
-    _, stage, microbatch, iteration = action
-    version = self._part.versions.read[action]
-    program = self._part.programs[stage]
-    state = self._model_state[stage]
-    found = program.forward(
-      self._params[stage][version],
-      x,
-      state,
-      self._batch(microbatch, iteration),
-      self._microbatch_key(microbatch, iteration),
-    )
-    again = program.recompute == "stage"
-    self._saved[stage, microbatch, iteration] = _Saved(
-      found.kept, x if again else None, state if again else None
-    )
+    stage = action.stage
+    program, given = self._part.programs[stage], (x, self._model_state[stage])
+    found = program.forward(*self._arguments(action, *given))
+    again = given if program.recompute == "stage" else None
+    self._saved[action[1:]] = _Saved(found.kept, again)
     self._model_state[stage] = found.state
     if found.metrics:
-      self._metrics[iteration, microbatch] = found.metrics
+      self._metrics[action.iteration, action.microbatch] = found.metrics
     else:
       self._give(_OUTPUT, stage + 1, action, found.output)
     return found.output
 
   def _backward(self, action: Action, cotangent: Any) -> Any:
-    stage = action.stage
-    saved = self._saved.pop(action[1:])
-    gradient, total = self._part.programs[stage].backward(
-      self._total(action), cotangent, saved.kept, self._given(action, saved)
+    gradient, total = self._part.programs[action.stage].backward(
+      self._total(action), cotangent, *self._read(action)
     )
-    self._totals[stage, action.iteration] = total
-    if stage:
-      self._give(_GRADIENT, stage - 1, action, gradient)
+    self._totals[action.stage, action.iteration] = total
+    self._give(_GRADIENT, action.stage - 1, action, gradient)
     return total
 
   def _input_part(self, action: Action, cotangent: Any) -> Any:
-    stage = action.stage
-    saved = self._saved.pop(action[1:])
-    gradient, stash = self._part.programs[stage].input_part(
-      cotangent, saved.kept, self._given(action, saved)
+    gradient, stash = self._part.programs[action.stage].input_part(
+      cotangent, *self._read(action)
     )
     self._stashed[action[1:]] = stash
-    if stage:
-      self._give(_GRADIENT, stage - 1, action, gradient)
+    self._give(_GRADIENT, action.stage - 1, action, gradient)
     return gradient, stash
 
   def _weight_part(self, action: Action, _: None) -> Any:
-    stage = action.stage
-    total = self._part.programs[stage].weight_part(
+    total = self._part.programs[action.stage].weight_part(
       self._total(action), self._stashed.pop(action[1:])
     )
-    self._totals[stage, action.iteration] = total
+    self._totals[action.stage, action.iteration] = total
     return total
 
   def _update(self, action: Action, _: None) -> Any:
@@ -198,6 +180,9 @@ class Segment:
   def _give(
     self, kind: _peers.Kind, stage: int, action: Action, value: Any
   ) -> None:
+    # The first stage has no other to send a gradient to.
+    if stage < 0:
+      return
     tag = self._tag(kind, stage, action)
     device = self._table.device_of[stage]
     # A message between two stages of one device stays where it is.
@@ -220,27 +205,19 @@ class Segment:
     iteration = self._state.step + action.iteration
     return _peers.Tag(kind, stage, action.microbatch, iteration)
 
-  def _given(self, action: Action, saved: _Saved) -> Any:
-    """Returns a forward pass's arguments if it is run again, else None."""
+  def _read(self, action: Action) -> tuple[list[jax.Array], Any]:
+    """Returns what a forward pass saved, and its arguments if it runs again."""
+    kept, again = self._saved.pop(action[1:])
+    return kept, None if again is None else self._arguments(action, *again)
+
+  def _arguments(self, action: Action, x: Any, state: PyTree) -> Any:
+    """Returns the arguments of an action's forward pass."""
     _, stage, microbatch, iteration = action
-    if self._part.programs[stage].recompute != "stage":
-      return None
     version = self._part.versions.read[action]
-    return (
-      self._params[stage][version],
-      saved.x,
-      saved.state,
-      self._batch(microbatch, iteration),
-      self._microbatch_key(microbatch, iteration),
-    )
-
-  def _batch(self, microbatch: int, iteration: int) -> PyTree:
-    return jax.tree.map(lambda x: x[microbatch], self._batches[iteration])
-
-  def _microbatch_key(self, microbatch: int, iteration: int) -> jax.Array:
-    step = self._state.step + iteration
-    count = self._table.num_microbatches
-    return _microbatch_key(self._key, step, 0, microbatch, count)
+    batch = jax.tree.map(lambda x: x[microbatch], self._batches[iteration])
+    step, count = self._state.step + iteration, self._table.num_microbatches
+    key = _microbatch_key(self._key, step, 0, microbatch, count)
+    return self._params[stage][version], x, state, batch, key
 
   def _total(self, action: Action) -> PyTree:
     key = action.stage, action.iteration
@@ -265,10 +242,10 @@ class Segment:
     """Frees a version after its last read."""
     if action.op == Op.UPDATE:
       return
-    key = action.stage, self._part.versions.read[action]
-    old = key[1] < self._newest[key[0]]
-    if old and self._last_read.get(key) == place:
-      self._params[key[0]].pop(key[1], None)
+    stage, version = action.stage, self._part.versions.read[action]
+    last = self._last_read.get((stage, version)) == place
+    if last and version < self._newest[stage]:
+      self._params[stage].pop(version, None)
 
   def _all_metrics(self) -> list[dict[str, float]]:
     """Returns each iteration's means, which the last stage has computed."""
@@ -280,14 +257,9 @@ class Segment:
     tag = _peers.Tag(_peers.Kind.METRICS, iteration=self._state.step)
     own = None
     if last == self._part.device:
-      rows = np.asarray(
-        [
-          [[float(self._metrics[k, m][name]) for name in names]
-           for m in range(count)]
-          for k in range(len(self._batches))
-        ],
-        np.float64,
-      )  # fmt: skip
+      rows = np.zeros((shape[0], count, shape[1]))
+      for (k, m), metrics in self._metrics.items():
+        rows[k, m] = [float(metrics[name]) for name in names]
       weights = np.stack(self._weights).astype(np.float64)[..., None]
       own = [(rows * weights).mean(1)]
     (means,) = self._part.share(last, tag, own, [np.zeros(shape)])
@@ -303,11 +275,6 @@ def make_trace(
   for device, order in enumerate(orders):
     for turn in seconds[device]:
       for action, (start, end) in zip(order, turn, strict=True):
-        trace.add(
-          f"device {device}",
-          str(action),
-          float(start - begin),
-          float(end - begin),
-          action.op.kind,
-        )
+        span = float(start - begin), float(end - begin)
+        trace.add(f"device {device}", str(action), *span, action.op.kind)
   return trace

@@ -84,14 +84,7 @@ def restore_stages(
 ) -> _device_part.ProcessState | None:
   """Returns a process's stages of the newest step that all processes have.
 
-  Args:
-    directory: The directory of `save_stages`.
-    part: This process's part of the pipeline.
-    like: A state of the same shapes.
-    exchange: The number of this exchange between the processes.
-
-  Raises:
-    ValueError: If processes have no step in common, or the stages differ.
+  `like` is a state of the same shapes; see `save_stages` for the rest.
   """
   steps = [x for x in _steps(directory) if _is_whole(directory, x, part)]
   own = np.full(_MAX_STEPS, -1)
@@ -112,13 +105,7 @@ def restore_stages(
       f"{[sorted(x) for _, x in sorted(found.items())]} of the processes in "
       f"{directory}. Start again in another directory."
     )
-  return _load(directory, max(common), like)
-
-
-def _load(
-  directory: str | os.PathLike[str], step: int, like: _device_part.ProcessState
-) -> _device_part.ProcessState:
-  parts = {}
+  step, parts = max(common), {}
   for stage in like.params:
     target = _folder(directory, step, stage)
     arrays, _ = array_files.load_arrays(target, what=_WHAT)

@@ -185,9 +185,7 @@ def make_part(
 ) -> _device_part.DevicePart:
   """Makes the programs of a process's stages."""
   device = peers.device
-  own = tuple(
-    s for s in range(table.num_stages) if table.device_of[s] == device
-  )
+  own = tuple(s for s, x in enumerate(table.device_of) if x == device)
   tied = _stages.shared_paths(model.stages)
   if model.clip_norm is not None:
     _device_part.check_barriers(table, len(own), "`clip_norm`")
@@ -198,9 +196,7 @@ def make_part(
   if table.weights == "newest":
     recompute = "stage"
   halves = {x.stage for x in table.devices[device] if x.op == Op.BACKWARD_INPUT}
-  programs = {}
-  for s in own:
-    programs[s] = StageProgram(model, s, recompute)
-    if s in halves:
-      programs[s].split()
+  programs = {s: StageProgram(model, s, recompute) for s in own}
+  for s in halves:
+    programs[s].split()
   return _device_part.DevicePart(model, table, own, programs, tied, peers)

@@ -153,13 +153,10 @@ class StageUpdates:
       [_peers.Tag(_peers.Kind.UPDATE, s, way, step) for s in stages]
       for way in (0, 1)
     )
-    pairs = {
-      s: (
-        self._programs.clipped_mean(total, self.params[s], scale),
-        self.params[s],
-      )
-      for s, total in totals.items()
-    }
+    pairs = {}
+    for s, total in totals.items():
+      grads = self._programs.clipped_mean(total, self.params[s], scale)
+      pairs[s] = grads, self.params[s]
     if part.device != device_of[0]:
       for s, pair in pairs.items():
         part.peers.send(device_of[0], up[s], jax.tree.leaves(pair))
@@ -169,10 +166,7 @@ class StageUpdates:
     for s in stages:
       # The shapes of another device's stage follow from the model.
       if s not in pairs:
-        params = jax.eval_shape(
-          lambda tree: jax.tree.map(jnp.asarray, tree),
-          part.model.stages[s].params,
-        )
+        params = jax.eval_shape(lambda x: x, part.model.stages[s].params)
         pairs[s] = self._received(device_of[s], up[s], (params, params))
     grads, params = zip(*(pairs[s] for s in stages), strict=True)
     found, self.opt_state[0] = self._programs.update_all(
@@ -196,15 +190,13 @@ class StageUpdates:
       return jnp.ones((), jnp.float32)
     norms = {}
     for s, total in totals.items():
-      counted = total
-      # A tied leaf counts once, in its first stage.
-      if self._part.tied:
-        counted = {
-          path: leaf
-          for path, leaf in _by_path(total).items()
-          if self._part.tied.get(path, (s,))[0] == s
-        }
-      norms[s] = self._programs.squared_norm(counted)
+      counted = {
+        path: leaf
+        for path, leaf in _by_path(total).items()
+        # A tied leaf counts once, in its first stage.
+        if self._part.tied.get(path, (s,))[0] == s
+      }
+      norms[s] = self._programs.squared_norm(list(counted.values()))
     every = self._part.collect(_peers.Kind.NORM, norms, self._step + iteration)
     # Every device adds in the stages' order, so that all scale by equal bits.
     squared = sum(jnp.asarray(every[s]) for s in sorted(every))
@@ -228,17 +220,15 @@ class StageUpdates:
       for s in stages[1:]:
         total = total + parts[s]
       sums[path] = total
-    # Each stage needs its own copy, as an update donates its gradients.
-    return {
-      s: jax.tree.unflatten(
-        jax.tree.structure(totals[s]),
-        [
-          jnp.array(sums[path]) if path in sums else leaf
-          for path, leaf in found[s].items()
-        ],
-      )
-      for s in totals
-    }
+    shared = {}
+    for s, total in totals.items():
+      # Each stage needs its own copy, as an update donates its gradients.
+      leaves = [
+        jnp.array(sums[path]) if path in sums else leaf
+        for path, leaf in found[s].items()
+      ]
+      shared[s] = jax.tree.unflatten(jax.tree.structure(total), leaves)
+    return shared
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:

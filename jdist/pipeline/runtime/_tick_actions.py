@@ -1,5 +1,7 @@
 """A tick's actions: the passes of each stage, as branches of a conditional."""
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -93,19 +95,21 @@ class TickActions:
       del at
       return state, flight
 
-    stages = range(self.grid.num_stages)
-    forward = [self._forward(s, versions, key_of) for s in stages]
+    given, stages = (versions, key_of), range(self.grid.num_stages)
+    lanes: dict[int, list[Branch]] = {
+      _grid.FORWARD: [idle], _grid.BACKWARD: [idle]
+    }  # fmt: skip
+    for s in stages[:-1]:
+      run = functools.partial(self._forward, s, *given)
+      lanes[_grid.FORWARD].append(run)
+    # The last stage's backward pass follows at once and runs it anyway.
+    lanes[_grid.FORWARD].append(idle)
     used = self.grid.backward_actions
-    backward = [
+    for op, s in itertools.product(self.grid.backward_ops, stages):
+      run = functools.partial(self._backward, s, op, *given)
       # XLA compiles every branch, so one that no row takes is left empty.
-      self._backward(s, op, versions, key_of) if (op, s) in used else idle
-      for op in self.grid.backward_ops
-      for s in stages
-    ]
-    return {
-      _grid.FORWARD: [idle, *forward],
-      _grid.BACKWARD: [idle, *backward],
-    }
+      lanes[_grid.BACKWARD].append(run if (op, s) in used else idle)
+    return lanes
 
   def branch(
     self, op: jax.Array, chunk: jax.Array, device: jax.Array
@@ -124,100 +128,95 @@ class TickActions:
     return at.chunk, number % slots
 
   def _forward(
-    self, number: int, versions: Sequence[PyTree], key_of: KeyOf
-  ) -> Branch:
-    last = number + 1 == self.grid.num_stages
-
-    def forward(
-      state: PyTree, flight: TicksState, at: Place
-    ) -> tuple[PyTree, TicksState]:
-      # The last stage's backward pass follows at once and runs it anyway.
-      if last:
-        return state, flight
-      own = jax.tree.map(lambda x: x[at.chunk], state)
-      flight = self._keep_state(flight, own, at)
-      y, (new, _) = self._model.run(
-        number,
-        self._params(versions, number, at.offset),
-        self._input(flight, number, at),
-        self.states.to_tree(own, number),
-        self._batch(flight, at),
-        key_of(at.iteration, at.microbatch),
-      )
-      state = self._with_state(state, new, number, at.chunk)
-      return state, flight._replace(output=self._message.flat(y, number))
-
-    return forward
+    self,
+    number: int,
+    versions: Sequence[PyTree],
+    key_of: KeyOf,
+    state: PyTree,
+    flight: TicksState,
+    at: Place,
+  ) -> tuple[PyTree, TicksState]:
+    own = jax.tree.map(lambda x: x[at.chunk], state)
+    flight = self._keep_state(flight, own, at)
+    y, (new, _) = self._model.run(
+      number,
+      self._params(versions, number, at.offset),
+      self._input(flight, number, at),
+      self.states.to_tree(own, number),
+      self._batch(flight, at),
+      key_of(at.iteration, at.microbatch),
+    )
+    state = self._with_state(state, new, number, at.chunk)
+    return state, flight._replace(output=self._message.flat(y, number))
 
   def _backward(
-    self, number: int, op: Op, versions: Sequence[PyTree], key_of: KeyOf
-  ) -> Branch:
+    self,
+    number: int,
+    op: Op,
+    versions: Sequence[PyTree],
+    key_of: KeyOf,
+    state: PyTree,
+    flight: TicksState,
+    at: Place,
+  ) -> tuple[PyTree, TicksState]:
     last = number + 1 == self.grid.num_stages
     to_input = number > 0 and op != Op.BACKWARD_WEIGHT
     to_params = op != Op.BACKWARD_INPUT
     # The input part of the first stage has no gradient to compute, but its
     # forward pass may be due; differentiating in the parameters runs it.
     by_params = to_params or not to_input
+    # The pass runs the forward pass again from its saved input and needs the
+    # state that the forward pass had seen.
+    slot = self.slot(at, self.grid.slots)
+    own = jax.tree.map(lambda x: x[slot], flight.states)
+    if last:
+      # Here this is the first run, on the newest state, which the weight part
+      # of the same micro-batch will need again.
+      now = jax.tree.map(lambda x: x[at.chunk], state)
+      own = own if op == Op.BACKWARD_WEIGHT else now
+      if op == Op.BACKWARD_INPUT:
+        flight = self._keep_state(flight, now, at)
+    batch = self._batch(flight, at)
+    before = self.states.to_tree(own, number)
+    key = key_of(at.iteration, at.microbatch)
+    x = self._input(flight, number, at)
+    params = self._params(versions, number, at.offset)
 
-    def backward(
-      state: PyTree, flight: TicksState, at: Place
-    ) -> tuple[PyTree, TicksState]:
-      chunk, turn = at.chunk, at.iteration % (self.grid.behind + 1)
-      batch = self._batch(flight, at)
-      # The pass runs the forward pass again from its saved input and needs the
-      # state that the forward pass had seen.
-      slot = self.slot(at, self.grid.slots)
-      own = jax.tree.map(lambda x: x[slot], flight.states)
-      if last:
-        # Here this is the first run, on the newest state, which the weight part
-        # of the same micro-batch will need again.
-        now = jax.tree.map(lambda x: x[chunk], state)
-        own = own if op == Op.BACKWARD_WEIGHT else now
-        if op == Op.BACKWARD_INPUT:
-          flight = self._keep_state(flight, now, at)
-      before = self.states.to_tree(own, number)
-      key = key_of(at.iteration, at.microbatch)
-      x = self._input(flight, number, at)
-      params = self._params(versions, number, at.offset)
+    # `given` has the parameters, the input, or both.
+    def run(*given: Any) -> tuple[Any, tuple[PyTree, PyTree]]:
+      read = given[0] if by_params else params
+      into = given[-1] if to_input else x
+      return self._model.run(number, read, into, before, batch, key)
 
-      # `given` has the parameters, the input, or both.
-      def run(*given: Any) -> tuple[Any, tuple[PyTree, PyTree]]:
-        read = given[0] if by_params else params
-        into = given[-1] if to_input else x
-        return self._model.run(number, read, into, before, batch, key)
-
-      given = [params] * by_params + [x] * to_input
-      y, pull, (new, metrics) = jax.vjp(run, *given, has_aux=True)
-      if last:
-        batches = jax.tree.map(lambda x: x[turn], flight.batches)
-        weight = jnp.asarray(
-          _traced_model.sample_weights(batches, at.microbatch)
-        )
-        cotangent = jnp.ones_like(y) * weight.astype(y.dtype)
-        if op != Op.BACKWARD_WEIGHT:
-          state = self._with_state(state, new, number, chunk)
-          # The last entry counts the weights.
-          found = [metrics[name] for name in self._model.metric_names]
-          found = [x.astype(jnp.float32) for x in (*found, jnp.ones(()))]
-          totals = flight.totals.at[turn].add(weight * jnp.stack(found))
-          flight = flight._replace(totals=totals)
-      else:
-        waiting = self.slot(at, self.grid.gradient_slots)
-        cotangent = self._message.unflat(flight.gradients[waiting], number)
-      pulled = list(pull(cotangent))
-      if to_params:
-        grads = jax.tree.map(
-          lambda total, g: total.at[turn, chunk].add(g.astype(total.dtype)),
-          flight.grads,
-          self.params.to_own(pulled.pop(0), number),
-        )
-        flight = flight._replace(grads=grads)
-      if to_input:
-        gradient = self._message.flat(pulled.pop(0), number - 1)
-        flight = flight._replace(gradient=gradient)
-      return state, flight
-
-    return backward
+    given = [params] * by_params + [x] * to_input
+    y, pull, (new, metrics) = jax.vjp(run, *given, has_aux=True)
+    turn = at.iteration % (self.grid.behind + 1)
+    if last:
+      batches = jax.tree.map(lambda x: x[turn], flight.batches)
+      weight = jnp.asarray(_traced_model.sample_weights(batches, at.microbatch))
+      cotangent = jnp.ones_like(y) * weight.astype(y.dtype)
+      if op != Op.BACKWARD_WEIGHT:
+        state = self._with_state(state, new, number, at.chunk)
+        # The last entry counts the weights.
+        found = [metrics[name] for name in self._model.metric_names]
+        found = [x.astype(jnp.float32) for x in (*found, jnp.ones(()))]
+        totals = flight.totals.at[turn].add(weight * jnp.stack(found))
+        flight = flight._replace(totals=totals)
+    else:
+      waiting = self.slot(at, self.grid.gradient_slots)
+      cotangent = self._message.unflat(flight.gradients[waiting], number)
+    pulled = list(pull(cotangent))
+    if to_params:
+      grads = jax.tree.map(
+        lambda total, g: total.at[turn, at.chunk].add(g.astype(total.dtype)),
+        flight.grads,
+        self.params.to_own(pulled.pop(0), number),
+      )
+      flight = flight._replace(grads=grads)
+    if to_input:
+      gradient = self._message.flat(pulled.pop(0), number - 1)
+      flight = flight._replace(gradient=gradient)
+    return state, flight
 
   def _params(
     self, versions: Sequence[PyTree], number: int, offset: jax.Array
@@ -228,16 +227,12 @@ class TickActions:
     versions before the newest; at first all of them are the initial one.
     """
     first = self.grid.delay - self.grid.behind
-
-    def own(version: PyTree) -> PyTree:
-      return self.params.chunk(version, number)
-
-    read = versions[first : first + self.grid.behind + 1]
-    if len(read) == 1:
-      found = own(read[0])
-    else:
-      # A switch copies one version; indexing into a stack would copy all.
-      found = jax.lax.switch(offset, [lambda x=x: own(x) for x in read])
+    read = [
+      functools.partial(self.params.chunk, x, number)
+      for x in versions[first : first + self.grid.behind + 1]
+    ]
+    # A switch copies one version; indexing into a stack would copy all.
+    found = read[0]() if len(read) == 1 else jax.lax.switch(offset, read)
     return self.params.to_tree(found, number)
 
   def _keep_state(

@@ -108,7 +108,9 @@ def check_table(
   return report
 
 
-def _error(table: Table, problem: str, *, drawn: bool = True) -> TableError:
+def _error(table: Table, problem: str) -> TableError:
+  # A stage that does not exist cannot be drawn.
+  drawn = all(0 <= x.stage < table.num_stages for x in table)
   return TableError(
     f"Table {table.name!r} cannot run: {problem}.",
     draw_table(table) if drawn else "",
@@ -120,25 +122,19 @@ def _check_whole(table: Table) -> None:
   wanted = set(table.expected())
   for action, count in counts.items():
     if not 0 <= action.stage < table.num_stages:
-      # A stage that does not exist cannot be drawn.
       raise _error(
         table,
         f"{action} is of a stage beyond the {table.num_stages} of `num_stages`",
-        drawn=False,
       )
     if action not in wanted:
-      # The likeliest mistake in a table written by hand deserves its own words.
-      whole = action.op == Op.BACKWARD and action.stage in table.splits_backward
-      raise _error(
-        table,
-        f"{action} does not belong to it"
-        + (
-          ": the stage has backward passes in two parts, I and W"
-          if whole
-          else f", which has {table.num_microbatches} micro-batches and "
-          f"{table.num_iterations} iterations"
-        ),
+      why = (
+        f", which has {table.num_microbatches} micro-batches and "
+        f"{table.num_iterations} iterations"
       )
+      # The likeliest mistake in a table written by hand deserves its own words.
+      if action.op == Op.BACKWARD and action.stage in table.splits_backward:
+        why = ": the stage has backward passes in two parts, I and W"
+      raise _error(table, f"{action} does not belong to it{why}")
     if count > 1:
       raise _error(table, f"{action} is there {count} times")
   missing = next((x for x in table.expected() if x not in counts), None)

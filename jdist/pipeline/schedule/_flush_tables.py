@@ -121,18 +121,18 @@ def interleaved(
     # Megatron-LM's warm-up: twice 1F1B's, as a micro-batch has to return from
     # the last device to the first, and the first passes of all chunks but one
     # precede the first backward pass.
-    ahead = 2 * (num_devices - device - 1) + (num_chunks - 1) * num_devices
-    if num_chunks == 1:
-      ahead = num_devices - device - 1
+    ahead = num_devices - device - 1
+    if num_chunks > 1:
+      ahead = 2 * ahead + (num_chunks - 1) * num_devices
     passes = alternating(num_microbatches * num_chunks, ahead)
     return (place(i, op, device) for op, i in passes)
 
   return flushed(
     "interleaved",
     order,
+    num_chunks,
     num_devices,
     num_microbatches,
-    num_chunks=num_chunks,
     num_iterations=num_iterations,
   )
 
@@ -180,11 +180,11 @@ def alternating(total: int, ahead: int) -> Iterator[tuple[Op, int]]:
 def flushed(
   name: str,
   order: Callable[[int, int, int], Order],
+  num_chunks: int,
   num_devices: int,
   num_microbatches: int,
   *,
   num_iterations: int = 1,
-  num_chunks: int = 1,
 ) -> Table:
   """Makes a table whose iterations follow each other after a flush."""
   devices = tuple(

@@ -32,11 +32,7 @@ class StageTimes:
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if not 0 <= value < math.inf:
-        raise ValueError(
-          f"`{field.name}` must be finite and not negative, got {value}."
-        )
+      checks.check_number(field.name, getattr(self, field.name))
     if not self.forward + self.backward:
       raise ValueError(
         "`forward` or `backward` must be positive, got a stage that takes no "

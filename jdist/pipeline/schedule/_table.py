@@ -155,41 +155,40 @@ class Table:
     Constraints between actions of one device, such as which version of the
     parameters exists, are not included: the device's order decides them.
     """
-    op, stage, microbatch, iteration = action
+    op, stage, *_ = action
     if op == Op.FORWARD:
       return [action._replace(stage=stage - 1)] if stage else []
     if op in GIVES_GRADIENT:
-      found = [Action(Op.FORWARD, stage, microbatch, iteration)]
+      found = [action._replace(op=Op.FORWARD)]
       if stage + 1 < self.num_stages:
-        found.append(self.gradient_of(stage + 1, microbatch, iteration))
+        found.append(self._gradient_of(action, stage + 1))
       return found
     if op == Op.BACKWARD_WEIGHT:
       return [action._replace(op=Op.BACKWARD_INPUT)]
     if op == Op.UPDATE:
-      last = self.last_backward(stage)
-      return [
-        Action(last, stage, i, iteration) for i in range(self.num_microbatches)
-      ]
+      last = action._replace(op=self.last_backward(stage))
+      counts = range(self.num_microbatches)
+      return [last._replace(microbatch=i) for i in counts]
     return []
 
   def sends_to(self, action: Action) -> Action | None:
     """Returns the action on another device that waits for one, if any."""
-    op, stage, microbatch, iteration = action
+    op, stage, *_ = action
     found = None
     if op == Op.FORWARD and stage + 1 < self.num_stages:
       found = action._replace(stage=stage + 1)
     elif op in GIVES_GRADIENT and stage:
-      found = self.gradient_of(stage - 1, microbatch, iteration)
+      found = self._gradient_of(action, stage - 1)
     # Between two stages of one device no message is necessary.
     if found is None or self.device_of[found.stage] == self.device_of[stage]:
       return None
     return found
 
-  def gradient_of(self, stage: int, microbatch: int, iteration: int) -> Action:
-    """Returns the action that produces the gradient of a stage's input."""
+  def _gradient_of(self, action: Action, stage: int) -> Action:
+    """Returns the same micro-batch's gradient of another stage's input."""
     split = stage in self.splits_backward
     op = Op.BACKWARD_INPUT if split else Op.BACKWARD
-    return Action(op, stage, microbatch, iteration)
+    return action._replace(op=op, stage=stage)
 
   def expected(self) -> Iterator[Action]:
     """Yields every action of a complete table once."""
@@ -242,14 +241,8 @@ def start_times(
 ) -> dict[Action, float]:
   """Computes when each action starts, assuming links without contention.
 
-  Args:
-    table: The order on each device.
-    seconds: Returns the duration of an action.
-    send_s: Returns the time from the end of an action until another device has
-      its output.
-
-  Returns:
-    The start of each action, listed in an order in which they can run.
+  Other devices have an action's output `send_s` after its end.  Actions are
+  listed in an order in which they can run.
 
   Raises:
     StuckError: If devices wait for each other.

@@ -28,18 +28,11 @@ class TableEntry:
   asynchronous: bool = False
 
 
-# Flush tables differ by the order of one device only, so their factories are
-# made here.
+# Flush tables with a stage on each device differ by a device's order only.
 def _flush(
   name: str, order: Callable[..., _flush_tables.Order], meaning: str
 ) -> TableEntry:
-  def factory(
-    num_stages: int, num_microbatches: int, *, num_iterations: int = 1
-  ) -> Table:
-    return _flush_tables.flushed(
-      name, order, num_stages, num_microbatches, num_iterations=num_iterations
-    )
-
+  factory = functools.partial(_flush_tables.flushed, name, order, 1)
   return TableEntry(factory, meaning)
 
 
@@ -47,9 +40,7 @@ _late = functools.partial(TableEntry, asynchronous=True)
 TABLES = {
   "naive": _flush("naive", _flush_tables.naive, "one device at a time"),
   "gpipe": _flush(
-    "gpipe",
-    _flush_tables.gpipe,
-    "all forward passes, then all backward passes",
+    "gpipe", _flush_tables.gpipe, "all forward passes, then all backward passes"
   ),
   "1f1b": _flush(
     "1f1b", _flush_tables.one_f_one_b, "forward and backward passes in turn"
@@ -63,9 +54,7 @@ TABLES = {
     _flush_tables.interleaved, "1f1b with several stages on each device"
   ),
   "zb_h1": _flush(
-    "zb_h1",
-    _flush_tables.zb_h1,
-    "gradients of the parameters fill the bubble",
+    "zb_h1", _flush_tables.zb_h1, "gradients of the parameters fill the bubble"
   ),
   "pipedream": _late(
     _async.pipedream, "an update after each micro-batch, weights stashed"

@@ -13,6 +13,8 @@ _NUMBERS = {
   "iterations": "num_iterations",
   "window": "window",
 }
+# The order is that of an action's numbers.
+_COUNTED = ("num_stages", "num_microbatches", "num_iterations")
 _KEYS = ("name", *_NUMBERS, "weights")
 
 
@@ -35,9 +37,11 @@ def format_table(table: Table) -> str:
   if table.weights != "delayed":
     lines.append(f"weights {table.weights}")
   for device, order in enumerate(table.devices):
-    own = _own_stage(table.device_of, device)
-    # The look-ahead keeps `/1` from matching the start of `/10`.
-    words = [re.sub(rf"/{own}(?!\d)", "", str(x)) for x in order]
+    words = [str(x) for x in order]
+    # Only a stage on the device of its own number needs no name.
+    if table.device_of[device : device + 1] == (device,):
+      # The look-ahead keeps `/1` from matching the start of `/10`.
+      words = [re.sub(rf"/{device}(?!\d)", "", x) for x in words]
     lines.append(" ".join(["device", *words]))
   return "\n".join(lines)
 
@@ -82,24 +86,22 @@ def parse_table(text: str, name: str = "table") -> Table:
       )
     else:
       found[key] = words[0]
-  numbers = {
-    field: _number(key, found[key])
-    for key, field in _NUMBERS.items()
-    if key in found
-  }
-  actions = [x for order in devices for x in order]
   # Numbers that the text gives take precedence, so that `check_table` can find
   # actions that are missing at the end.
-  counted = {
-    "num_stages": 1 + max((x.stage for x in actions), default=0),
-    "num_microbatches": 1 + max((x.microbatch for x in actions), default=0),
-    "num_iterations": 1 + max((x.iteration for x in actions), default=0),
+  numbers = {
+    field: 1 + max((x[place] for order in devices for x in order), default=0)
+    for place, field in enumerate(_COUNTED, 1)
   }
+  for key, field in _NUMBERS.items():
+    if key in found:
+      if not found[key].isdigit():
+        raise ValueError(f"`{key}` must be a number, got {found[key]!r}.")
+      numbers[field] = int(found[key])
   return Table(
     found.get("name", name),
     tuple(devices),
     weights=found.get("weights", "delayed"),  # type: ignore[arg-type]
-    **{**counted, **numbers},
+    **numbers,
   )
 
 
@@ -117,12 +119,6 @@ def load_table(path: str | pathlib.Path) -> Table:
     raise ValueError(f"{path}: {error}") from None
 
 
-def _own_stage(device_of: tuple[int, ...], device: int) -> int:
-  """Returns the stage that needs no name, or -1 if the device has none."""
-  here = device < len(device_of) and device_of[device] == device
-  return device if here else -1
-
-
 def _action(word: str, own: int, line: int) -> Action:
   # Only an update has no micro-batch.
   match = _WORD.fullmatch(word)
@@ -137,9 +133,3 @@ def _action(word: str, own: int, line: int) -> Action:
     int(match[2] or 0),
     int(match[4] or 0),
   )
-
-
-def _number(key: str, value: str) -> int:
-  if not value.isdigit():
-    raise ValueError(f"`{key}` must be a number, got {value!r}.")
-  return int(value)

@@ -246,7 +246,7 @@ def test_greedy_respects_the_memory_of_each_stage():
     lambda: pipeline.greedy([pipeline.StageTimes()], 2, max_live=[0]),
     "an int >= 1",
   ),
-  ("forward", lambda: pipeline.StageTimes(-1.0), "finite"),
+  ("forward", lambda: pipeline.StageTimes(-1.0), "in [0, inf]"),
   ("forward", lambda: pipeline.StageTimes(0.0, 0.0), "or `backward` must"),
   ("devices", lambda: pipeline.Table("x", (), 1, 1), "one at least"),
   (
