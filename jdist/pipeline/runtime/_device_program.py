@@ -56,32 +56,24 @@ class DeviceProgram:
     self, team: collectives.Workers, inner: optax.GradientTransformation
   ) -> training.TrainState:
     """Returns the shapes and placement of the initial state."""
-    ticks, workers = self._ticks, team.num_workers
+    ticks = self._ticks
 
-    def shape(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    def shape(x: Any, spec: PartitionSpec, *front: int) -> Any:
       sharding = team.sharding(spec)
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+      shape = *front, *x.shape
+      return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
     def replicated(tree: PyTree, spec: PartitionSpec) -> PyTree:
-      return jax.tree.map(
-        lambda x: shape(
-          jax.ShapeDtypeStruct((workers, *x.shape), x.dtype), spec
-        ),
-        tree,
-      )
+      return jax.tree.map(lambda x: shape(x, spec, team.num_workers), tree)
 
     stages = ticks.model.stages
-    params, state = (
-      replicated(jax.eval_shape(arrays.join, trees), self.spec)
-      for arrays, trees in (
-        (ticks.params, [x.params for x in stages]),
-        (ticks.states, [x.state for x in stages]),
-      )
-    )
+    params = jax.eval_shape(ticks.params.join, [x.params for x in stages])
+    state = jax.eval_shape(ticks.states.join, [x.state for x in stages])
+    params, state = replicated((params, state), self.spec)
     opt_state = jax.eval_shape(team.spmd(lambda p: self.init(inner, p)), params)
     opt_state = jax.tree.map(shape, opt_state, self.optimizer_specs(opt_state))
     key = jax.random.key_data(jax.random.key(0))
-    step, key = replicated((jnp.zeros((), jnp.int32), key), PartitionSpec())
+    step, key = replicated((jnp.zeros((), jnp.int32), key), _device_state.ALL)
     return training.TrainState(step, params, opt_state, state, key)
 
   def run(
@@ -98,9 +90,8 @@ class DeviceProgram:
     def device(
       state: training.TrainState, batch: PyTree, rows: jax.Array
     ) -> Any:
-      state, metrics = function(
-        _device_state.on_device(state), batch, rows[:, 0]
-      )
+      own = _device_state.on_device(state)
+      state, metrics = function(own, batch, rows[:, 0])
       return _device_state.on_mesh(state), metrics
 
     specs = _device_state.state_specs(state, self.spec)
@@ -181,17 +172,14 @@ class DeviceProgram:
     begun, number = state.opt_state.step, state.step
     for _ in range(self.grid.behind):
       # The steps need a batch's shape; no micro-batch of it is run.
-      batch = jax.tree.map(
-        lambda x: jnp.zeros_like(x[0]), state.opt_state.flight.batches
-      )
+      batches = state.opt_state.flight.batches
+      batch = jax.tree.map(lambda x: jnp.zeros_like(x[0]), batches)
       state, gradient = self.gradient(state, batch, rows, axis, begun)
       state, _ = update(state, gradient)
     kept = state.opt_state
     empty = jax.tree.map(jnp.zeros_like, kept.flight)
     older = (_device_state.read(kept, state.params),) * self.grid.delay
-    kept = _device_state.InFlightState(
-      kept.inner, jnp.zeros_like(begun), older, empty
-    )
+    kept = kept._replace(step=jnp.zeros_like(begun), older=older, flight=empty)
     return state._replace(step=number, opt_state=kept), {}
 
   def optimizer(
@@ -231,9 +219,7 @@ class DeviceProgram:
           (jax.tree.map(jnp.zeros_like, updates), state.inner, state.older),
         )
       step = optax.safe_increment(state.step)
-      return updates, _device_state.InFlightState(
-        after, step, older, state.flight
-      )
+      return updates, state._replace(inner=after, step=step, older=older)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
@@ -253,11 +239,11 @@ class DeviceProgram:
 
     # The placement of each leaf must be known before the program is traced, so
     # shapes are found outside of the mesh first.
-    local = jax.tree.map(
+    own = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params
     )
     with _whole_model.layout_of(self._shapes):
-      shapes = jax.eval_shape(inner.init, local)
+      shapes = jax.eval_shape(inner.init, own)
     split = jax.tree.map(
       lambda x: _device_state.spec_of(x.ndim, self.spec), shapes
     )

@@ -76,10 +76,9 @@ def _mapped(
   inner = jax.tree.map(lambda x: change(x) if x.ndim else x, kept.inner)
   arrays = (state.params, state.model_state, kept.older, kept.flight)
   params, model_state, older, flight = jax.tree.map(change, arrays)
-  return state._replace(
-    params=params,
-    model_state=model_state,
-    opt_state=InFlightState(inner, kept.step, older, flight),
+  opt_state = InFlightState(inner, kept.step, older, flight)
+  return training.TrainState(
+    state.step, params, opt_state, model_state, state.key
   )
 
 

@@ -1,6 +1,7 @@
 """A table in lock-step: which device does what in each tick."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -63,14 +64,9 @@ class Grid:
 def make_grid(table: Table, *, send_ticks: int = 1) -> Grid:
   """Puts a table that can run into ticks.
 
-  Args:
-    table: A synchronous table of one iteration with stage s on device s modulo
-      their number; or one with delayed weights and a stage on each device.
-    send_ticks: The number of ticks from an action to the first one in which its
-      result can be used: 1, or 2 if sends overlap the next tick's actions.
-
-  Raises:
-    ValueError: If the table does not fit into ticks.
+  It is synchronous, of one iteration, with stage s on device s modulo their
+  number; or it has delayed weights and a stage on each device.  A result can be
+  used `send_ticks` after its action: 2 if sends overlap the next tick.
   """
   if table.num_iterations == 1 and table.window == 1:
     return _synchronous(table, send_ticks)
@@ -93,9 +89,7 @@ def _synchronous(table: Table, send_ticks: int) -> Grid:
       f"program, got {table.device_of}. Processes of their own run any table."
     )
   starts = start_times(
-    table,
-    lambda x: float(x.op != Op.UPDATE),
-    lambda _: float(send_ticks - 1),
+    table, lambda x: float(x.op != Op.UPDATE), lambda _: float(send_ticks - 1)
   )
   ticks = {x: int(t) for x, t in starts.items() if x.op != Op.UPDATE}
   return _grid(ticks, table, max(ticks.values()) + 1, send_ticks, behind=None)
@@ -125,11 +119,10 @@ def _continuous(table: Table, send_ticks: int) -> Grid:
       "micro-batches, or a larger window, where the table has one."
     )
   ticks = {}
-  for stage in range(s):
-    for i in range(m):
-      ticks[Action(Op.FORWARD, stage, i)] = 2 * i + late * stage
-      back = 2 * i + late * (s - 1) + 1 + late * (s - 1 - stage)
-      ticks[Action(Op.BACKWARD, stage, i)] = back
+  for stage, i in itertools.product(range(s), range(m)):
+    ticks[Action(Op.FORWARD, stage, i)] = 2 * i + late * stage
+    back = 2 * i + late * (s - 1) + 1 + late * (s - 1 - stage)
+    ticks[Action(Op.BACKWARD, stage, i)] = back
   return _grid(ticks, table, period, late, behind=behind)
 
 
@@ -160,18 +153,9 @@ def _grid(
       put(ACTIVATION, came, 1, action._replace(stage=stage + 1))
     elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT) and stage:
       put(GRADIENT, came, 1, action._replace(stage=stage - 1))
-  slots, gradient_slots = _slots(
-    ticks, table, send_ticks, None if behind is None else period
-  )
-  return Grid(
-    rows,
-    table.num_stages,
-    table.num_microbatches,
-    table.window - 1,
-    behind or 0,
-    slots,
-    gradient_slots,
-  )
+  slots = _slots(ticks, table, send_ticks, None if behind is None else period)
+  counts = table.num_stages, table.num_microbatches, table.window - 1
+  return Grid(rows, *counts, behind or 0, *slots)
 
 
 def _slots(
@@ -196,16 +180,14 @@ def _slots(
     if op != Op.BACKWARD_WEIGHT:
       gradients.setdefault((stage, i), tick)
       gradients[stage - 1, i] = tick + send_ticks - 1
-  numbers = range(table.num_microbatches)
-  stages = range(table.num_stages)
 
   def most(starts: dict[tuple[int, int], int]) -> int:
-    return max(
-      _span(
-        [starts[s, i] for i in numbers], [ends[s, i] for i in numbers], period
-      )
-      for s in stages
-    )
+    spans = []
+    for s in range(table.num_stages):
+      keys = [(s, i) for i in range(table.num_microbatches)]
+      times = [starts[key] for key in keys], [ends[key] for key in keys]
+      spans.append(_span(*times, period))
+    return max(spans)
 
   return most(inputs), most(gradients)
 
@@ -223,11 +205,8 @@ def _span(starts: list[int], ends: list[int], period: int | None) -> int:
       for times in (starts, ends)
     )
   most = 1
+  pairs = list(enumerate(zip(starts, ends, strict=True)))
   for start in starts:
-    alive = [
-      i
-      for i, (a, b) in enumerate(zip(starts, ends, strict=True))
-      if a <= start <= b
-    ]
+    alive = [i for i, (a, b) in pairs if a <= start <= b]
     most = max(most, alive[-1] - alive[0] + 1)
   return most

@@ -63,15 +63,9 @@ def split_backward(
   `jit` and `jax.checkpoint` are inlined.  The recomputation of a checkpoint
   belongs to the input part, and its results wait.
 
-  Args:
-    pull: `(residuals, cotangent) -> (grads, gradient)` of the parameters and of
-      the input, such as a flattened function from `jax.vjp`.  If the input has
-      no gradient, the weight part has everything.
-    residuals: The leaves that the forward pass has saved, or their shapes.
-    cotangent: The gradient of the output, or its shapes.
-
-  Returns:
-    Both parts.
+  `pull(residuals, cotangent)` returns the gradients of the parameters and of
+  the input, as a flattened function from `jax.vjp` does.  If the input has no
+  gradient, the weight part has everything.  Shapes suffice for both arguments.
 
   Raises:
     ValueError: If a loop or a conditional computes gradients of both.
@@ -99,16 +93,16 @@ def split_backward(
     grads, gradient = pull(residuals, cotangent)
     return grads, jax.tree.map(_or_none, gradient)
 
+  leaves, structure = jax.tree.flatten((residuals, cotangent))
+  given: Any = structure
   traced, shapes = jax.make_jaxpr(pulled, return_shape=True)(
     residuals, cotangent
   )
-  given: Any = jax.tree.structure((residuals, cotangent))
   # The first trace may still hold calls; evaluating it under a second trace
   # inlines them.
-  opened = jax.make_jaxpr(lambda *x: _evaluate(traced, x))(
-    *jax.tree.leaves((residuals, cotangent))
-  )
+  opened = jax.make_jaxpr(lambda *x: _evaluate(traced, x))(*leaves)
   jaxpr = opened.jaxpr
+  constants = dict(zip(jaxpr.constvars, opened.consts, strict=True))
   of_params, of_input = (jax.tree.structure(x) for x in shapes)
   number = len(jax.tree.leaves(shapes[0]))
   to_params, to_input = jaxpr.outvars[:number], jaxpr.outvars[number:]
@@ -116,30 +110,28 @@ def split_backward(
   # Both parts know the order of the equations, so a list is enough.
   stashed = [v for eqn in first for v in eqn.outvars if v in waiting]
 
-  def environment(residuals: list[Any], cotangent: PyTree) -> dict[Any, Any]:
+  def named(residuals: list[Any], cotangent: PyTree) -> dict[Any, Any]:
     leaves = given.flatten_up_to((residuals, cotangent))
-    found = dict(zip(jaxpr.constvars, opened.consts, strict=True))
-    return found | dict(zip(jaxpr.invars, leaves, strict=True))
+    return dict(zip(jaxpr.invars, leaves, strict=True))
 
   def input_part(
     residuals: list[jax.Array], cotangent: PyTree
   ) -> tuple[PyTree, list[Any]]:
-    env = environment(residuals, cotangent)
+    env = constants | named(residuals, cotangent)
     gradient = jax.tree.unflatten(of_input, _run(first, env, to_input))
     return gradient, [env[v] for v in stashed]
 
   def weight_part(
     residuals: list[Any], cotangent: PyTree, stash: list[Any]
   ) -> PyTree:
-    env = environment(residuals, cotangent)
+    env = constants | named(residuals, cotangent)
     env |= dict(zip(stashed, stash, strict=True))
     return jax.tree.unflatten(of_params, _run(second, env, to_params))
 
   def prune(
     residuals: list[Any], cotangent: PyTree
   ) -> tuple[list[Any], PyTree]:
-    leaves = given.flatten_up_to((residuals, cotangent))
-    pairs = zip(jaxpr.invars, leaves, strict=True)
+    pairs = named(residuals, cotangent).items()
     return given.unflatten([x if v in waiting else None for v, x in pairs])
 
   return SplitBackward(input_part, weight_part, prune)

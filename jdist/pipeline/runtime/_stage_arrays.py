@@ -58,23 +58,26 @@ class StageArrays:
     self.num_devices = num_devices
     self._shapes = [_stages.shapes_of(tree) for tree in trees]
     # Names do not matter: equal layers have different ones.
-    alike = all(_same(tree, self._shapes[0]) for tree in self._shapes)
+    kinds = [
+      [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+      for tree in self._shapes
+    ]
+    alike = all(kind == kinds[0] for kind in kinds)
     self.stacked = alike if pack is None else not pack
     assert alike or not self.stacked
     self.apart = self.stacked and apart
     self._leaves: list[list[_Leaf]] = []
     self.sizes: dict[str, int] = {}
     # The places of leaves in packed buffers, one behind the other by dtype.
-    for tree in self._shapes:
+    for kind in kinds:
       ends: dict[str, int] = {}
       leaves = []
-      for leaf in jax.tree.leaves(tree):
-        name = str(leaf.dtype)
-        leaves.append(_Leaf(name, ends.get(name, 0), leaf.shape))
+      for shape, dtype in kind:
+        name = str(dtype)
+        leaves.append(_Leaf(name, ends.get(name, 0), shape))
         ends[name] = ends.get(name, 0) + leaves[-1].size
+        self.sizes[name] = max(self.sizes.get(name, 0), ends[name])
       self._leaves.append(leaves)
-      for name, end in ends.items():
-        self.sizes[name] = max(self.sizes.get(name, 0), end)
 
   @property
   def num_stages(self) -> int:
@@ -126,24 +129,18 @@ class StageArrays:
     if not self.apart:
       return jax.tree.map(lambda x: x[number], arrays)
     own = arrays[number] if self.num_chunks > 1 else arrays
-    leaves = zip(
-      jax.tree.leaves(own), jax.tree.leaves(self._shapes[stage]), strict=True
-    )
-    return jax.tree.unflatten(
-      jax.tree.structure(own), [x.reshape(like.shape) for x, like in leaves]
-    )
+    likes = jax.tree.leaves(self._shapes[stage])
+    leaves = zip(jax.tree.leaves(own), likes, strict=True)
+    found = [x.reshape(like.shape) for x, like in leaves]
+    return jax.tree.unflatten(jax.tree.structure(own), found)
 
   def split(self, arrays: PyTree) -> list[PyTree]:
     """Undoes `join`."""
-    return [
-      self.to_tree(
-        self.chunk(
-          jax.tree.map(lambda x, s=s: x[s % self.num_devices], arrays), s
-        ),
-        s,
-      )
-      for s in range(self.num_stages)
-    ]
+    found = []
+    for s in range(self.num_stages):
+      own = jax.tree.map(lambda x, s=s: x[s % self.num_devices], arrays)
+      found.append(self.to_tree(self.chunk(own, s), s))
+    return found
 
   def to_own(self, tree: PyTree, stage: int) -> PyTree:
     """Converts a stage's tree to the form in which one device holds it."""
@@ -165,20 +162,13 @@ class StageArrays:
     """Undoes `to_own`."""
     if self.stacked:
       return self._named(own, stage)
-    leaves = [
-      jax.lax.slice(own[x.dtype], (x.start,), (x.start + x.size,)).reshape(
-        x.shape
-      )
-      for x in self._leaves[stage]
-    ]
+    leaves = []
+    for x in self._leaves[stage]:
+      part = jax.lax.slice(own[x.dtype], (x.start,), (x.start + x.size,))
+      leaves.append(part.reshape(x.shape))
     return jax.tree.unflatten(jax.tree.structure(self._shapes[stage]), leaves)
 
   def _named(self, tree: PyTree, stage: int) -> PyTree:
     """Renames the leaves of a tree as in a stage."""
     structure = jax.tree.structure(self._shapes[stage])
     return jax.tree.unflatten(structure, jax.tree.leaves(tree))
-
-
-def _same(tree: PyTree, other: PyTree) -> bool:
-  one, two = jax.tree.leaves(tree), jax.tree.leaves(other)
-  return [(x.shape, x.dtype) for x in one] == [(x.shape, x.dtype) for x in two]

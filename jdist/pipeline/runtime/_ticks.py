@@ -1,6 +1,7 @@
 """The loop over a grid's ticks: one program for all devices of a pipeline."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,10 +66,12 @@ class Ticks:
     state = self._one_chunk(self.states, first.state)
     sums = self._one_chunk(self.params, first.params)
 
-    def zeros(tree: PyTree, *front: int) -> PyTree:
-      return jax.tree.map(
-        lambda x: jnp.zeros((*front, *x.shape), x.dtype), tree
-      )
+    def zeros(tree: PyTree, *front: int, wide: bool = False) -> PyTree:
+      def zero(x: Any) -> jax.Array:
+        dtype = states.wide_dtype(x.dtype) if wide else x.dtype
+        return jnp.zeros((*front, *x.shape), dtype)
+
+      return jax.tree.map(zero, tree)
 
     empty = TicksState(
       batches=zeros(self.model.microbatch, turns, grid.num_microbatches),
@@ -77,12 +80,7 @@ class Ticks:
       gradients=jnp.zeros((chunks, grid.gradient_slots, size), dtype),
       output=jnp.zeros(size, dtype),
       gradient=jnp.zeros(size, dtype),
-      grads=jax.tree.map(
-        lambda x: jnp.zeros(
-          (turns, chunks, *x.shape), states.wide_dtype(x.dtype)
-        ),
-        sums,
-      ),
+      grads=zeros(sums, turns, chunks, wide=True),
       totals=jnp.zeros((turns, len(self.model.metric_names) + 1), jnp.float32),
     )
     return collectives.varying(empty, self.axis)
@@ -220,8 +218,4 @@ class Ticks:
     self, arrays: _stage_arrays.StageArrays, first: PyTree
   ) -> PyTree:
     """Returns the shapes of one chunk's arrays."""
-    return jax.eval_shape(
-      lambda: arrays.to_own(
-        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first), 0
-      )
-    )
+    return jax.eval_shape(lambda tree: arrays.to_own(tree, 0), first)
