@@ -1,8 +1,9 @@
 """Choices of a plan, a table and micro-batches, with their results."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jdist import cluster
@@ -119,25 +120,18 @@ def make_table_of(
     if found is not None:
       times = stage_times(found, machines, choice.send_factor)
     window = choice.window or 1
-    num_iterations = _iterations(choice, window)
-
-    def make(max_live: Sequence[int] | None) -> Table:
-      if name == "greedy":
-        return greedy(times, number, max_live=max_live)
-      return _asynchronous_tables.ours(
-        times,
-        number,
-        window=window,
-        num_iterations=num_iterations,
-        max_live=max_live,
-      )
-
-    made = make(None)
+    make: Callable[..., Table] = functools.partial(greedy, times, number)
+    if name == "ours":
+      make = functools.partial(
+        _asynchronous_tables.ours, times, number, window=window,
+        num_iterations=_iterations(choice, window),
+      )  # fmt: skip
+    made = make()
     if not choice.extra_live:
       return made
     # The limits are relative to what the table keeps without any.
     live = check_table(made).live
-    return make([max(1, x + choice.extra_live) for x in live])
+    return make(max_live=[max(1, x + choice.extra_live) for x in live])
   options = {}
   if _table_registry.TABLES[name].asynchronous:
     # An upper bound of the windows of all asynchronous tables.

@@ -76,12 +76,10 @@ class LayerCost:
     2
     """
     # The optimizer's step and the parameters do not depend on the samples.
-    ours = {
-      field.name: getattr(self, field.name) * factor
-      for field in dataclasses.fields(self)
-      if field.name not in ("name", "update_s", "parameter_bytes")
-    }
-    return dataclasses.replace(self, **ours)
+    constant = ("name", "update_s", "parameter_bytes")
+    names = [x.name for x in dataclasses.fields(self) if x.name not in constant]
+    scaled = {name: getattr(self, name) * factor for name in names}
+    return dataclasses.replace(self, **scaled)
 
   def recomputed(self, input_bytes: float) -> "LayerCost":
     """Returns the cost of a stage that keeps its input only and runs twice."""
@@ -141,11 +139,8 @@ def load_costs(path: str | pathlib.Path) -> list[LayerCost]:
   except tomllib.TOMLDecodeError as error:
     raise ValueError(f"{path} is no TOML file: {error}") from None
   tables = whole.pop("stages", None)
-  if (
-    not isinstance(tables, list)
-    or not tables
-    or not all(isinstance(x, dict) for x in tables)
-  ):
+  listed = isinstance(tables, list) and all(isinstance(x, dict) for x in tables)
+  if not listed or not tables:
     raise ValueError(f"{path}: `stages` must be one [[stages]] table at least.")
   if whole:
     raise ValueError(

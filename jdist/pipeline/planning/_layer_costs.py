@@ -2,7 +2,6 @@
 
 import functools
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, get_args, Literal, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, get_args, Literal, NamedTuple
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 
 from jdist import checks
 from jdist.pipeline.planning._costs import LayerCost
@@ -23,11 +23,8 @@ PyTree = Any
 CostSource = Literal["compiled", "lowered", "timed"]
 
 
-class _Program(NamedTuple):
-  """The seconds of a program, and its bytes besides arguments and results."""
-
-  seconds: float
-  bytes: float
+# The seconds of a program, and its bytes besides arguments and results.
+_Cost = tuple[float, float]
 
 
 class _Passes(NamedTuple):
@@ -107,11 +104,8 @@ def layer_costs(
   layers = checks.check_list("layers", layers, "layers")
   checks.check_choice("source", source, get_args(CostSource))
   checks.check_int("repeats", repeats, 1)
-  for name, rate in (
-    ("flops_per_s", flops_per_s), ("bytes_per_s", bytes_per_s),
-  ):  # fmt: skip
-    if not rate > 0:
-      raise ValueError(f"`{name}` must be positive, got {rate}.")
+  checks.check_continuous("flops_per_s", flops_per_s, open_low=True)
+  checks.check_continuous("bytes_per_s", bytes_per_s, open_low=True)
   key = jax.random.key(0)
   first = make_inputs(inputs, microbatch)
   x = jax.eval_shape(first, microbatch, key)
@@ -121,28 +115,31 @@ def layer_costs(
     passes.append(_passes(layer, x, *shapes, first=not i))
     x = passes[-1].output
   if source == "timed":
-    start = first(_arrays(microbatch), key)
+    _check_arrays(microbatch)
+    start = first(microbatch, key)
     seconds = _timed(layers, passes, start, microbatch, key, repeats)
-  counter = _Counter(flops_per_s, bytes_per_s, compiled=source != "lowered")
+  rates, costs = (flops_per_s, bytes_per_s), dict[str, _Cost]()
   found = []
   for i, (layer, each) in enumerate(zip(layers, passes, strict=True)):
-    forward = counter.count(each.forward)
-    backward = counter.count(each.backward)
-    back = counter.count(each.towards_input) if i else _Program(0.0, 0.0)
-    times = forward.seconds, backward.seconds, back.seconds
-    if source == "timed":
-      times = seconds[i]
+    programs = each.forward, each.backward, each.towards_input
+    count = [
+      (0.0, 0.0) if x is None else _count(x, costs, rates, source != "lowered")
+      for x in programs
+    ]
+    forward_s, backward_s, back_s = (
+      seconds[i] if source == "timed" else (x for x, _ in count)
+    )
     found.append(
       LayerCost(
         layer.name,
-        forward_s=times[0],
-        backward_s=times[1],
+        forward_s=forward_s,
+        backward_s=backward_s,
         # A measured part may take longer than the whole.
-        weight_s=max(times[1] - times[2], 0.0),
+        weight_s=max(backward_s - back_s, 0.0),
         parameter_bytes=_num_bytes(layer.params),
         output_bytes=_num_bytes(each.output),
         saved_bytes=each.kept_bytes,
-        working_bytes=max(forward.bytes, backward.bytes),
+        working_bytes=max(count[0][1], count[1][1]),
       )
     )
   return found
@@ -210,48 +207,33 @@ def _kept_bytes(
   return sum(_size(var.aval) for var in kept - there)
 
 
-class _Counter:
-  """Counts the costs of programs, equal ones once."""
-
-  def __init__(self, flops_per_s: float, bytes_per_s: float, compiled: bool):
-    self._flops_per_s, self._bytes_per_s = flops_per_s, bytes_per_s
-    self._compiled = compiled
-    self._found: dict[str, _Program] = {}
-
-  def count(self, program: Any) -> _Program:
-    """Returns the cost of a lowered program."""
-    # Deep models repeat layers; compiling each of them would take minutes.
-    text = program.as_text()
-    if text not in self._found:
-      self._found[text] = self._count(program)
-    return self._found[text]
-
-  def _count(self, program: Any) -> _Program:
+def _count(
+  program: Any, costs: dict[str, _Cost], rates: _Cost, compiled: bool
+) -> _Cost:
+  """Returns the cost of a lowered program, of equal ones from `costs`."""
+  # Deep models repeat layers; compiling each of them would take minutes.
+  text = program.as_text()
+  if text not in costs:
     working = 0.0
-    if self._compiled:
+    if compiled:
       program = program.compile()
       working = program.memory_analysis().temp_size_in_bytes
-    costs = program.cost_analysis() or {}
-    if isinstance(costs, list):  # One entry a device.
-      costs = costs[0]
-    return _Program(
-      max(
-        costs.get("flops", 0.0) / self._flops_per_s,
-        costs.get("bytes accessed", 0.0) / self._bytes_per_s,
-      ),
-      working,
-    )
+    counted = program.cost_analysis() or {}
+    if isinstance(counted, list):  # One entry a device.
+      counted = counted[0]
+    parts = counted.get("flops", 0.0), counted.get("bytes accessed", 0.0)
+    costs[text] = max(x / y for x, y in zip(parts, rates, strict=True)), working
+  return costs[text]
 
 
-def _arrays(microbatch: PyTree) -> PyTree:
-  """Returns arrays; raises a ValueError for shapes."""
+def _check_arrays(microbatch: PyTree) -> None:
+  """Raises a ValueError for shapes."""
   for leaf in jax.tree.leaves(microbatch):
     if isinstance(leaf, jax.ShapeDtypeStruct):
       raise ValueError(
         "`microbatch` must be of arrays to be timed, got the shape "
         f"{leaf.shape}. Take numbers, or source 'compiled'."
       )
-  return microbatch
 
 
 def _timed(
@@ -273,22 +255,17 @@ def _timed(
     if each.towards_input is not None:
       programs.append((each.towards_input.compile(), back))
     runs.append([functools.partial(p, *a) for p, a in programs])
-  seconds: dict[tuple[int, int], list[float]] = {}
-  # Layers take turns, so that a slow phase of the machine hits all alike.  The
-  # first turn warms up.
-  for turn in range(repeats + 1):
+  seconds = np.zeros((repeats + 1, len(runs), 3))
+  # Layers take turns, so that a slow phase of the machine hits all alike.
+  for times in seconds:
     for i, parts in enumerate(runs):
       for j, run in enumerate(parts):
         started_s = time.perf_counter()
         jax.block_until_ready(run())
-        if turn:
-          passed_s = time.perf_counter() - started_s
-          seconds.setdefault((i, j), []).append(passed_s)
-
-  def median(i: int, j: int) -> float:
-    return statistics.median(seconds.get((i, j), [0.0]))
-
-  return [(median(i, 0), median(i, 1), median(i, 2)) for i in range(len(runs))]
+        times[i, j] = time.perf_counter() - started_s
+  # The first turn warms up.
+  found: list[tuple[float, float, float]] = np.median(seconds[1:], 0).tolist()
+  return found
 
 
 def _num_bytes(tree: PyTree) -> int:

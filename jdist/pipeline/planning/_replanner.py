@@ -92,15 +92,12 @@ class Replanner:
       ValueError: If an argument is out of its range.
     """
     checks.check_int("patience", patience, 1)
-    for name, value, low, high in (
-      ("threshold", threshold, 0.0, float("inf")),
-      ("decay", decay, 0.0, 1.0),
-      ("backoff", backoff, 1.0, float("inf")),
-      ("gain", gain, 0.0, 1.0),
-    ):
+    checks.check_number("threshold", threshold)
+    checks.check_number("backoff", backoff, low=1.0)
+    for name, value in (("decay", decay), ("gain", gain)):
       checks.check_number(name, value)
-      if not low <= value < high:
-        raise ValueError(f"`{name}` must be in [{low}, {high}), got {value}.")
+      if value >= 1.0:
+        raise ValueError(f"`{name}` must be in [0, 1), got {value}.")
     if len(plan.nodes) != plan.num_stages:
       raise ValueError(
         "`plan` must have a machine of its own for each of its "
@@ -129,16 +126,15 @@ class Replanner:
 
   def drift(self) -> float:
     """Returns the largest relative drift of a stage's seconds."""
-    return max(
-      (
-        abs(seconds * self.machines.node(name).speed / stage.compute_s - 1)
-        for seconds, name, stage in zip(
-          self._stage_s, self.plan.nodes, self.plan.stages, strict=False
-        )
-        if stage.compute_s
-      ),
-      default=0.0,
-    )
+    found = [0.0]
+    # Before the first measurement there are no seconds.
+    for seconds, name, stage in zip(
+      self._stage_s, self.plan.nodes, self.plan.stages, strict=False
+    ):
+      if stage.compute_s:
+        speed = self.machines.node(name).speed
+        found.append(abs(seconds * speed / stage.compute_s - 1))
+    return max(found)
 
   def observe(
     self, stage_s: Sequence[float], samples_per_s: float
@@ -196,13 +192,10 @@ class Replanner:
         self.plan.nodes, self.plan.stages, self._stage_s, strict=True
       )
     }
-    self.machines = dataclasses.replace(
-      self.machines,
-      nodes=tuple(
-        dataclasses.replace(x, speed=speeds[x.name])
-        for x in self.machines.nodes
-      ),
-    )
+    nodes = [
+      dataclasses.replace(x, speed=speeds[x.name]) for x in self.machines.nodes
+    ]
+    self.machines = dataclasses.replace(self.machines, nodes=tuple(nodes))
     self._count = 0
     # The current plan is judged by the measured speeds, too.
     chain = _bottleneck.Chain(self._costs, self.machines, **self._options)

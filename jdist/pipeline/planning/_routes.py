@@ -30,11 +30,9 @@ class Routes:
     """Returns each hop of a route with its seconds a byte and its latency."""
     if self._topology is None:
       return ()
-    found = []
-    for hop in self._topology.route(one, other):
-      link = self._topology.link(*hop)
-      found.append((hop, 8 / link.bandwidth_bits_per_s, link.latency_s))
-    return tuple(found)
+    ways = self._topology.route(one, other)
+    links = [(hop, self._topology.link(*hop)) for hop in ways]
+    return tuple((x, 8 / y.bandwidth_bits_per_s, y.latency_s) for x, y in links)
 
   def _byte_s(self, one: str, other: str) -> float:
     """Returns the seconds a byte of the slowest link on a route."""

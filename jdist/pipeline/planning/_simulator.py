@@ -99,7 +99,6 @@ def simulate(
   # This also proves that the simulation ends.
   report = check_table(table)
   run = _Run(table, costs, machines, names)
-  run.go()
   ends = [0.0] * table.num_iterations
   busy = [0.0] * len(table.devices)
   for action, start in run.starts.items():
@@ -108,16 +107,13 @@ def simulate(
       ends[action.iteration] = max(ends[action.iteration], end)
     busy[table.device_of[action.stage]] += end - start
   makespan = max(run.ends.values())
+  uses = run.trace.utilisation().items()
   return PipelineTimes(
     makespan_s=makespan,
     iteration_s=_steady_s(ends, table.window),
     busy_s=tuple(busy),
     memory_bytes=_memory(table, costs, report, optimizer_copies),
-    link_use={
-      name: use
-      for name, use in run.trace.utilisation().items()
-      if name not in names
-    },
+    link_use={name: use for name, use in uses if name not in names},
     ends_s=tuple(ends),
     starts_s=run.starts,
     trace=run.trace,
@@ -188,9 +184,7 @@ class _Run:
     # Actions whose result has arrived from another device.
     self._there: set[Action] = set()
     self._waiting: dict[Action, list[int]] = collections.defaultdict(list)
-
-  def go(self) -> None:
-    for device in range(len(self._names)):
+    for device in range(len(names)):
       self._advance(device)
     self.environment.run()
 
@@ -209,24 +203,18 @@ class _Run:
     # A node's slow-downs may begin or end within the action.
     self._busy[device] = True
     self._places[device] += 1
-    now = self.environment.now
+    self.starts[action] = now = self.environment.now
     work = action_s(self._costs[action.stage], action.op)
     after = self._nodes[device].end_s(now, work) - now
-    self.starts[action] = now
     event = self.environment.timeout(after)
     event.callbacks.append(lambda _: self._end(device, action))
 
   def _end(self, device: int, action: Action) -> None:
     now = self.environment.now
     self.ends[action] = now
-    if now > self.starts[action]:
-      self.trace.add(
-        self._names[device],
-        str(action),
-        self.starts[action],
-        now,
-        action.op.kind,
-      )
+    start, name = self.starts[action], self._names[device]
+    if now > start:
+      self.trace.add(name, str(action), start, now, action.op.kind)
     # The send starts at once and does not occupy the device.
     self._busy[device] = False
     target = self._table.sends_to(action)
@@ -235,20 +223,17 @@ class _Run:
     self._advance(device)
 
   def _send(self, device: int, action: Action, target: Action) -> None:
-    other = self._table.device_of[target.stage]
+    other = self._names[self._table.device_of[target.stage]]
     forward = action.op == Op.FORWARD
     # A gradient is as large as the output whose gradient it is.
     cost = self._costs[action.stage if forward else target.stage]
     event: Any = self._network.send(
-      self._names[device],
-      self._names[other],
-      cost.output_bytes,
-      name=str(action),
+      self._names[device], other, cost.output_bytes, name=str(action),
       kind="activation" if forward else "gradient",
-    )
-    event.callbacks.append(lambda _: self._arrive(action))
+    )  # fmt: skip
+    event.callbacks.append(lambda _: self._receive(action))
 
-  def _arrive(self, action: Action) -> None:
+  def _receive(self, action: Action) -> None:
     self._there.add(action)
     for device in self._waiting.pop(action, ()):
       self._advance(device)

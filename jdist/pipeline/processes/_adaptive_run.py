@@ -91,7 +91,7 @@ class AdaptiveRun:
     self.samples_per_s = samples / _longest_s(trace)
     self.stage_s = stage_seconds(self.process.table, trace)
     # This run has compiled its programs if these cuts are new.
-    key = _key(self.plan)
+    key = self.plan.cuts, self.plan.nodes
     if key not in self._compiled:
       self._compiled.add(key)
       return state, metrics
@@ -105,7 +105,7 @@ class AdaptiveRun:
     return state, metrics
 
   def _process_of(self, plan: Plan) -> _layer_moves.ProcessLike:
-    key = _key(plan)
+    key = plan.cuts, plan.nodes
     if key not in self._processes:
       self._processes[key] = self._make(plan)
     return self._processes[key]
@@ -134,14 +134,7 @@ def _longest_s(trace: cluster.Trace) -> float:
   """Returns the longest time from a device's first action to its last."""
   # Each device is measured by its own clock, as clocks of several machines are
   # not aligned.
-  first: dict[str, float] = {}
-  last: dict[str, float] = {}
+  times: dict[str, list[float]] = {}
   for span in trace:
-    device = span.resource
-    first[device] = min(span.start_s, first.get(device, span.start_s))
-    last[device] = max(span.end_s, last.get(device, span.end_s))
-  return max(last[device] - first[device] for device in first)
-
-
-def _key(plan: Plan) -> tuple[tuple[int, ...], tuple[str, ...]]:
-  return plan.cuts, plan.nodes
+    times.setdefault(span.resource, []).extend((span.start_s, span.end_s))
+  return max(max(each) - min(each) for each in times.values())

@@ -74,27 +74,26 @@ def connect_all(
     if listener is None:
       listener = listen(*addresses[device])
     stack.enter_context(listener)
-    try:
-      # Each process calls those below it and then answers those above.  Process
-      # 0 answers at once, so the calls of all others complete in order, and no
-      # two processes wait for each other.
-      for other in range(device):
-        found[other] = _call(device, other, addresses, secret, deadline)
-      while len(found) < len(addresses) - 1:
-        called = _answer(listener, device, len(addresses), secret, deadline)
-        if called is None:
-          missing = sorted(set(range(len(addresses))) - {device} - set(found))
-          raise TimeoutError(
-            f"Devices {missing} have not connected to device {device} within "
-            f"{timeout_s:g} s. Look whether their processes run, and whether "
-            f"they reach {addresses[device][0]}:{addresses[device][1]}."
-          )
-        number, connection = called
-        found[number] = connection
-    except BaseException:
-      for connection in found.values():
-        connection.close()
-      raise
+    opened = stack.enter_context(contextlib.ExitStack())
+    # Each process calls those below it and then answers those above.  Process
+    # 0 answers at once, so the calls of all others complete in order, and no
+    # two processes wait for each other.
+    for other in range(device):
+      found[other] = _call(device, other, addresses, secret, deadline)
+      opened.enter_context(found[other])
+    while len(found) < len(addresses) - 1:
+      called = _answer(listener, device, len(addresses), secret, deadline)
+      if called is None:
+        missing = sorted(set(range(len(addresses))) - {device} - set(found))
+        raise TimeoutError(
+          f"Devices {missing} have not connected to device {device} within "
+          f"{timeout_s:g} s. Look whether their processes run, and whether "
+          f"they reach {addresses[device][0]}:{addresses[device][1]}."
+        )
+      number, connection = called
+      found[number] = opened.enter_context(connection)
+    # An error above closes the connections so far; complete ones stay open.
+    opened.pop_all()
   for connection in found.values():
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

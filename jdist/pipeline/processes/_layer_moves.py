@@ -9,7 +9,7 @@ import optax
 
 from jdist import cluster
 from jdist.pipeline.processes import _device_part, _peers, _stage_updates
-from jdist.pipeline.runtime._stages import LayerLike
+from jdist.pipeline.runtime._stages import by_path, LayerLike
 from jdist.pipeline.schedule._table import Table
 from jdist.storage import hashes
 
@@ -69,7 +69,7 @@ def move_layers(
   every = state._replace(opt_state=dict.fromkeys(state.params, ()))
   taken = every if whole else state
   arrays = {
-    s: dict(having[s].named(*(getattr(taken, field)[s] for field in _FIELDS)))
+    s: _named([getattr(taken, field)[s] for field in _FIELDS])
     for s in state.params
   }
   common = _common(arrays, having)
@@ -180,30 +180,28 @@ class _Leaves:
     self._like = jax.eval_shape(
       lambda: (stage.params, init(stage.params), stage.state)
     )
-    # A path such as `['dense']['kernel']` ends the path of each of its moments.
-    self._paths = [
-      jax.tree_util.keystr(path)
-      for path, _ in jax.tree_util.tree_leaves_with_path(stage.params)
-    ]
-    self.shapes = dict(self.named(*self._like))
-    # The optimizer's leaves that belong to no parameter.
+    self.shapes = _named(self._like)
+    # A path such as `['dense']['kernel']` ends the path of each of its moments;
+    # the optimizer's other leaves belong to no parameter.
+    paths = tuple(by_path(stage.params))
     self.common = [
       name
       for name in self.shapes
-      if name.startswith("opt_state")
-      and not any(name.endswith(path) for path in self._paths)
-    ]
-
-  def named(self, *parts: PyTree) -> list[tuple[str, Any]]:
-    return [
-      (field + jax.tree_util.keystr(path), leaf)
-      for field, tree in zip(_FIELDS, parts, strict=True)
-      for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+      if name.startswith("opt_state") and not name.endswith(paths)
     ]
 
   def tree(self, values: Mapping[str, Any]) -> tuple[PyTree, PyTree, PyTree]:
     leaves = [jnp.asarray(values[name]) for name in self.shapes]
     return jax.tree.unflatten(jax.tree.structure(self._like), leaves)
+
+
+def _named(parts: Iterable[PyTree]) -> dict[str, Any]:
+  """Returns the leaves of a stage's parameters, optimizer and model by name."""
+  return {
+    field + path: leaf
+    for field, tree in zip(_FIELDS, parts, strict=True)
+    for path, leaf in by_path(tree).items()
+  }
 
 
 def _check_layers(before: ProcessLike, after: ProcessLike) -> None:

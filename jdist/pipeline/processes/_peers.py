@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import math
 import queue
 import socket
 import struct
@@ -10,7 +11,6 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
-import jax
 import numpy as np
 
 from jdist import checks
@@ -95,26 +95,22 @@ class Peers:
     self._messages: dict[tuple[int, Tag], list[memoryview]] = {}
     self._changed = threading.Condition()
     self._gone: dict[int, str] = {}
-    self._closing = False
-    self._queues: dict[int, queue.SimpleQueue[Any]] = {}
-    self._threads: list[threading.Thread] = []
-    self._senders: list[threading.Thread] = []
-    for other in sockets:
-      self._queues[other] = queue.SimpleQueue()
-      # Sending and receiving must not block each other: two processes that both
-      # send a message larger than the socket's buffer would wait forever.
-      for work, where in (
-        (self._send_all, self._senders),
-        (self._receive_all, self._threads),
-      ):
-        thread = threading.Thread(
-          target=work,
-          args=(other,),
-          daemon=True,
-          name=f"{work.__name__}{other}",
+    self._queues: dict[int, queue.SimpleQueue[Any]] = {
+      other: queue.SimpleQueue() for other in sockets
+    }
+    # Sending and receiving must not block each other: two processes that both
+    # send a message larger than the socket's buffer would wait forever.
+    self._senders, self._receivers = (
+      [
+        threading.Thread(
+          target=work, args=(x,), daemon=True, name=f"{work.__name__}{x}"
         )
-        thread.start()
-        where.append(thread)
+        for x in sockets
+      ]
+      for work in (self._send_all, self._receive_all)
+    )
+    for thread in self._senders + self._receivers:
+      thread.start()
 
   def __enter__(self) -> Self:
     return self
@@ -192,12 +188,11 @@ class Peers:
     # Senders end when their queues are empty; a receiver ends with its socket.
     for thread in self._senders:
       thread.join(timeout=self._timeout_s)
-    self._closing = True
     for connection in self._sockets.values():
       with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
       connection.close()
-    for thread in self._threads:
+    for thread in self._receivers:
       thread.join(timeout=5.0)
 
   def _check(self, other: int) -> None:
@@ -300,9 +295,8 @@ def _bytes(x: Any) -> memoryview:
 def _arrays(
   body: memoryview, like: Sequence[Any], source: int, tag: Tag
 ) -> list[np.ndarray]:
-  shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
   # The bytes carry no types: the receiver knows what it must get.
-  sizes = [x.size * np.dtype(x.dtype).itemsize for x in shapes]
+  sizes = [math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in like]
   if sum(sizes) != len(body):
     raise ValueError(
       f"Device {source} has sent {len(body)} bytes where {sum(sizes)} were "
@@ -310,7 +304,7 @@ def _arrays(
       "micro-batch and dtypes."
     )
   found, start = [], 0
-  for x, size in zip(shapes, sizes, strict=True):
+  for x, size in zip(like, sizes, strict=True):
     part = np.frombuffer(body[start : start + size], np.uint8)
     found.append(part.view(x.dtype).reshape(x.shape))
     start += size

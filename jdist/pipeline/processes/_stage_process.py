@@ -115,8 +115,8 @@ class StageProcess:
       [] if timeline else None
     )
     self._updates: _stage_updates.UpdateProgram | None = None
-    # All processes make the same calls in the same order, so a count tells
-    # the messages of one call from those of another.
+    # All processes make the same calls in the same order, so a count tells the
+    # messages of one call from those of another.
     self._exchanges = 0
     # Directories that this run has restored from or saved to.
     self._directories: set[pathlib.Path] = set()
@@ -341,10 +341,10 @@ class StageProcess:
     found = []
     for device, order in enumerate(orders):
       tag = _peers.Tag(_peers.Kind.MOVED, device, 1, self._exchanges)
-      shape = turns, len(order), 2
+      like = np.zeros((turns, len(order), 2))
       own = [rows] if device == self._part.device else None
-      (came,) = self._part.share(device, tag, own, [np.zeros(shape)])
-      found.append(came.reshape(shape))
+      (times,) = self._part.share(device, tag, own, [like])
+      found.append(times.reshape(like.shape))
     return _segment.make_trace(orders, found)
 
   def _agree(self) -> None:

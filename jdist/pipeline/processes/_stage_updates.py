@@ -192,7 +192,7 @@ class StageUpdates:
     for s, total in totals.items():
       counted = {
         path: leaf
-        for path, leaf in _by_path(total).items()
+        for path, leaf in _stages.by_path(total).items()
         # A tied leaf counts once, in its first stage.
         if self._part.tied.get(path, (s,))[0] == s
       }
@@ -206,7 +206,7 @@ class StageUpdates:
     self, totals: dict[int, PyTree], iteration: int
   ) -> dict[int, PyTree]:
     """Adds up the gradients of tied parameters, in the stages' order."""
-    found = {s: _by_path(total) for s, total in totals.items()}
+    found = {s: _stages.by_path(total) for s, total in totals.items()}
     sums = {}
     for number, (path, stages) in enumerate(self._part.tied.items()):
       if not any(s in totals for s in stages):
@@ -229,10 +229,3 @@ class StageUpdates:
       ]
       shared[s] = jax.tree.unflatten(jax.tree.structure(total), leaves)
     return shared
-
-
-def _by_path(tree: PyTree) -> dict[str, Any]:
-  return {
-    jax.tree_util.keystr(path): leaf
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  }

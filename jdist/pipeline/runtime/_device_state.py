@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jdist import states, training, transforms
+from jdist.pipeline.runtime import _stages
 
 PyTree = Any
 # The placement of arrays that are the same on all devices of a pipeline.
@@ -95,7 +96,8 @@ def carried_over(
     ("states of the model", fresh.model_state, state.model_state),
     ("optimizer states", fresh.opt_state.inner, kept.inner),
   ):
-    if _shapes(wanted) != _shapes(given):
+    one, other = map(_stages.by_path, map(_stages.shapes_of, (wanted, given)))
+    if one != other:
       raise ValueError(
         f"`state` must be of the program's stages and optimizer, got {what} of "
         "other shapes. Cut the stages alike, and take the same chain."
@@ -106,10 +108,3 @@ def carried_over(
   )
   opt_state = fresh.opt_state._replace(inner=kept.inner, older=older)
   return state._replace(opt_state=opt_state)
-
-
-def _shapes(tree: PyTree) -> list[tuple[str, Any, Any]]:
-  return [
-    (jax.tree_util.keystr(path), x.shape, x.dtype)
-    for path, x in jax.tree_util.tree_leaves_with_path(tree)
-  ]

@@ -91,9 +91,8 @@ class StageArrays:
 
   def find(self, stage: int, path: str) -> _Leaf:
     """Returns the place of a leaf by its path, see `jax.tree_util.keystr`."""
-    paths = jax.tree_util.tree_leaves_with_path(self._shapes[stage])
-    names = [jax.tree_util.keystr(x) for x, _ in paths]
-    return self._leaves[stage][names.index(path)]
+    paths = list(_stages.by_path(self._shapes[stage]))
+    return self._leaves[stage][paths.index(path)]
 
   def join(self, trees: Sequence[PyTree]) -> PyTree:
     """Makes the arrays `[devices, ...]` of all stages."""

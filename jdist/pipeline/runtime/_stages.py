@@ -284,19 +284,25 @@ def shared_paths(parts: Sequence[LayerLike]) -> dict[str, tuple[int, ...]]:
   found: dict[str, list[int]] = {}
   leaves: dict[str, Any] = {}
   for i, part in enumerate(parts):
-    if isinstance(part.params, Mapping):
-      for key, leaf in jax.tree_util.tree_leaves_with_path(part.params):
-        path = jax.tree_util.keystr(key)
-        found.setdefault(path, []).append(i)
-        first = leaves.setdefault(path, leaf)
-        if not _equal(first, leaf):
-          one, other = (parts[j].name for j in (found[path][0], i))
-          raise ValueError(
-            "`layers` must have equal arrays under equal keys, which ties "
-            f"them, got unlike ones under {path} in {one!r} and {other!r}. "
-            "Give each layer a key of its own."
-          )
+    named = isinstance(part.params, Mapping)
+    for path, leaf in by_path(part.params).items() if named else ():
+      found.setdefault(path, []).append(i)
+      if not _equal(leaves.setdefault(path, leaf), leaf):
+        one, other = (parts[j].name for j in (found[path][0], i))
+        raise ValueError(
+          "`layers` must have equal arrays under equal keys, which ties them, "
+          f"got unlike ones under {path} in {one!r} and {other!r}. Give each "
+          "layer a key of its own."
+        )
   return {path: tuple(x) for path, x in found.items() if len(x) > 1}
+
+
+def by_path(tree: PyTree) -> dict[str, Any]:
+  """Returns a tree's leaves by their paths, see `jax.tree_util.keystr`."""
+  return {
+    jax.tree_util.keystr(path): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -79,8 +79,8 @@ def windows(number):
   ("output_bytes", lambda: cost(output_bytes=_NAN), "finite"),
   ("weight_s", lambda: cost(backward_s=1.0, weight_s=2.0), "at most"),
   ("source", lambda: measured(source="guessed"), "'compiled'"),
-  ("flops_per_s", lambda: measured(flops_per_s=0.0), "positive, got 0"),
-  ("bytes_per_s", lambda: measured(bytes_per_s=-1.0), "positive, got -1"),
+  ("flops_per_s", lambda: measured(flops_per_s=0.0), "in (0, inf], got 0"),
+  ("bytes_per_s", lambda: measured(bytes_per_s=-1.0), "in (0, inf], got -1"),
   ("repeats", lambda: measured(repeats=0), "int >= 1"),
   ("microbatch", lambda: measured(source="timed"), "arrays to be timed"),
   # Partitions.
