@@ -8,8 +8,6 @@ from jdist.profiling._abstract import abstract as abstract
 from jdist.profiling._abstract import abstract_state as abstract_state
 from jdist.profiling._forecast import Forecast as Forecast
 from jdist.profiling._forecast import forecast as forecast
-from jdist.profiling._forecast import Kernel as Kernel
-from jdist.profiling._forecast import SentCollective as SentCollective
 from jdist.profiling._gpu_target import check_compiler as check_compiler
 from jdist.profiling._gpu_target import gpu_target as gpu_target
 from jdist.profiling._gpu_target import GpuTarget as GpuTarget

@@ -46,18 +46,13 @@ def abstract_state(
     model_state: One worker's batch statistics, likewise.
   """
   # `init_state` would place real arrays on devices that cannot hold any.
-  replicated = abstract(workers, params)
+  step = jax.ShapeDtypeStruct((), jnp.int32)
+  key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+  state = training.TrainState(step, params, (), model_state or {}, key)
+  state = abstract(workers, state)
   sharding = workers.sharding()
   opt_state = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-    jax.eval_shape(workers.spmd(optimizer.init), replicated),
+    jax.eval_shape(workers.spmd(optimizer.init), state.params),
   )
-  step, model_state, key = abstract(
-    workers,
-    (
-      jax.ShapeDtypeStruct((), jnp.int32),
-      {} if model_state is None else model_state,
-      jax.ShapeDtypeStruct((2,), jnp.uint32),
-    ),
-  )
-  return training.TrainState(step, replicated, opt_state, model_state, key)
+  return state._replace(opt_state=opt_state)

@@ -34,14 +34,9 @@ class Gpu:
 
     Every kernel takes at least `launch_s`.
     """
-    rates = {
-      "bfloat16": self.bfloat16_flops_per_s,
-      "float32": self.float32_flops_per_s,
-    }
-    checks.check_choice("dtype", dtype, tuple(rates))
-    return cluster.Device(
-      self.name, rates[dtype], self.memory_bytes_per_s, launch_s
-    )
+    checks.check_choice("dtype", dtype, ("bfloat16", "float32"))
+    rate: float = getattr(self, f"{dtype}_flops_per_s")
+    return cluster.Device(self.name, rate, self.memory_bytes_per_s, launch_s)
 
   def link(self, nodes: int = 1, latency_s: float = 0.0) -> cluster.Link:
     """Returns the slowest link of a ring: NVLink, or the nodes' network.

@@ -28,6 +28,8 @@ _CALLED = re.compile(
   r"(\{[^}]*\}|%?[\w.\-]+)"
 )
 _NAME = re.compile(r"%?([\w.\-]+)")
+# XLA notes the number of turns of a loop if it could derive it.
+_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +79,18 @@ class Instruction:
       for name in _NAME.findall(names)
     )
 
+  @property
+  def body(self) -> str:
+    """The computation that a loop runs in each turn."""
+    found = re.search(r"body=%?([\w.\-]+)", self.attributes)
+    return found[1] if found else ""
+
+  @property
+  def turns(self) -> int:
+    """The number of turns of a loop, or 1 if it is not known."""
+    found = _TURNS.search(self.attributes)
+    return int(found[1]) if found else 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -117,33 +131,24 @@ class Program:
 def parse(program: Any) -> Program:
   """Reads a compiled function (`jitted.lower(...).compile()`) or its text."""
   text = program if isinstance(program, str) else program.as_text()
-  computations, entry = {}, None
-  for name, is_entry, instructions in _computations(text):
-    computations[name] = instructions
-    entry = name if is_entry else entry
-  if entry is None:
+  found: dict[str, list[Instruction]] = {}
+  name = entry = ""
+  for line in text.splitlines():
+    if not line.startswith(" ") and (match := _COMPUTATION.match(line)):
+      name, found[match[2]] = match[2], []
+      entry = name if match[1] else entry
+    # A closing brace in the first column ends a computation, while nested ones
+    # belong to attributes.
+    elif line.startswith("}"):
+      name = ""
+    elif name and (match := _INSTRUCTION.match(line)):
+      found[name].extend(_instruction(match[1], match[2]))
+  if not entry:
     raise ValueError(
       "`program` must be a compiled function or the text of one, got "
       f"{text[:60]!r}, which has no ENTRY. Pass `jitted.lower(...).compile()`."
     )
-  return Program(entry, computations)
-
-
-def _computations(
-  text: str,
-) -> Iterator[tuple[str, bool, tuple[Instruction, ...]]]:
-  name, is_entry = "", False
-  instructions: list[Instruction] = []
-  for line in text.splitlines():
-    if not line.startswith(" ") and (match := _COMPUTATION.match(line)):
-      name, is_entry, instructions = match[2], bool(match[1]), []
-    # A closing brace in the first column ends a computation, while nested ones
-    # belong to attributes.
-    elif line.startswith("}") and name:
-      yield name, is_entry, tuple(instructions)
-      name = ""
-    elif name and (match := _INSTRUCTION.match(line)):
-      instructions.extend(_instruction(match[1], match[2]))
+  return Program(entry, {name: tuple(x) for name, x in found.items()})
 
 
 def _instruction(name: str, right_side: str) -> Iterator[Instruction]:

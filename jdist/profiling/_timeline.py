@@ -20,9 +20,6 @@ _FREE = frozenset({
   "after-all", "partition-id", "replica-id", "opt-barrier", "domain",
 })  # fmt: skip
 
-# XLA notes the number of turns of a loop if it could derive it.
-_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-
 
 @dataclasses.dataclass(frozen=True)
 class Event:
@@ -95,41 +92,48 @@ def read_loop(program: Any) -> Loop:
   """
   parsed = _hlo.parse(program)
   found = [
-    (body[1], int(turns[1]) if turns else 1)
+    loop
     for name in parsed.always()
-    for instruction in parsed.computations[name]
-    if instruction.operation == "while"
-    and (body := re.search(r"body=%?([\w.\-]+)", instruction.attributes))
-    and any(x.operation == "conditional" for x in parsed.computations[body[1]])
-    for turns in [_TURNS.search(instruction.attributes)]
+    for loop in parsed.computations[name]
+    if loop.operation == "while"
+    and any(
+      x.operation == "conditional" for x in parsed.computations[loop.body]
+    )
   ]
   if len(found) != 1:
     raise ValueError(
       "`program` must have one loop with conditionals, as a pipeline's step "
       f"has, got {len(found)}."
     )
-  ((name, count),) = found
+  (loop,) = found
   events: list[Event] = []
   branches = []
   starts: dict[str, int] = {}
   around: dict[str, int] = {}
-  for instruction in parsed.computations[name]:
+  for instruction in parsed.computations[loop.body]:
     if instruction.operation == "conditional":
-      branches.append(
-        tuple(
-          tuple(_walk(parsed, branch, max, conditional=True))
-          for branch in instruction.called
-        )
-      )
-    elif instruction.operation not in _FREE:
-      for event in _events(parsed, instruction, conditional=False):
-        events.append(event)
-        if event.kind == "start":
-          starts[event.name] = len(branches)
-        elif event.kind == "done":
-          around[event.name] = len(branches) - starts[event.name]
-  return Loop(
-    count, tuple(events), tuple(branches), tuple(around[x] for x in starts)
+      branches.append(_branches(parsed, instruction, max))
+      continue
+    for event in _events(parsed, instruction, conditional=False):
+      events.append(event)
+      if event.kind == "start":
+        starts[event.name] = len(branches)
+      elif event.kind == "done":
+        around[event.name] = len(branches) - starts[event.name]
+  sends = tuple(around[name] for name in starts)
+  return Loop(loop.turns, tuple(events), tuple(branches), sends)
+
+
+def _branches(
+  program: _hlo.Program,
+  instruction: _hlo.Instruction,
+  choose: Callable[..., tuple[Event, ...]],
+) -> tuple[tuple[Event, ...], ...]:
+  """Returns the events of each branch of a conditional."""
+  return tuple(
+    tuple(_walk(program, name, choose, conditional=True))
+    for name in instruction.called
+    if name in program.computations
   )
 
 
@@ -142,22 +146,13 @@ def _walk(
 ) -> Iterator[Event]:
   for instruction in program.computations[computation]:
     operation = instruction.operation
-    if operation in _FREE:
-      continue
     if operation == "conditional":
-      branches = [
-        tuple(_walk(program, name, choose, conditional=True))
-        for name in instruction.called
-        if name in program.computations
-      ]
+      branches = _branches(program, instruction, choose)
       yield from choose(branches, key=_weight, default=())
     elif operation == "while":
-      body = re.search(r"body=%?([\w.\-]+)", instruction.attributes)
-      turns = _TURNS.search(instruction.attributes)
-      if body is not None:
-        once = tuple(_walk(program, body[1], choose, conditional=conditional))
-        for _ in range(int(turns[1]) if turns else 1):
-          yield from once
+      body = instruction.body
+      once = tuple(_walk(program, body, choose, conditional=conditional))
+      yield from once * instruction.turns
     elif operation == "call":
       for name in instruction.called:
         yield from _walk(program, name, choose, conditional=conditional)
@@ -175,6 +170,8 @@ def _events(
   program: _hlo.Program, instruction: _hlo.Instruction, *, conditional: bool
 ) -> Iterator[Event]:
   operation, name = instruction.operation, instruction.name
+  if operation in _FREE:
+    return
   if operation.endswith("-done"):
     # The done of a copy, or of a collective in line, is no event: only started
     # collectives are waited for.
@@ -230,22 +227,17 @@ def _moved_bytes(program: _hlo.Program, instruction: _hlo.Instruction) -> int:
     for name in instruction.called:
       if body := program.computations.get(name):
         return _moved_in_fusion(body)
-  operands = tuple(
-    program.instructions[name]
-    for name in instruction.operands
-    if name in program.instructions
-  )
+  known = [x for x in instruction.operands if x in program.instructions]
+  operands = [program.instructions[x].result_bytes for x in known]
   if instruction.operation in _SLICES:
     return 2 * instruction.result_bytes
   if (part := _PARTS.get(instruction.operation)) is not None:
-    return 2 * sum(o.result_bytes for o in operands[part : part + 1])
+    return 2 * sum(operands[part : part + 1])
   result = instruction.result
   if instruction.operation == "custom-call":
     # The further results of a library call are scratch memory.
     result = result[:1]
-  return sum(shape.num_bytes for shape in result) + sum(
-    operand.result_bytes for operand in operands
-  )
+  return sum(shape.num_bytes for shape in result) + sum(operands)
 
 
 # These read only as much of their first operand as they return.

@@ -82,9 +82,10 @@ def plot_forecasts(
     axes[-1, 0].set_xlim(-0.005 * end, 1.005 * end)
     axes[-1, 0].set_xlabel(f"time in the step, {unit}")
     figure.suptitle(title, fontsize=12)
+    shown = [kind for kind in _LABELS if kind in handles]
     figure.legend(
-      handles=[handles[kind] for kind in _LABELS if kind in handles],
-      labels=[_LABELS[kind] for kind in _LABELS if kind in handles],
+      handles=[handles[kind] for kind in shown],
+      labels=[_LABELS[kind] for kind in shown],
       loc="outside lower center", ncols=5, frameon=False, fontsize=9,
       title=note, title_fontsize=8.5,
     )  # fmt: skip
@@ -124,10 +125,8 @@ def _megabytes(num_bytes: float) -> str:
 def _summary(
   name: str, found: _forecast.Forecast, scale: float, unit: str
 ) -> str:
-  number = len(found.collectives)
-  if not number:
-    traffic = "nothing sent"
-  else:
+  number, traffic = len(found.collectives), "nothing sent"
+  if number:
     traffic = (
       f"{_megabytes(found.wire_bytes)} sent in {number} "
       f"collective{'s' if number > 1 else ''}, "
