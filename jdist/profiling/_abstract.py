@@ -46,9 +46,10 @@ def abstract_state(
     model_state: One worker's batch statistics, likewise.
   """
   # `init_state` would place real arrays on devices that cannot hold any.
-  step = jax.ShapeDtypeStruct((), jnp.int32)
-  key = jax.ShapeDtypeStruct((2,), jnp.uint32)
-  state = training.TrainState(step, params, (), model_state or {}, key)
+  step: Any = jax.ShapeDtypeStruct((), jnp.int32)
+  key: Any = jax.ShapeDtypeStruct((2,), jnp.uint32)
+  model_state = {} if model_state is None else model_state
+  state = training.TrainState(step, params, (), model_state, key)
   state = abstract(workers, state)
   sharding = workers.sharding()
   opt_state = jax.tree.map(

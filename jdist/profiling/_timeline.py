@@ -91,15 +91,13 @@ def read_loop(program: Any) -> Loop:
     ValueError: If no loop, or more than one, has conditionals.
   """
   parsed = _hlo.parse(program)
-  found = [
-    loop
-    for name in parsed.always()
-    for loop in parsed.computations[name]
-    if loop.operation == "while"
-    and any(
-      x.operation == "conditional" for x in parsed.computations[loop.body]
-    )
-  ]
+  whole = [x for name in parsed.always() for x in parsed.computations[name]]
+  found = []
+  for loop in whole:
+    # Only a loop has a body.
+    body = parsed.computations.get(loop.body, ())
+    if any(x.operation == "conditional" for x in body):
+      found.append(loop)
   if len(found) != 1:
     raise ValueError(
       "`program` must have one loop with conditionals, as a pipeline's step "

@@ -13,11 +13,7 @@ import numpy as np
 
 from jdist import checks
 from jdist.pipeline.planning._costs import LayerCost
-from jdist.pipeline.runtime._stages import (
-  apply_layer,
-  LayerLike,
-  make_inputs,
-)
+from jdist.pipeline.runtime._stages import apply_layer, LayerLike, make_inputs
 
 PyTree = Any
 CostSource = Literal["compiled", "lowered", "timed"]
@@ -156,14 +152,12 @@ def _passes(
   ) -> Any:
     nonlocal structure
 
-    def run(params: PyTree, x: PyTree) -> Any:
+    def run(params: PyTree, x: PyTree = x) -> Any:
       return apply_layer(layer, params, state, x, batch, key)
 
     # A batch's gradient is never needed, and integers have none.
-    if first:
-      y, pull, new = jax.vjp(lambda p: run(p, x), params, has_aux=True)
-    else:
-      y, pull, new = jax.vjp(run, params, x, has_aux=True)
+    given = (params,) if first else (params, x)
+    y, pull, new = jax.vjp(run, *given, has_aux=True)
     kept, structure = jax.tree.flatten(pull)
     return y, kept, new
 
@@ -247,14 +241,15 @@ def _timed(
   """Returns the seconds of each layer's programs."""
   runs: list[list[Callable[[], Any]]] = []
   for layer, each in zip(layers, passes, strict=True):
-    given = layer.params, layer.state, x, batch, key
-    forward = each.forward.compile()
-    x, kept, _ = forward(*given)
-    back = kept, jax.tree.map(jnp.ones_like, x)
-    programs = [(forward, given), (each.backward.compile(), back)]
-    if each.towards_input is not None:
-      programs.append((each.towards_input.compile(), back))
-    runs.append([functools.partial(p, *a) for p, a in programs])
+    forward = functools.partial(
+      each.forward.compile(), layer.params, layer.state, x, batch, key
+    )
+    x, kept, _ = forward()
+    runs.append([forward])
+    for back in (each.backward, each.towards_input):
+      if back is not None:
+        cotangent = jax.tree.map(jnp.ones_like, x)
+        runs[-1].append(functools.partial(back.compile(), kept, cotangent))
   seconds = np.zeros((repeats + 1, len(runs), 3))
   # Layers take turns, so that a slow phase of the machine hits all alike.
   for times in seconds:

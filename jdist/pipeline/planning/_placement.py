@@ -246,8 +246,6 @@ class _Search:
 def _less(one: _Value, other: _Value) -> bool:
   """Returns whether a value is less by more than rounding errors."""
   for a, b in zip(one, other, strict=True):
-    if a < b * (1 - _ROUNDING):
-      return True
-    if a > b * (1 + _ROUNDING):
-      return False
+    if not math.isclose(a, b, rel_tol=_ROUNDING):
+      return a < b
   return False

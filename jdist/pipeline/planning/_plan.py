@@ -106,9 +106,7 @@ class Plan:
 
 
 def make_stages(
-  costs: Sequence[_costs.LayerCost],
-  cuts: Sequence[int],
-  footprint: Footprint,
+  costs: Sequence[_costs.LayerCost], cuts: Sequence[int], footprint: Footprint
 ) -> tuple[_costs.LayerCost, ...]:
   """Returns the cost of each stage, named by its first and last layer."""
   found = []

@@ -8,12 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jdist import checks, cluster
-from jdist.pipeline.planning import (
-  _bottleneck,
-  _costs,
-  _placement,
-  _simulator,
-)
+from jdist.pipeline.planning import _bottleneck, _costs, _placement, _simulator
 from jdist.pipeline.planning._candidate import (
   Candidate,
   make_table_of,

@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,7 +57,7 @@ class Tag(NamedTuple):
     )
 
 
-class Peers:
+class Peers(contextlib.AbstractContextManager["Peers"]):
   """Connections to the other processes of a pipeline.
 
   Arrays are sent as raw bytes: both sides know shapes and dtypes, and messages
@@ -111,9 +111,6 @@ class Peers:
     )
     for thread in self._senders + self._receivers:
       thread.start()
-
-  def __enter__(self) -> Self:
-    return self
 
   def __exit__(self, *error: object) -> None:
     self.close()

@@ -79,9 +79,7 @@ class Segment:
     ]
     self._key = jax.random.wrap_key_data(jnp.asarray(state.key))
 
-  def run(
-    self,
-  ) -> tuple[_device_part.ProcessState, list[dict[str, float]]]:
+  def run(self) -> tuple[_device_part.ProcessState, list[dict[str, float]]]:
     """Runs all actions and returns the state and each iteration's metrics."""
     act: dict[Op, Callable[[Action, Any], Any]] = {
       Op.FORWARD: self._forward,

@@ -47,9 +47,6 @@ def save_stages(
     exchange: The number of this exchange between the processes.
     keep: The number of steps to keep.
     ours: Whether this run has restored from the directory or saved to it.
-
-  Raises:
-    ValueError: If another run has saved a later step there.
   """
   later = [x for x in _steps(directory) if x > state.step]
   if not ours and any(_is_there(directory, x, part.own) for x in later):

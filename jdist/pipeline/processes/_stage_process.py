@@ -155,7 +155,12 @@ class StageProcess:
         weights.
     """
     checks.check_optimizer("optimizer", optimizer)
-    own = {s: _part_of(self.stages[s].params, params) for s in self._part.own}
+
+    def part(whole: PyTree, own: PyTree) -> PyTree:
+      return jax.tree.map(jnp.asarray, _stages.part_of(whole, own))
+
+    held = {s: self.stages[s] for s in self._part.own}
+    own = {s: part(params, x.params) for s, x in held.items()}
     self._updates = updates = _stage_updates.UpdateProgram(
       optimizer, self.stages, self.table.num_microbatches
     )
@@ -166,19 +171,14 @@ class StageProcess:
       )
       opt_state: dict[int, PyTree] = dict.fromkeys(own, ())
       if 0 in own:
-        opt_state[0] = updates.init_all(
-          [_part_of(x.params, params) for x in self.stages]
-        )
+        every = [part(params, x.params) for x in self.stages]
+        opt_state[0] = updates.init_all(every)
     else:
       # Each stage has its own state, so stages may update at different times.
       opt_state = {s: jax.jit(optimizer.init)(own[s]) for s in own}
-    return _device_part.ProcessState(
-      0,
-      own,
-      opt_state,
-      {s: _part_of(self.stages[s].state, model_state) for s in self._part.own},
-      np.asarray(jax.random.key_data(jax.random.key(seed))),
-    )
+    states = {s: part(model_state, x.state) for s, x in held.items()}
+    key = np.asarray(jax.random.key_data(jax.random.key(seed)))
+    return _device_part.ProcessState(0, own, opt_state, states, key)
 
   def save(
     self,
@@ -312,9 +312,6 @@ class StageProcess:
         self.table.device_of[s], tag, own, jax.tree.leaves(like)
       )
       trees.append(jax.tree.unflatten(jax.tree.structure(like), leaves))
-    # A single stage may have any trees, which cannot be merged.
-    if len(trees) == 1:
-      return trees[0]
     params, states = zip(*trees, strict=True)
     return _stages.merge(params), _stages.merge(states)
 
@@ -365,9 +362,3 @@ class StageProcess:
       f"{self.table} ({digest[:12]}), stages {names}, micro-batch and "
       f"what stages pass on {shapes}, clip_norm {model.clip_norm}",
     )
-
-
-def _part_of(own: PyTree, whole: PyTree) -> PyTree:
-  """Returns a stage's part of a whole model's tree, on this device."""
-  found = own if whole is None else _stages.pick(whole, own)
-  return jax.tree.map(jnp.asarray, found)

@@ -9,10 +9,7 @@ import jax.numpy as jnp
 from jdist import checks, states
 from jdist.pipeline.processes import _device_part, _peers
 from jdist.pipeline.runtime import _stages, _traced_model
-from jdist.pipeline.runtime._split_backward import (
-  split_backward,
-  SplitBackward,
-)
+from jdist.pipeline.runtime._split_backward import split_backward, SplitBackward
 from jdist.pipeline.schedule._table import Op, Table
 
 PyTree = Any
@@ -44,10 +41,7 @@ class StageProgram:
   """
 
   def __init__(
-    self,
-    model: _traced_model.TracedModel,
-    number: int,
-    recompute: Recompute,
+    self, model: _traced_model.TracedModel, number: int, recompute: Recompute
   ):
     """Makes the programs of stage `number`; they compile when first run."""
     checks.check_choice("recompute", recompute, get_args(Recompute))
@@ -128,13 +122,11 @@ class StageProgram:
   ) -> tuple[Any, list[jax.Array], Any]:
     """Runs the stage and also returns what `_pull` needs."""
 
-    def run(params: PyTree, x: Any) -> Any:
+    def run(params: PyTree, x: Any = None) -> Any:
       return self._run(params, x, state, batch, key)
 
-    if self._first:
-      output, pull, aux = jax.vjp(lambda p: run(p, None), params, has_aux=True)
-    else:
-      output, pull, aux = jax.vjp(run, params, x, has_aux=True)
+    given = (params,) if self._first else (params, x)
+    output, pull, aux = jax.vjp(run, *given, has_aux=True)
     kept, self._structure = jax.tree.flatten(pull)
     return output, kept, aux
 

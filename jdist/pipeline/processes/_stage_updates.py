@@ -23,9 +23,7 @@ def sees_all(
     num_parts=len(stages),
     num_stages=len(stages),
     tied=bool(_stages.shared_paths(stages)),
-    # Processes have no collective by which stages could agree.
-    agree=False,
-    named=True,
+    one_program=False,
   )
 
 

@@ -53,31 +53,26 @@ def needs_all(
   *,
   num_parts: int,
   num_stages: int,
-  tied: bool = False,
-  agree: bool = True,
-  named: bool = False,
+  tied: bool,
+  one_program: bool,
 ) -> bool:
   """Returns whether a chain has to see all leaves of a model at once.
 
-  Args:
-    optimizer: An Optax chain; the inside of a `whole_model` sees all leaves.
-    num_parts: The number of parts of the model with an optimizer each.
-    num_stages: The number of stages of the model.
-    tied: Whether stages share parameters, which a norm would count twice.
-    agree: Whether `collectives.sum_of_parts` adds over the parts.
-    named: Whether leaves keep the names of their stage.
+  The model's stages lie in several parts with an optimizer each; `tied` stages
+  share parameters, which a norm would count twice.  In one program the parts
+  agree by `collectives.sum_of_parts`, and leaves lose the names of their stage.
   """
   found = frozenset(_names(optimizer, set()))
   if (num_parts > 1 or tied) and found & _OF_ALL:
     return True
-  if num_parts > 1 and not agree and found & {*_AGREED, _WHOLE}:
+  if num_parts > 1 and not one_program and found & {*_AGREED, _WHOLE}:
     return True
   if tied and "clip_local" in found:
     return True
   kinds = _kinds(found)
   # LARS and LAMB hold masks of their own, which go by the leaves' shapes.
   by_name = bool(kinds) and all(kind in _OF_NAMES for kind in kinds)
-  return not named and num_stages > 1 and by_name
+  return one_program and num_stages > 1 and by_name
 
 
 def check_chain(optimizer: optax.GradientTransformation) -> None:

@@ -43,6 +43,7 @@ class DeviceProgram:
       num_parts=self.grid.num_devices,
       num_stages=self.grid.num_stages,
       tied=self._ticks.tied.exist,
+      one_program=True,
     )
     return _whole_model.whole_model(inner) if found else inner
 
@@ -200,10 +201,7 @@ class DeviceProgram:
       params: PyTree = None,
       **given: Any,
     ) -> tuple[PyTree, _device_state.InFlightState]:
-      with (
-        collectives.model_parts(parts),
-        _whole_model.layout_of(self._layout),
-      ):
+      with collectives.model_parts(parts), _whole_model.layout_of(self._layout):
         updates, after = inner.update(grads, state.inner, params, **given)
       # This follows the collectives over workers, whose codecs may round copies
       # differently.

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import PartitionSpec
 
 from jdist import collectives, training, transforms
 from jdist.pipeline.runtime import (
@@ -124,16 +123,6 @@ class OneProgram:
     )
 
   @property
-  def stacked(self) -> bool:
-    """Whether the stages' parameters are stacked, and not packed."""
-    return self._ticks.params.stacked
-
-  @property
-  def spec(self) -> PartitionSpec:
-    """The placement of parameters and the model's state on the mesh."""
-    return self._program.spec
-
-  @property
   def sent_bytes(self) -> int:
     """The bytes that a device sends in a tick, each way."""
     return self._ticks.message.sent_bytes
@@ -167,14 +156,9 @@ class OneProgram:
       params: Nested dict of the whole model; by default the stages' own.
       state: Nested dict of the whole model; by default the stages' own.
     """
-
-    def parts(tree: PyTree, own: list[PyTree]) -> list[PyTree]:
-      return own if tree is None else [_stages.pick(tree, x) for x in own]
-
-    return (
-      self._ticks.params.join(parts(params, [x.params for x in self.stages])),
-      self._ticks.states.join(parts(state, [x.state for x in self.stages])),
-    )
+    own = [_stages.part_of(params, x.params) for x in self.stages]
+    states = [_stages.part_of(state, x.state) for x in self.stages]
+    return self._ticks.params.join(own), self._ticks.states.join(states)
 
   def split(self, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
     """Undoes `join`: returns nested dicts of the whole model."""
@@ -222,14 +206,12 @@ class OneProgram:
     joined, model_state = self.join(params, model_state)
     # The optimizer's state has its own placement, which is known only once its
     # shapes are; so it is made separately.
+    spec = self._program.spec
     state = training.init_state(
-      team, optax.identity(), joined, model_state, seed=seed, specs=self.spec
+      team, optax.identity(), joined, model_state, seed=seed, specs=spec
     )
-    state = state._replace(model_state=team.replicate(model_state, self.spec))
-
-    def init(params: PyTree) -> PyTree:
-      return self._program.init(inner, params)
-
+    state = state._replace(model_state=team.replicate(model_state, spec))
+    init = functools.partial(self._program.init, inner)
     shapes = jax.eval_shape(team.spmd(init), state.params)
     specs = self._program.optimizer_specs(shapes)
     opt_state = team.jit(init, out_specs=specs)(state.params)

@@ -113,7 +113,7 @@ def _stage(layers: tuple[LayerLike, ...]) -> Stage:
   name = layers[0].name
   if len(layers) > 1:
     name = f"{name} to {layers[-1].name}"
-  # The trees of a single layer are not merged and may be of any type.
+  # The trees of a single layer may be of any type.
   single = len(layers) == 1
 
   def apply(
@@ -130,13 +130,8 @@ def _stage(layers: tuple[LayerLike, ...]) -> Stage:
       state = merge([state, part])
     return x, state
 
-  return Stage(
-    name,
-    layers[0].params if single else merge([x.params for x in layers]),
-    layers[0].state if single else merge([x.state for x in layers]),
-    apply,
-    layers,
-  )
+  params, states = [x.params for x in layers], [x.state for x in layers]
+  return Stage(name, merge(params), merge(states), apply, layers)
 
 
 def apply_layer(
@@ -247,9 +242,13 @@ def _recomputed(layer: LayerLike) -> LayerLike:
 def merge(trees: Sequence[PyTree]) -> PyTree:
   """Merges nested dicts; if a path appears twice, the last one counts.
 
+  A single tree may be of any type and is returned as it is.
+
   >>> merge([{"a": {"x": 1}}, {"a": {"y": 2}, "b": 3}])
   {'a': {'x': 1, 'y': 2}, 'b': 3}
   """
+  if len(trees) == 1:
+    return trees[0]
   found: dict[str, Any] = {}
   for tree in trees:
     if not isinstance(tree, Mapping):
@@ -269,6 +268,11 @@ def pick(tree: PyTree, like: PyTree) -> PyTree:
   if not isinstance(like, Mapping):
     return tree
   return {key: pick(tree[key], value) for key, value in like.items()}
+
+
+def part_of(whole: PyTree, own: PyTree) -> PyTree:
+  """Returns a stage's part of a whole model's tree, its own without one."""
+  return own if whole is None else pick(whole, own)
 
 
 def shapes_of(tree: PyTree) -> PyTree:

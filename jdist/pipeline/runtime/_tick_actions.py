@@ -8,12 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.pipeline.runtime import (
-  _grid,
-  _message,
-  _stage_arrays,
-  _traced_model,
-)
+from jdist.pipeline.runtime import _grid, _message, _stage_arrays, _traced_model
 from jdist.pipeline.schedule._table import Op
 
 PyTree = Any

@@ -1,5 +1,6 @@
 """The loop over a grid's ticks: one program for all devices of a pipeline."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,8 +64,11 @@ class Ticks:
     turns = grid.behind + 1
     size, dtype = self.message.size, self.message.dtype
     first = self.model.stages[0]
-    state = self._one_chunk(self.states, first.state)
-    sums = self._one_chunk(self.params, first.params)
+    # The shapes of one chunk's arrays.
+    own = functools.partial(self.states.to_own, stage=0)
+    state = jax.eval_shape(own, first.state)
+    own = functools.partial(self.params.to_own, stage=0)
+    sums = jax.eval_shape(own, first.params)
 
     def zeros(tree: PyTree, *front: int, wide: bool = False) -> PyTree:
       def zero(x: Any) -> jax.Array:
@@ -213,9 +217,3 @@ class Ticks:
       jax.lax.ppermute(output, self.axis, steps),
       jax.lax.ppermute(gradient, self.axis, back),
     )
-
-  def _one_chunk(
-    self, arrays: _stage_arrays.StageArrays, first: PyTree
-  ) -> PyTree:
-    """Returns the shapes of one chunk's arrays."""
-    return jax.eval_shape(lambda tree: arrays.to_own(tree, 0), first)

@@ -167,11 +167,5 @@ def _continuous(
     for s in range(num_stages)
   )
   return Table(
-    name,
-    devices,
-    num_stages,
-    num_microbatches,
-    num_iterations,
-    window,
-    weights,
+    name, devices, num_stages, num_microbatches, num_iterations, window, weights
   )

@@ -102,8 +102,7 @@ def check_table(
     if limit is not None and max(found) > limit:
       stage = found.index(max(found))
       raise _error(
-        table,
-        f"stage {stage} keeps {found[stage]}, and `{name}` is {limit}",
+        table, f"stage {stage} keeps {found[stage]}, and `{name}` is {limit}"
       )
   return report
 

@@ -65,7 +65,7 @@ def test_equal_stages_accept_optimizers_of_whole_leaves(name, table):
   made, layers = pipeline.make_table(*table), small.layers()
   batches = small.batches(3, 1, _MICRO * made.num_microbatches)
   pipe = _pipe(layers, made)
-  assert pipe.stacked
+  assert pipe._ticks.params.stacked
   with jax.numpy_dtype_promotion("standard"):  # As Muon is written.
     found = _train(pipe, _OF_MATRICES[name], batches)
     wanted = _unsplit(

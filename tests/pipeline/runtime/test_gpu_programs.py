@@ -64,7 +64,7 @@ def _compile(table, topology, *, alike=True, in_flight=2, late=True):
     inputs="x",
     late_sends=late,
   )
-  assert pipe.stacked == alike
+  assert pipe._ticks.params.stacked == alike
   gpus = profiling.gpu_target(topology)
   shape = gpus.num_gpus // len(table.devices), len(table.devices)
   mesh = collectives.make_mesh(shape, ("worker", "stage"), gpus.devices())

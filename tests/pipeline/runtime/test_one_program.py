@@ -65,7 +65,8 @@ def test_equal_stages_are_stacked_and_unlike_ones_packed():
   table = pipeline.make_table("1f1b", 4, 4)
   alike, _ = _pipe(table)
   unlike, layers = _pipe(table, small.UNLIKE)
-  assert alike.stacked and not unlike.stacked
+  stacked = [x._ticks.params.stacked for x in (alike, unlike)]
+  assert stacked == [True, False]
   params, state = unlike.join()
   assert jax.tree.map(jnp.shape, params) == {"float32": (4, 1, 12 * 7)}
   found, _ = unlike.split(params, state)

@@ -50,7 +50,7 @@ def _copies(pipe, state, worker=0):
 )
 def test_copies_receive_the_sum_of_their_gradients(table, fix):
   pipe = _pipe(table)
-  assert not pipe.stacked
+  assert not pipe._ticks.params.stacked
   count = table.num_microbatches
   batches = small.batches(6, 1, _MICRO * count)
   inner = _SGD if fix is None else fix(_SGD, pipe.grid.delay)
