@@ -137,13 +137,11 @@ def _call(
     connection.sendall(_HELLO.pack(_MAGIC, device, nonce))
     # The called process proves itself first, so a caller never shows a proof to
     # a stranger that listens at the address.
-    answer = read_whole(connection, 2 * _NONCE)
-    if answer is not None:
-      proof, theirs = bytes(answer[:_NONCE]), bytes(answer[_NONCE:])
-      wanted = _proof(secret, b"called", other, nonce)
-      if hmac.compare_digest(proof, wanted):
-        connection.sendall(_proof(secret, b"caller", device, theirs))
-        return connection
+    answer = bytes(read_whole(connection, 2 * _NONCE) or b"")
+    wanted = _proof(secret, b"called", other, nonce)
+    if hmac.compare_digest(answer[:_NONCE], wanted):
+      connection.sendall(_proof(secret, b"caller", device, answer[_NONCE:]))
+      return connection
   except OSError:
     pass
   connection.close()
@@ -179,9 +177,9 @@ def _answer(
           nonce = secrets.token_bytes(_NONCE)
           proof = _proof(secret, b"called", device, theirs)
           connection.sendall(proof + nonce)
-          answer = read_whole(connection, _NONCE)
+          answer = bytes(read_whole(connection, _NONCE) or b"")
           wanted = _proof(secret, b"caller", other, nonce)
-          if answer is not None and hmac.compare_digest(bytes(answer), wanted):
+          if hmac.compare_digest(answer, wanted):
             return other, connection
     except OSError:
       pass

@@ -72,7 +72,6 @@ class Segment:
     self._local: dict[_peers.Tag, Any] = {}
     self._metrics: dict[tuple[int, int], dict[str, jax.Array]] = {}
     self._last_read = self._last_reads()
-    self._place = 0
     count = self._table.num_microbatches
     self._weights = [
       np.broadcast_to(_traced_model.sample_weights(x), count) for x in batches
@@ -89,7 +88,6 @@ class Segment:
       Op.UPDATE: self._update,
     }
     for place, action in enumerate(self._order):
-      self._place = place
       arrived = self._arrived(action)
       start = time.monotonic()
       result = act[action.op](action, arrived)
@@ -98,7 +96,7 @@ class Segment:
       jax.block_until_ready(result)
       if self._timeline is not None:
         self._timeline.append((place, start, time.monotonic()))
-      self._drop(place, action)
+      self._drop(place)
     metrics = self._all_metrics()
     state = self._state._replace(
       step=self._state.step + len(self._batches),
@@ -153,12 +151,8 @@ class Segment:
       action.iteration,
     )
     for s in stages:
-      version = self._newest[s]
-      self._newest[s] = version + 1
-      self._params[s][version + 1] = self._updates.read(s)
-      # A version that no later pass reads is freed at once.
-      if self._last_read.get((s, version), -1) < self._place:
-        del self._params[s][version]
+      self._newest[s] += 1
+      self._params[s][self._newest[s]] = self._updates.read(s)
     return [self._params[s][self._newest[s]] for s in stages]
 
   def _arrived(self, action: Action) -> Any:
@@ -236,14 +230,12 @@ class Segment:
         found[action.stage, self._part.versions.read[action]] = place
     return found
 
-  def _drop(self, place: int, action: Action) -> None:
-    """Frees a version after its last read."""
-    if action.op == Op.UPDATE:
-      return
-    stage, version = action.stage, self._part.versions.read[action]
-    last = self._last_read.get((stage, version)) == place
-    if last and version < self._newest[stage]:
-      self._params[stage].pop(version, None)
+  def _drop(self, place: int) -> None:
+    """Frees the versions of the parameters that no later pass reads."""
+    for s, versions in self._params.items():
+      for version in [x for x in versions if x < self._newest[s]]:
+        if self._last_read.get((s, version), -1) <= place:
+          del versions[version]
 
   def _all_metrics(self) -> list[dict[str, float]]:
     """Returns each iteration's means, which the last stage has computed."""

@@ -190,42 +190,38 @@ def _blocked(table: Table) -> list[str]:
   A device receives an action's inputs right before the action and sends its
   result right after it.
   """
-  programs: list[list[tuple[str, Action, Action]]] = []
+  # A message is an action, and the one that waits for it.
+  programs: list[collections.deque[tuple[Action, Action]]] = []
   for device, order in enumerate(table.devices):
-    program = []
+    program: collections.deque[tuple[Action, Action]] = collections.deque()
     for action in order:
       for need in table.needs(action):
         if table.device_of[need.stage] != device:
-          program.append(("receive", need, action))
+          program.append((need, action))
       target = table.sends_to(action)
       if target is not None:
-        program.append(("send", action, target))
+        program.append((action, target))
     programs.append(program)
-  # Messages have to meet: the next step of a sender and that of its receiver
-  # must be the same message.
-  places = [0] * len(programs)
   todo = list(range(len(programs)))
   while todo:
     device = todo.pop()
-    if places[device] == len(programs[device]):
+    if not programs[device]:
       continue
-    kind, source, target = programs[device][places[device]]
-    other = table.device_of[(target if kind == "send" else source).stage]
-    if places[other] == len(programs[other]):
-      continue
+    message = programs[device][0]
+    ends = [table.device_of[x.stage] for x in message]
     # A send and its receipt are on different devices and complete together, so
     # a device can only proceed when both have reached the same message.
-    if programs[other][places[other]][1:] == (source, target):
-      places[device] += 1
-      places[other] += 1
-      todo += [device, other]
-  return [
-    f"device {device} to {program[place][0]} {program[place][1]}"
-    for device, (program, place) in enumerate(
-      zip(programs, places, strict=True)
-    )
-    if place < len(program)
-  ]
+    if all(programs[x] and programs[x][0] == message for x in ends):
+      for end in ends:
+        programs[end].popleft()
+      todo += ends
+  stuck = []
+  for device, program in enumerate(programs):
+    if program:
+      source = program[0][0]
+      kind = "send" if table.device_of[source.stage] == device else "receive"
+      stuck.append(f"device {device} to {kind} {source}")
+  return stuck
 
 
 def _live(table: Table) -> tuple[int, ...]:

@@ -157,10 +157,10 @@ def test_asynchronous_table_reads_the_versions_that_it_names(
 def test_held_versions_match_the_report(monkeypatch):
   drop, held = _segment.Segment._drop, [0, 0, 0]
 
-  def recorded(self, place, action):
-    drop(self, place, action)
-    here = len(self._params[action.stage])
-    held[action.stage] = max(held[action.stage], here)
+  def recorded(self, place):
+    drop(self, place)
+    for stage, versions in self._params.items():
+      held[stage] = max(held[stage], len(versions))
 
   monkeypatch.setattr(_segment.Segment, "_drop", recorded)
   table = pipeline.make_table("pipedream", 3, 1, num_iterations=8)
