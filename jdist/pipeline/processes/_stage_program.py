@@ -10,6 +10,7 @@ from jdist import checks, states
 from jdist.pipeline.processes import _device_part, _peers
 from jdist.pipeline.runtime import _stages, _traced_model
 from jdist.pipeline.runtime._split_backward import split_backward, SplitBackward
+from jdist.pipeline.schedule._checker import check_table
 from jdist.pipeline.schedule._table import Op, Table
 
 PyTree = Any
@@ -175,7 +176,8 @@ def make_part(
   peers: _peers.Peers,
   recompute: Recompute,
 ) -> _device_part.DevicePart:
-  """Makes the programs of a process's stages."""
+  """Checks a table and makes the programs of a process's stages."""
+  check_table(table)
   device = peers.device
   own = tuple(s for s, x in enumerate(table.device_of) if x == device)
   tied = _stages.shared_paths(model.stages)

@@ -30,6 +30,8 @@ class Grid:
     slots: The most micro-batches that a stage keeps, from the arrival of their
       input to the end of their backward pass.
     gradient_slots: The most gradients from the next stage that a stage keeps.
+    backward_actions: The kinds of backward passes that occur, with their
+      stages.
   """
 
   rows: np.ndarray
@@ -39,6 +41,7 @@ class Grid:
   behind: int
   slots: int
   gradient_slots: int
+  backward_actions: frozenset[tuple[Op, int]]
 
   @property
   def num_devices(self) -> int:
@@ -46,19 +49,9 @@ class Grid:
     return self.rows.shape[1]
 
   @property
-  def backward_actions(self) -> frozenset[tuple[int, int]]:
-    """The kinds of backward passes that occur, with their stages."""
-    found = set()
-    for device in range(self.num_devices):
-      cells = self.rows[:, device, BACKWARD : BACKWARD + 2]
-      for op, chunk in np.unique(cells[cells[:, 0] > 0], axis=0):
-        found.add((int(op), int(chunk) * self.num_devices + device))
-    return frozenset(found)
-
-  @property
   def backward_ops(self) -> tuple[Op, ...]:
     """The kinds of backward passes that occur, in the order of their values."""
-    return tuple(sorted({Op(op) for op, _ in self.backward_actions}))
+    return tuple(sorted({op for op, _ in self.backward_actions}))
 
 
 def make_grid(table: Table, *, send_ticks: int = 1) -> Grid:
@@ -155,7 +148,8 @@ def _grid(
       put(GRADIENT, came, 1, action._replace(stage=stage - 1))
   slots = _slots(ticks, table, send_ticks, None if behind is None else period)
   counts = table.num_stages, table.num_microbatches, table.window - 1
-  return Grid(rows, *counts, behind or 0, *slots)
+  kinds = frozenset((x.op, x.stage) for x in ticks if x.op != Op.FORWARD)
+  return Grid(rows, *counts, behind or 0, *slots, kinds)
 
 
 def _slots(

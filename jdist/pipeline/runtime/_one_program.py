@@ -17,6 +17,7 @@ from jdist.pipeline.runtime import (
   _ticks,
   _traced_model,
 )
+from jdist.pipeline.schedule._checker import check_table
 from jdist.pipeline.schedule._table import Op, Table
 
 PyTree = Any
@@ -101,6 +102,8 @@ class OneProgram:
       ValueError: If the table cannot run, or does not fit the stages or this
         runtime.
     """
+    # The loop over ticks would deadlock or read garbage with a wrong table.
+    check_table(table)
     self._model = _traced_model.trace_model(
       stages, loss, table, microbatch, inputs, clip_norm
     )

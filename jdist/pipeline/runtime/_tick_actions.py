@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.pipeline.runtime import _grid, _message, _stage_arrays, _traced_model
+from jdist.pipeline.runtime import _grid, _stage_arrays, _traced_model
 from jdist.pipeline.schedule._table import Op
 
 PyTree = Any
@@ -74,7 +74,7 @@ class TickActions:
     grid: _grid.Grid,
     params: _stage_arrays.StageArrays,
     states: _stage_arrays.StageArrays,
-    message: _message.Message,
+    message: _stage_arrays.Message,
   ):
     self.grid, self.params, self.states = grid, params, states
     self._model, self._message = model, message

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jdist import collectives, states
 from jdist.pipeline.runtime import (
   _grid,
-  _message,
   _stage_arrays,
   _stages,
   _tick_actions,
@@ -53,7 +52,7 @@ class Ticks:
     self.states = _stage_arrays.StageArrays(
       [x.state for x in stages], grid.num_devices
     )
-    self.message = _message.Message(model.between)
+    self.message = _stage_arrays.Message(model.between)
     self._actions = _tick_actions.TickActions(
       model, grid, self.params, self.states, self.message
     )

@@ -14,7 +14,6 @@ import numpy as np
 
 from jdist import checks
 from jdist.pipeline.runtime import _stages
-from jdist.pipeline.schedule._checker import check_table
 from jdist.pipeline.schedule._table import Table
 
 PyTree = Any
@@ -112,7 +111,7 @@ def trace_model(
   inputs: str | Callable[..., Any],
   clip_norm: float | None,
 ) -> TracedModel:
-  """Checks a model and its table, and traces the shapes of its results."""
+  """Checks a model for a table and traces the shapes of its results."""
   if len(stages) != table.num_stages:
     raise ValueError(
       f"`stages` must be the table's {table.num_stages}, got {len(stages)}."
@@ -120,8 +119,6 @@ def trace_model(
   if clip_norm is not None:
     clip_norm = checks.check_number("clip_norm", clip_norm, open_low=True)
   checks.check_function("loss", loss, "outputs and a micro-batch")
-  # Both runtimes would deadlock or read garbage with a wrong table.
-  check_table(table)
   shapes = _stages.shapes_of(microbatch)
   first = _stages.make_inputs(inputs, shapes)
   model = TracedModel(tuple(stages), loss, first, shapes, clip_norm)
