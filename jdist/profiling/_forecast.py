@@ -42,9 +42,8 @@ class SentCollective:
     """The part of sending for which the device does not wait, in [0, 1]."""
     # The device may also wait for earlier messages in the link's queue, so that
     # the exposed time can exceed the time of sending.
-    if not self.send_s:
-      return 1.0
-    return max(0.0, 1.0 - self.exposed_s / self.send_s)
+    exposed = self.exposed_s / self.send_s if self.send_s else 0.0
+    return max(0.0, 1.0 - exposed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +66,8 @@ class Forecast:
   @property
   def end_s(self) -> float:
     """The time at which everything is done."""
-    ends = [kernel.end_s for kernel in self.kernels]
-    ends += [sent.end_s for sent in self.collectives]
-    return max(ends, default=0.0)
+    parts = (*self.kernels, *self.collectives)
+    return max((part.end_s for part in parts), default=0.0)
 
   @property
   def compute_s(self) -> float:

@@ -34,7 +34,6 @@ class _Target:
   memory_bytes_per_s: int
   l2_bytes: int
   shared_bytes: int
-  shared_bytes_per_block: int
 
   def text(self) -> str:
     """Returns a `GpuTargetConfigProto` in text form."""
@@ -44,7 +43,7 @@ class _Target:
         threads_per_block_limit: 1024 threads_per_warp: 32
         threads_per_core_limit: 2048 shared_memory_per_block: 49152
         shared_memory_per_core: {self.shared_bytes}
-        shared_memory_per_block_optin: {self.shared_bytes_per_block}
+        shared_memory_per_block_optin: {self.shared_bytes - 1024}
         core_count: {self.multiprocessors} fpus_per_core: {self.fpus}
         block_dim_limit_x: 2147483647
         block_dim_limit_y: 65535 block_dim_limit_z: 65535
@@ -63,15 +62,15 @@ class _Target:
 _TARGETS = {
   "h200": _Target(
     "NVIDIA H200", (9, 0), 132, 128, 1.98,
-    141_000_000_000, 4_800_000_000_000, 50 << 20, 228 << 10, 227 << 10,
+    141_000_000_000, 4_800_000_000_000, 50 << 20, 228 << 10,
   ),
   "h100": _Target(
     "NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98,
-    80_000_000_000, 3_352_320_000_000, 50 << 20, 228 << 10, 227 << 10,
+    80_000_000_000, 3_352_320_000_000, 50 << 20, 228 << 10,
   ),
   "a100": _Target(
     "NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41,
-    80_000_000_000, 2_039_040_000_000, 40 << 20, 164 << 10, 163 << 10,
+    80_000_000_000, 2_039_040_000_000, 40 << 20, 164 << 10,
   ),
 }  # fmt: skip
 

@@ -204,7 +204,7 @@ def _kept_bytes(
 def _count(
   program: Any, costs: dict[str, _Cost], rates: _Cost, compiled: bool
 ) -> _Cost:
-  """Returns the cost of a lowered program, of equal ones from `costs`."""
+  """Returns the cost of a lowered program; `costs` has those of equal ones."""
   # Deep models repeat layers; compiling each of them would take minutes.
   text = program.as_text()
   if text not in costs:
@@ -213,7 +213,8 @@ def _count(
       program = program.compile()
       working = program.memory_analysis().temp_size_in_bytes
     counted = program.cost_analysis() or {}
-    if isinstance(counted, list):  # One entry a device.
+    # Some versions of JAX return an entry for each device.
+    if isinstance(counted, list):
       counted = counted[0]
     parts = counted.get("flops", 0.0), counted.get("bytes accessed", 0.0)
     costs[text] = max(x / y for x, y in zip(parts, rates, strict=True)), working

@@ -85,6 +85,7 @@ class AdaptiveRun:
     """
     batches = list(batches)
     state, metrics = self.process.run(state, batches)
+    # This also empties the timeline, so no later run counts these seconds.
     trace = self.process.trace()
     # The slowest device limits the pipeline.
     samples = len(batches) * len(jax.tree.leaves(batches[0])[0])

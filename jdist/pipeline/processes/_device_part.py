@@ -84,8 +84,8 @@ class DevicePart:
   ) -> dict[int, Any]:
     """Exchanges an array of each stage among the devices of these stages.
 
-    All arrays have one shape.  `number` tells several exchanges of one kind in
-    an iteration apart.
+    All arrays have one shape.  Several exchanges of one kind in an iteration
+    have different numbers.
     """
     stages = range(self.table.num_stages) if stages is None else stages
     # A device with several of the stages sends and receives once for each.
@@ -94,6 +94,7 @@ class DevicePart:
       tag = _peers.Tag(kind, s, number, step)
       for device in devices - {self.device}:
         self.peers.send(device, tag, [value])
+    # All arrays have one shape, so an own one shows what to expect.
     like = next(iter(own.values()))
     found = dict(own)
     for s in stages:

@@ -121,7 +121,7 @@ class Segment:
 
   def _backward(self, action: Action, cotangent: Any) -> Any:
     gradient, total = self._part.programs[action.stage].backward(
-      self._total(action), cotangent, *self._read(action)
+      self._total(action), cotangent, *self._take_saved(action)
     )
     self._totals[action.stage, action.iteration] = total
     self._give(_GRADIENT, action.stage - 1, action, gradient)
@@ -129,7 +129,7 @@ class Segment:
 
   def _input_part(self, action: Action, cotangent: Any) -> Any:
     gradient, stash = self._part.programs[action.stage].input_part(
-      cotangent, *self._read(action)
+      cotangent, *self._take_saved(action)
     )
     self._stashed[action[1:]] = stash
     self._give(_GRADIENT, action.stage - 1, action, gradient)
@@ -197,8 +197,8 @@ class Segment:
     iteration = self._state.step + action.iteration
     return _peers.Tag(kind, stage, action.microbatch, iteration)
 
-  def _read(self, action: Action) -> tuple[list[jax.Array], Any]:
-    """Returns what a forward pass saved, and its arguments if it runs again."""
+  def _take_saved(self, action: Action) -> tuple[list[jax.Array], Any]:
+    """Returns what a forward pass kept, and its arguments if it runs again."""
     kept, again = self._saved.pop(action[1:])
     return kept, None if again is None else self._arguments(action, *again)
 

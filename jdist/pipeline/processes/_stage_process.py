@@ -272,6 +272,7 @@ class StageProcess:
         "have not been called."
       )
     count, number = self.table.num_iterations, self.table.num_microbatches
+    # Batches stay on the host, from where each pass takes its micro-batch.
     batches = [
       self._part.model.cut(jax.tree.map(np.asarray, x), number, "batches")
       for x in batches

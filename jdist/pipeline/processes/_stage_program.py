@@ -62,6 +62,7 @@ class StageProgram:
     # the next addition alone.
     self._forward_program = jax.jit(self._forward)
     self.backward = jax.jit(self._backward, donate_argnums=0)
+    # The input part donates nothing, as the weight part reads the same arrays.
     self._input_program = jax.jit(self._input_part)
     self.weight_part = jax.jit(self._weight_part, donate_argnums=0)
 

@@ -130,6 +130,7 @@ class StageUpdates:
 
   def update(self, totals: dict[int, PyTree], iteration: int) -> None:
     """Makes new parameters from the sums of gradients of some stages."""
+    # The norm is that of the summed gradients, as in the unsplit model.
     if self._part.tied:
       totals = self._tied(totals, iteration)
     scale = self._scale(totals, iteration)
