@@ -66,8 +66,8 @@ class Forecast:
   @property
   def end_s(self) -> float:
     """The time at which everything is done."""
-    parts = (*self.kernels, *self.collectives)
-    return max((part.end_s for part in parts), default=0.0)
+    ends = [kernel.end_s for kernel in self.kernels]
+    return max([*ends, *(sent.end_s for sent in self.collectives)], default=0.0)
 
   @property
   def compute_s(self) -> float:
