@@ -82,7 +82,7 @@ class Loop:
 def read_loop(program: Any) -> Loop:
   """Reads the loop with conditionals of a compiled program, as pipelines have.
 
-  Of a conditional within a branch, the branch that computes most is taken.
+  A conditional within a branch counts with the branch that computes most.
 
   Args:
     program: A compiled function (`jitted.lower(...).compile()`) or its text.

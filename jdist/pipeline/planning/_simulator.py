@@ -181,7 +181,7 @@ class _Run:
     )
     self._places = [0] * len(names)
     self._busy = [False] * len(names)
-    # Actions whose result has arrived from another device.
+    # Actions whose result another device has received.
     self._there: set[Action] = set()
     self._waiting: dict[Action, list[int]] = collections.defaultdict(list)
     for device in range(len(names)):

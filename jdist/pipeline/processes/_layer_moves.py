@@ -149,8 +149,8 @@ def _whole_state(
   # The fresh state only gives shapes.
   like = fresh[0]
   shapes = jax.tree.leaves(jax.tree.map(_numbers, like))
-  came = peers.receive(source, tag, shapes)
-  found = jax.tree.unflatten(jax.tree.structure(like), came)
+  leaves = peers.receive(source, tag, shapes)
+  found = jax.tree.unflatten(jax.tree.structure(like), leaves)
   return {0: jax.tree.map(_as_kept, found, like)}
 
 

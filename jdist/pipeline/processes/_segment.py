@@ -88,9 +88,9 @@ class Segment:
       Op.UPDATE: self._update,
     }
     for place, action in enumerate(self._order):
-      arrived = self._arrived(action)
+      received = self._wait_for(action)
       start = time.monotonic()
-      result = act[action.op](action, arrived)
+      result = act[action.op](action, received)
       # JAX would dispatch actions far ahead of the device.  Then memory would
       # exceed the table's, and an action's seconds would say nothing.
       jax.block_until_ready(result)
@@ -155,7 +155,7 @@ class Segment:
       self._params[s][self._newest[s]] = self._updates.read(s)
     return [self._params[s][self._newest[s]] for s in stages]
 
-  def _arrived(self, action: Action) -> Any:
+  def _wait_for(self, action: Action) -> Any:
     """Waits for the message that an action needs from another stage."""
     op, stage, microbatch, iteration = action
     if op == Op.FORWARD and stage:

@@ -115,7 +115,7 @@ class StageProcess:
       [] if timeline else None
     )
     self._updates: _stage_updates.UpdateProgram | None = None
-    # All processes make the same calls in the same order, so a count tells the
+    # All processes make the same calls in the same order, so a count separates
     # messages of one call from those of another.
     self._exchanges = 0
     # Directories that this run has restored from or saved to.

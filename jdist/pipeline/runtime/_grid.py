@@ -141,11 +141,11 @@ def _grid(
     lane = FORWARD if action.op == Op.FORWARD else BACKWARD
     put(lane, tick, int(action.op), action)
     # The receiver stores a message at the end of the tick before its first use.
-    stage, came = action.stage, tick + send_ticks - 1
+    stage, received = action.stage, tick + send_ticks - 1
     if action.op == Op.FORWARD and stage + 1 < table.num_stages:
-      put(ACTIVATION, came, 1, action._replace(stage=stage + 1))
+      put(ACTIVATION, received, 1, action._replace(stage=stage + 1))
     elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT) and stage:
-      put(GRADIENT, came, 1, action._replace(stage=stage - 1))
+      put(GRADIENT, received, 1, action._replace(stage=stage - 1))
   slots = _slots(ticks, table, send_ticks, None if behind is None else period)
   counts = table.num_stages, table.num_microbatches, table.window - 1
   kinds = frozenset((x.op, x.stage) for x in ticks if x.op != Op.FORWARD)
@@ -158,7 +158,7 @@ def _slots(
   """Returns how many slots hold all waiting inputs, and all gradients.
 
   A micro-batch lies in the slot of its number modulo their count, from the tick
-  in which it arrives to that of the last action that needs it.
+  in which its input is received to that of the last action that needs it.
   """
   inputs: dict[tuple[int, int], int] = {}
   gradients: dict[tuple[int, int], int] = {}

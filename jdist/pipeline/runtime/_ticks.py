@@ -137,7 +137,7 @@ class Ticks:
       if self._late:
         # Nothing in this tick depends on these sends before `_receive`, so XLA
         # starts them before the conditionals and finishes them after.
-        came = self._shift(flight.output, flight.gradient)
+        received = self._shift(flight.output, flight.gradient)
       for lane in (_grid.FORWARD, _grid.BACKWARD):
         op, at = self._place(row, lane, step)
         # While the pipeline fills, rows name iterations before the first one.
@@ -147,8 +147,8 @@ class Ticks:
           which = jnp.minimum(which, grid.num_stages)
         state, flight = jax.lax.switch(which, actions[lane], state, flight, at)
       if not self._late:
-        came = self._shift(flight.output, flight.gradient)
-      flight = self._receive(flight, came, row, step)
+        received = self._shift(flight.output, flight.gradient)
+      flight = self._receive(flight, received, row, step)
       return (state, flight), None
 
     # With a scan instead of an unrolled loop the program does not grow with the
@@ -176,14 +176,14 @@ class Ticks:
   def _receive(
     self,
     flight: TicksState,
-    came: tuple[jax.Array, jax.Array],
+    received: tuple[jax.Array, jax.Array],
     row: jax.Array,
     step: jax.Array,
   ) -> TicksState:
     """Stores the messages from both neighbours."""
     for lane, field, slots, value in (
-      (_grid.ACTIVATION, "inputs", self.grid.slots, came[0]),
-      (_grid.GRADIENT, "gradients", self.grid.gradient_slots, came[1]),
+      (_grid.ACTIVATION, "inputs", self.grid.slots, received[0]),
+      (_grid.GRADIENT, "gradients", self.grid.gradient_slots, received[1]),
     ):
       flag, at = self._place(row, lane, step)
       slot = self._actions.slot(at, slots)
