@@ -11,15 +11,12 @@ A proof is an HMAC of the nonce under the token.  So the token is never sent,
 and a recorded proof does not fit another nonce.
 """
 
-import contextlib
 import hmac
 import secrets
 import socket
 import struct
 import time
 from collections.abc import Sequence
-
-from jdist import checks
 
 # Magic, device, nonce.
 _HELLO = struct.Struct("<4sI32s")
@@ -42,64 +39,6 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
   return socket.create_server((host, port), backlog=128)
 
 
-def connect_all(
-  device: int,
-  addresses: Sequence[Address],
-  token: str | bytes,
-  *,
-  listener: socket.socket | None,
-  timeout_s: float,
-) -> dict[int, socket.socket]:
-  """Connects a process with all others; see `connect` for the arguments.
-
-  Returns:
-    A socket for each other process.
-  """
-  checks.check_int("device", device, 0)
-  if device >= len(addresses):
-    raise ValueError(
-      f"`device` must be less than the {len(addresses)} addresses, got "
-      f"{device}."
-    )
-  checks.check_number("timeout_s", timeout_s, open_low=True)
-  secret = token.encode() if isinstance(token, str) else bytes(token)
-  if not secret:
-    raise ValueError(
-      "`token` must not be empty. Draw one with `secrets.token_hex()` and give "
-      "it to every process."
-    )
-  deadline = time.monotonic() + timeout_s
-  found: dict[int, socket.socket] = {}
-  with contextlib.ExitStack() as stack:
-    if listener is None:
-      listener = listen(*addresses[device])
-    stack.enter_context(listener)
-    opened = stack.enter_context(contextlib.ExitStack())
-    # Each process calls those below it and then answers those above.  Process
-    # 0 answers at once, so the calls of all others complete in order, and no
-    # two processes wait for each other.
-    for other in range(device):
-      found[other] = _call(device, other, addresses, secret, deadline)
-      opened.enter_context(found[other])
-    while len(found) < len(addresses) - 1:
-      called = _answer(listener, device, len(addresses), secret, deadline)
-      if called is None:
-        missing = sorted(set(range(len(addresses))) - {device} - set(found))
-        raise TimeoutError(
-          f"Devices {missing} have not connected to device {device} within "
-          f"{timeout_s:g} s. Look whether their processes run, and whether "
-          f"they reach {addresses[device][0]}:{addresses[device][1]}."
-        )
-      number, connection = called
-      found[number] = opened.enter_context(connection)
-    # An error above closes the connections so far; complete ones stay open.
-    opened.pop_all()
-  for connection in found.values():
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-  return found
-
-
 def read_whole(connection: socket.socket, size: int) -> memoryview | None:
   """Reads `size` bytes; returns None if the other side closes before."""
   buffer = memoryview(bytearray(size))
@@ -112,7 +51,7 @@ def read_whole(connection: socket.socket, size: int) -> memoryview | None:
   return buffer
 
 
-def _call(
+def call(
   device: int,
   other: int,
   addresses: Sequence[Address],
@@ -151,7 +90,7 @@ def _call(
   )
 
 
-def _answer(
+def answer(
   listener: socket.socket,
   device: int,
   number: int,

@@ -277,10 +277,51 @@ def connect(
     PermissionError: If another process has another token.
     TimeoutError: If not all processes have connected.
   """
-  sockets = _handshake.connect_all(
-    device, addresses, token, listener=listener, timeout_s=connect_s
-  )
-  return Peers(device, sockets, timeout_s=timeout_s)
+  checks.check_int("device", device, 0)
+  if device >= len(addresses):
+    raise ValueError(
+      f"`device` must be less than the {len(addresses)} addresses, got "
+      f"{device}."
+    )
+  checks.check_number("connect_s", connect_s, open_low=True)
+  secret = token.encode() if isinstance(token, str) else bytes(token)
+  if not secret:
+    raise ValueError(
+      "`token` must not be empty. Draw one with `secrets.token_hex()` and give "
+      "it to every process."
+    )
+  deadline = time.monotonic() + connect_s
+  found: dict[int, socket.socket] = {}
+  with contextlib.ExitStack() as stack:
+    if listener is None:
+      listener = _handshake.listen(*addresses[device])
+    stack.enter_context(listener)
+    opened = stack.enter_context(contextlib.ExitStack())
+    # Each process calls those below it and then answers those above.  Process
+    # 0 answers at once, so the calls of all others complete in order, and no
+    # two processes wait for each other.
+    for other in range(device):
+      found[other] = _handshake.call(device, other, addresses, secret, deadline)
+      opened.enter_context(found[other])
+    while len(found) < len(addresses) - 1:
+      called = _handshake.answer(
+        listener, device, len(addresses), secret, deadline
+      )
+      if called is None:
+        missing = sorted(set(range(len(addresses))) - {device} - set(found))
+        raise TimeoutError(
+          f"Devices {missing} have not connected to device {device} within "
+          f"{connect_s:g} s. Look whether their processes run, and whether "
+          f"they reach {addresses[device][0]}:{addresses[device][1]}."
+        )
+      number, connection = called
+      found[number] = opened.enter_context(connection)
+    # An error above closes the connections so far; complete ones stay open.
+    opened.pop_all()
+  for connection in found.values():
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  return Peers(device, found, timeout_s=timeout_s)
 
 
 def _bytes(x: Any) -> memoryview:

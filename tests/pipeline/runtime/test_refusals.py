@@ -261,7 +261,7 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
   ("device", lambda: _connect(device=2), "less than the 1 addresses, got 2"),
   ("token", lambda: _connect(token=""), "empty"),
   ("timeout_s", lambda: _connect(timeout_s=0), "in (0, inf]"),
-  ("timeout_s", lambda: _connect(connect_s=-1), "in (0, inf]"),
+  ("connect_s", lambda: _connect(connect_s=-1), "in (0, inf]"),
 )
 def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)
