@@ -13,7 +13,6 @@ import os
 import pathlib
 import re
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,9 +48,14 @@ def save_stages(
     ours: Whether this run has restored from the directory or saved to it.
   """
   later = [x for x in _steps(directory) if x > state.step]
-  if not ours and any(_is_there(directory, x, part.own) for x in later):
+  theirs = [
+    step
+    for step in later
+    if all(array_files.is_there(_folder(directory, step, s)) for s in part.own)
+  ]
+  if theirs and not ours:
     raise ValueError(
-      f"`directory` must have no step after {state.step}, got {later[0]} of "
+      f"`directory` must have no step after {state.step}, got {theirs[0]} of "
       f"another run in {directory}. Take another directory, or continue from "
       "there with `restore`."
     )
@@ -107,14 +111,13 @@ def restore_stages(
     target = _folder(directory, step, stage)
     arrays, _ = array_files.load_arrays(target, what=_WHAT)
     parts[stage] = array_files.tree_of(arrays, _part(like, stage))
-  return _device_part.ProcessState(
-    step,
-    {s: part["params"] for s, part in parts.items()},
-    {s: part["opt_state"] for s, part in parts.items()},
-    {s: part["model_state"] for s, part in parts.items()},
-    # The key belongs to the run and is stored with each stage.
-    np.asarray(next(iter(parts.values()))["key"]),
+  params, opt_state, model_state = (
+    {s: found[name] for s, found in parts.items()}
+    for name in ("params", "opt_state", "model_state")
   )
+  # The key belongs to the run and is stored with each stage.
+  key = np.asarray(next(iter(parts.values()))["key"])
+  return _device_part.ProcessState(step, params, opt_state, model_state, key)
 
 
 def _steps(directory: str | os.PathLike[str]) -> list[int]:
@@ -122,12 +125,6 @@ def _steps(directory: str | os.PathLike[str]) -> list[int]:
   paths = folder.iterdir() if folder.exists() else ()
   found = (_STEP.fullmatch(path.name) for path in paths)
   return sorted((int(x[1]) for x in found if x), reverse=True)
-
-
-def _is_there(
-  directory: str | os.PathLike[str], step: int, own: Sequence[int]
-) -> bool:
-  return all(array_files.is_there(_folder(directory, step, s)) for s in own)
 
 
 def _is_whole(

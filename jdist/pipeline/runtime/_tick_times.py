@@ -57,11 +57,10 @@ def tick_times(
     raise ValueError(f"`send_s` must be at least 0, got {send_s}.")
   passes = np.zeros((2, *grid.rows.shape[:2]))
   for lane, column in enumerate((_grid.FORWARD, _grid.BACKWARD)):
-    for tick, devices in enumerate(grid.rows):
-      for device, row in enumerate(devices):
-        if op := row[column]:
-          stage = int(row[column + 1]) * grid.num_devices + device
-          passes[lane, tick, device] = seconds(Op(op), stage)
+    for tick, device in np.argwhere(grid.rows[..., column]).tolist():
+      op, chunk = grid.rows[tick, device, column : column + 2].tolist()
+      stage = chunk * grid.num_devices + device
+      passes[lane, tick, device] = seconds(Op(op), stage)
   ring = grid.num_stages > grid.num_devices
   sends = [0.0 if grid.num_devices == 1 else x for x in (0.0, send_s)]
   # The run without sends shows what they add.
