@@ -8,7 +8,7 @@ import numpy as np
 
 from jdist.server.gradients import _learner
 from jdist.server.run import _run_checkpoints, _run_marks
-from jdist.server.runtime import _delivery, _live_plan
+from jdist.server.runtime import _live_plan
 from jdist.storage import plain_data
 
 
@@ -44,6 +44,8 @@ class LiveMarks:
     pushed_bytes: Bytes of payloads that workers have sent.
   """
 
+  # `delivery` is the run's `Delivery`: only the core has to import it.
+
   def __init__(
     self, learner: _learner.ServerLearner, plan: _live_plan.LivePlan
   ):
@@ -65,7 +67,7 @@ class LiveMarks:
     """Whether the run has marks, and has reached the last one."""
     return bool(self._plan.marks) and not self.left
 
-  def is_due(self, delivery: _delivery.Delivery, now_s: float) -> bool:
+  def is_due(self, delivery: Any, now_s: float) -> bool:
     """Returns whether the run has reached its next mark."""
     position = {
       "updates": delivery.state.version,
@@ -75,9 +77,7 @@ class LiveMarks:
     }[self._plan.unit]
     return bool(self.left) and position >= self.left[0]
 
-  def add(
-    self, delivery: _delivery.Delivery, now_s: float, ended: str | None
-  ) -> bool:
+  def add(self, delivery: Any, now_s: float, ended: str | None) -> bool:
     """Measures the run, and returns whether it is to be saved."""
     snapshot = getattr(self._learner, "snapshot", None)
     if snapshot is not None:
@@ -99,7 +99,7 @@ class LiveMarks:
 
   def begin_checkpoint(
     self,
-    delivery: _delivery.Delivery,
+    delivery: Any,
     now_s: float,
     owing: set[str],
     done: concurrent.futures.Future[int] | None,
@@ -129,7 +129,7 @@ class LiveMarks:
     )
     return self.checkpoints.begin(header, {"learner": learner}, owing, done)
 
-  def load(self, delivery: _delivery.Delivery) -> None:
+  def load(self, delivery: Any) -> None:
     """Restores the run from the checkpoint that was found."""
     assert self.checkpoints.found is not None
     header, parts = self.checkpoints.found
