@@ -34,15 +34,7 @@ _MAY_USE = {
     "training",
   },
   "profiling": {"cluster", "collectives", "training"},
-  "prediction": {
-    "codecs",
-    "collectives",
-    "models",
-    "server",
-    "storage",
-    "training",
-    "transforms",
-  },
+  "prediction": {"collectives", "models", "storage", "training"},
   "pipeline": {
     "cluster",
     "codecs",
