@@ -199,7 +199,7 @@ def one_bit_adam(
     transforms.scale_by_frozen_adam(
       warmup_steps, axis, signs, b1=b1, b2=b2, eps=eps
     ),
-    # Decoupled decay comes behind Adam's scaling and in front of the rate.
+    # Decoupled decay follows Adam's scaling and precedes the rate.
     optax.add_decayed_weights(weight_decay),
     optax.scale_by_learning_rate(learning_rate),
   )

@@ -123,7 +123,7 @@ def fed_prox(
     exactly as it can), and mu is not adapted.
   """
   optimizer = checks.check_optimizer("optimizer", optimizer)
-  # The term comes first: a momentum or Adam must see the pull as a gradient.
+  # The term precedes the optimizer, which must see the pull as a gradient.
   corrected = optax.chain(transforms.proximal(strength), optimizer)
   return in_rounds(corrected, interval, axis, None, overlap, compression)
 

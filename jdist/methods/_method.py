@@ -74,8 +74,8 @@ class Method:
   ...   mean = transforms.average_gradients(axis, compression)
   ...   return optax.chain(mean, optimizer)
   >>> method = Method("a mean in every step", mean_sgd)
-  >>> sorted(method.takes)
-  ['compression', 'feedback', 'reducer']
+  >>> sorted(method.arguments), sorted(method.required)
+  (['axis', 'compression', 'optimizer'], ['axis', 'optimizer'])
   """
 
   summary: str
@@ -100,24 +100,6 @@ class Method:
     return frozenset(
       one.name for one in parameters if one.default is inspect.Parameter.empty
     )
-
-  @property
-  def takes(self) -> frozenset[str]:
-    """The options that the method takes, read from the factory's arguments.
-
-    They are among "overlap", "stream", "compression", "reducer", "feedback"
-    and "outer".
-    """
-    found = {"overlap", "stream", "compression"} & self.arguments
-    # Only a late mean can be streamed, and only a compression has a reducer
-    # and a feedback, so that these follow without arguments of their own.
-    if "overlap" in found:
-      found.add("stream")
-    if "compression" in found:
-      found |= {"reducer", "feedback"}
-    if "rule" in self.arguments:
-      found.add("outer")
-    return frozenset(found)
 
   @property
   def in_rounds(self) -> bool:

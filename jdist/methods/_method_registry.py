@@ -2,7 +2,6 @@
 
 import optax
 
-from jdist import transforms
 from jdist.methods import (
   _compressed_gradients,
   _diloco,
@@ -60,7 +59,7 @@ registry: dict[str, _method.Method] = {
       "https://doi.org/10.11918/202407052"),
     # The delay begins with the first long round, which the rule decides.
     interval_policy="growth",
-    late=transforms.Delayed(1, carry=None, after_step=None),
+    late=_overlapped.MSDPU_DELAY,
   ),
   "fed_prox": _method.Method(
     "local_sgd with a pull towards the start of the round", _local_sgd.fed_prox,

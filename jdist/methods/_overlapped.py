@@ -9,6 +9,9 @@ from jdist import checks, collectives, reducers, transforms
 from jdist.methods import _local_sgd
 from jdist.transforms import intervals
 
+# MSDPU's own delay, which begins with the first round of two steps.
+MSDPU_DELAY = transforms.Delayed(1, carry=None, after_step=None)
+
 
 def msdpu(
   optimizer: optax.GradientTransformation,
@@ -96,7 +99,7 @@ def msdpu(
       )
     interval = intervals.growth(learning_rate, max_interval=interval)
   if overlap is None:
-    overlap = transforms.Delayed(1, carry=None, after_step=None)
+    overlap = MSDPU_DELAY
   if warmup_steps:
     interval = intervals.post_local(warmup_steps, interval)
     # An `after_step` of None needs no change: the delay begins with the first
@@ -178,7 +181,7 @@ def overlap_local_sgd(
             z \leftarrow z + v, \quad
             w_i^{(r)} \leftarrow (1 - \alpha) w_i + \alpha z
 
-  The mean has a whole round to travel.  Workers do not stand on the anchor.
+  The mean has a whole round to travel.  Workers are not on the anchor.
   A pull of 1 makes no progress: it discards every local step.
 
   Args:

@@ -37,22 +37,6 @@ def test_method_can_be_built_from_a_run_alone(name):
   registry[name].build(optax.sgd(0.1), _RUN, axis=None)
 
 
-@pytest.mark.parametrize(
-  ("name", "taken"),
-  [
-    ("qsgd", set()),
-    ("ssgd", {"compression", "reducer", "feedback"}),
-    ("cocod", {"stream", "compression", "reducer", "feedback"}),
-    (
-      "diloco",
-      {"overlap", "stream", "compression", "reducer", "feedback", "outer"},
-    ),
-  ],
-)
-def test_takes_follows_from_the_arguments(name, taken):
-  assert registry[name].takes == taken
-
-
 @pytest.mark.parametrize("name", sorted(set(registry) - {"ssgd"}))
 def test_page_of_methods_has_the_method_and_its_paper(name):
   method = registry[name]
