@@ -120,7 +120,6 @@ class Collector:
     self._steps = _checked_steps(steps)
     body = {
       "cuts": [cut.describe() for cut in cuts],
-      "halves": ["front"],
       "steps": list(self._steps),
       "metadata": _checked_metadata(metadata),
     }
@@ -141,8 +140,7 @@ class Collector:
     def vectors(state: training.TrainState) -> dict[str, jax.Array]:
       params = collectives.mean(state.params, workers.axis)
       return {
-        _parameter_set.file_of("front", cut): cut.flatten_front(params)
-        for cut in cuts
+        _parameter_set.file_of(cut): cut.flatten_front(params) for cut in cuts
       }
 
     self._vectors = workers.jit(vectors)
@@ -164,8 +162,8 @@ class Collector:
     if missing and step > missing[0]:
       raise ValueError(
         f"`steps` must be sampled in their order, but the run is at {step}, "
-        f"and step {missing[0]} has not been sampled. Go on from a checkpoint "
-        "before it, and call the collector after every step: "
+        f"and step {missing[0]} has not been sampled. Resume from a "
+        "checkpoint before it, and call the collector after every step: "
         "`Trainer.fit(..., evaluate=collector, evaluate_every=1)`."
       )
     number = self._numbers.get(step)
@@ -248,13 +246,13 @@ def _check_same(
   """Refuses to continue the data set of another run."""
   for ours, other in zip(cuts, files.cuts, strict=False):
     _cut.refuse_other_cut("cuts", ours, other)
+  # The names of networks may differ, so that cuts are not compared as bodies.
   same = {"cuts": len(cuts) == len(files.cuts)} | {
-    name: files.body[name] == body[name]
-    for name in ("halves", "steps", "metadata")
+    name: files.body[name] == body[name] for name in ("steps", "metadata")
   }
   for argument, equal in same.items():
     if not equal:
       raise ValueError(
-        f"`{argument}` must be as in the data set that is there, but they "
+        f"`{argument}` must be as in the data set of the directory, but they "
         "differ. Collect into another directory."
       )

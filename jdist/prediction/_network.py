@@ -160,7 +160,7 @@ def _checked(order: Sequence[str], names: list[str]) -> Sequence[str]:
   given: list[Any] = list(order) if several else [order]
   wrong = [f"{x!r} is none of them" for x in given if x not in names]
   wrong += [f"{x!r} is missing" for x in names if x not in given]
-  wrong += [f"{x!r} is there twice" for x in names if given.count(x) > 1]
+  wrong += [f"{x!r} is named twice" for x in names if given.count(x) > 1]
   if wrong:
     raise ValueError(
       "`order` must name every module that holds arrays once, the first that "

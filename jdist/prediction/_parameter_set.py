@@ -24,9 +24,9 @@ _MANIFEST = "manifest.json"
 _ROWS = "rows.jsonl"
 
 
-def file_of(half: str, cut: _cut.Cut) -> str:
+def file_of(cut: _cut.Cut) -> str:
   """Returns the name of a file, by the number of layers in front of the cut."""
-  return f"{half}_{len(cut.front):02}.npy"
+  return f"front_{len(cut.front):02}.npy"
 
 
 class Files:
@@ -38,21 +38,21 @@ class Files:
     self.body = sealed_json.read(directory / _MANIFEST, form=_FORMAT)
     self.cuts = tuple(map(_cut.Cut.from_description, self.body["cuts"]))
     # The length of a sample in each file of arrays.
-    self.sizes = _sizes(self.cuts, self.body["halves"])
+    self.sizes = _sizes(self.cuts)
     self.rows = self._read_rows()
 
   @classmethod
   def create(
     cls, directory: pathlib.Path, cuts: Sequence[_cut.Cut], body: dict[str, Any]
   ) -> "Files":
-    """Makes the files; the manifest comes last, and shows that all are there.
+    """Makes the files; the manifest is the last one and marks them as complete.
 
-    By the empty rows, which come first, an unfinished start of ours, which may
-    be written over, differs from the files of others.
+    Empty rows, which are the first file, distinguish an interrupted creation,
+    which may be overwritten, from the files of other programs.
     """
     directory.mkdir(parents=True, exist_ok=True)
     rows = directory / _ROWS
-    sizes = _sizes(cuts, body["halves"])
+    sizes = _sizes(cuts)
     begun = rows.exists() and not rows.stat().st_size
     foreign = [name for name in (_ROWS, *sizes) if (directory / name).exists()]
     if foreign and not begun:
@@ -74,7 +74,7 @@ class Files:
     return array_files.open_rows(path, length, self.sizes[name], write=write)
 
   def append(self, row: dict[str, Any]) -> None:
-    """Adds the line of a sample that is there."""
+    """Adds the line of a sample whose arrays are written."""
     json_lines.append(self._directory / _ROWS, [row])
     self.rows.append(row)
 
@@ -113,12 +113,8 @@ class Files:
     return rows
 
 
-def _sizes(cuts: Sequence[_cut.Cut], halves: Sequence[str]) -> dict[str, int]:
-  return {
-    file_of(half, cut): getattr(cut, f"num_{half}")
-    for cut in cuts
-    for half in halves
-  }
+def _sizes(cuts: Sequence[_cut.Cut]) -> dict[str, int]:
+  return {file_of(cut): cut.num_front for cut in cuts}
 
 
 class ParameterSet:
@@ -176,7 +172,7 @@ class ParameterSet:
       # The message compares with the most similar cut.
       near = self.cuts[int(np.argmin(away))]
       _cut.refuse_other_cut("cut", cut, near)
-    return self._files.open(file_of("front", cut))[: self.done]
+    return self._files.open(file_of(cut))[: self.done]
 
   def verify(self) -> None:
     """Compares all samples with their hashes; an error names the sample."""

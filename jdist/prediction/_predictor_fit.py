@@ -15,7 +15,6 @@ import optax
 from jdist import checks, models
 from jdist.prediction import (
   _evaluate,
-  _fit_folder,
   _permutation,
   _predictor,
   _saved_predictor,
@@ -166,11 +165,8 @@ def fit_predictor(
   num_batches = _count_batches(fit, len(samples), len(train[0]))
   # Their hashes are kept: a resumed training must have the same data.
   data = zip(_DATA, (samples, *train, held_out, *test), strict=True)
-  kept = _fit_folder.FitFolder(
-    directory,
-    _saved_predictor.describe(predictor),
-    dataclasses.asdict(fit),
-    dict(data),
+  kept = _saved_predictor.FitFolder(
+    directory, predictor, dataclasses.asdict(fit), dict(data)
   )
 
   def evaluate(epoch: int, params: PyTree, loss: float | None) -> Epoch:
@@ -194,16 +190,13 @@ def _train(
   num_batches: int,
   take_updates: Callable[[PyTree, np.ndarray, int], tuple[PyTree, float]],
   evaluate: Callable[[int, PyTree, float | None], Epoch],
-  kept: _fit_folder.FitFolder,
+  kept: _saved_predictor.FitFolder,
 ) -> FittedPredictor:
   """Trains from the beginning, or from the kept state."""
   state = _init(predictor, fit.learning_rate, jax.random.key(fit.seed))
   # Updates donate the memory of their state, so that the best one is a copy.
   best = jax.tree.map(jnp.copy, state["params"])
-  found = kept.restore(
-    (state, best),
-    lambda theirs: _saved_predictor.refuse_other_predictor(theirs, predictor),
-  )
+  found = kept.restore((state, best))
   if found is None:
     done, losses = 0, []
     curve = [evaluate(0, state["params"], None)]

@@ -1,6 +1,7 @@
-"""Saving and loading of trained predictors."""
+"""Saving and loading of trained predictors, and of trainings to resume."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,10 +9,11 @@ import numpy as np
 
 from jdist import checks
 from jdist.prediction import _cut, _predictor
-from jdist.storage import array_files
+from jdist.storage import array_files, hashes
 
 PyTree = Any
 _PREDICTOR = "predictor"
+_FIT = "predictor fit"
 
 
 def describe(predictor: _predictor.Predictor) -> dict[str, Any]:
@@ -105,3 +107,66 @@ def _check_trained(name: str, params: Any) -> None:
         f"`{name}` must be finite, but {leaf} holds a NaN or an infinity: they "
         "are of a training that has diverged. Train with a lower rate."
       )
+
+
+class FitFolder:
+  """A directory for one training; without a directory nothing is kept."""
+
+  def __init__(
+    self,
+    directory: str | os.PathLike[str] | None,
+    predictor: _predictor.Predictor,
+    settings: Mapping[str, Any],
+    data: Mapping[str, Any],
+  ):
+    """Refuses a directory with other arrays, before anything is trained.
+
+    Args:
+      directory: The directory, or None.
+      predictor: The predictor that is trained.
+      settings: The settings of the training, JSON values by name.
+      data: The arrays that it uses, by the names of arguments.
+    """
+    self._directory = directory
+    if directory is None:
+      return
+    array_files.refuse_others(directory, _FIT)
+    self._predictor = predictor
+    self._body: dict[str, Any] = {
+      "what": _FIT,
+      "fit": dict(settings),
+      "predictor": describe(predictor),
+      "data": {name: hashes.fingerprint(x) for name, x in data.items()},
+    }
+
+  def restore(self, like: PyTree) -> tuple[PyTree, dict[str, Any]] | None:
+    """Returns the state and the numbers of the last `save`, if any.
+
+    Raises:
+      ValueError: If they are of another predictor, other settings or data.
+    """
+    if self._directory is None or not array_files.is_there(self._directory):
+      return None
+    arrays, body = array_files.load_arrays(self._directory, what=_FIT)
+    refuse_other_predictor(body["predictor"], self._predictor)
+    rule = "`directory` holds the state of a training with other"
+    for name, mine in self._body["fit"].items():
+      # Neither the order of samples nor the rate depends on `num_epochs`, so
+      # that a finished training may be continued.
+      if name != "num_epochs" and (found := body["fit"].get(name)) != mine:
+        raise ValueError(
+          f"{rule} settings: `{name}` is {found} there, got {mine}. Take "
+          "another directory, or the same settings."
+        )
+    for name, mine in self._body["data"].items():
+      if body["data"].get(name) != mine:
+        raise ValueError(
+          f"{rule} data: `{name}` differ. Take another directory, or the same "
+          "data."
+        )
+    return array_files.tree_of(arrays, like), body
+
+  def save(self, state: PyTree, **numbers: Any) -> None:
+    """Replaces the last state; `numbers` are JSON values."""
+    if self._directory is not None:
+      array_files.save_arrays(self._directory, state, self._body | numbers)

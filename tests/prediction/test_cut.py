@@ -211,7 +211,7 @@ def test_the_order_can_be_given():
     (order[1:], "'first' is missing"),
     ((*order, "c"), "'c' is none of them"),
     ((*order, 3), "3 is none of them"),
-    ((*order, "b"), "'b' is there twice"),
+    ((*order, "b"), "'b' is named twice"),
     ("b", "is missing"),
     (3, "3 is none of them"),
   ):

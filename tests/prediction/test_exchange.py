@@ -131,9 +131,11 @@ def test_saved_shares_match_counts_by_hand(name):
   found = prediction.exchange_bytes(prediction.published_cut(name))
   pushed, published, like_for_like, both = BY_HAND[name]
   assert found.published_bytes == pushed
-  assert round(100 * found.uplink_saved_as_published, 2) == published
-  assert round(100 * found.uplink_saved, 2) == like_for_like
-  assert round(100 * found.both_saved, 1) == both
+  whole = found.whole_bytes
+  assert round(100 * (1 - pushed / whole), 2) == published
+  assert round(100 * (1 - found.pushed_bytes / whole), 2) == like_for_like
+  sent = found.pushed_bytes + found.pulled_bytes
+  assert round(100 * (1 - sent / (2 * whole)), 1) == both
 
 
 def test_byte_counts_match_a_traced_step():
