@@ -40,9 +40,6 @@ from jdist.transforms.delays._delay_compensation import (
 from jdist.transforms.delays._delayed_gradients import (
   delay_gradients as delay_gradients,
 )
-from jdist.transforms.delays._stability import (
-  stability_limit as stability_limit,
-)
 from jdist.transforms.delays._weight_prediction import (
   predict_weights as predict_weights,
 )

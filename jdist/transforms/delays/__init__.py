@@ -1,1 +1,1 @@
-"""Gradients that are applied late, their remedies and their stability."""
+"""Gradients that are applied late, and their remedies."""

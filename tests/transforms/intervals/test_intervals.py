@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import methods, transforms
+from jdist import methods
 from jdist.transforms import intervals
 from jdist.transforms.intervals import _scheduled_interval
 
@@ -110,15 +110,6 @@ def test_growth_begins_with_one_step_and_follows_the_square_of_the_rate():
   whole = intervals.growth(rate, start=1.0, max_interval=10)
   assert unfold(whole, [1.0] * 3) == [1, 1, 1, 1, 4]
   assert unfold(whole, [1.0] * 5)[-2:] == [10, 10]
-
-
-def test_growth_starts_where_one_step_late_is_as_stable_as_none():
-  # What a rate must have fallen to for rounds of two steps.
-  start = intervals.growth.__kwdefaults__["start"]
-  late = transforms.stability_limit(1, 1, carry=1 / 8)
-  assert start / 2**0.5 == pytest.approx(
-    late / transforms.stability_limit(), rel=0.01
-  )
 
 
 def test_qsr_sizes_rounds_of_a_warmup_by_the_rate_after_it():

@@ -5,23 +5,29 @@ import optax
 import pytest
 
 from jdist import transforms
+from jdist.transforms import intervals
+from tests.experiments import _loading
 from tests.transforms._rounds import train
 
-limit = transforms.stability_limit
+
+@pytest.fixture
+def limit(monkeypatch):
+  found = _loading.load("stability", "msdpu/stability.py", monkeypatch)
+  return found.stability_limit
 
 
-def test_limits_without_rounds_match_theory():
+def test_limits_without_rounds_match_theory(limit):
   assert limit(momentum=0.0) == pytest.approx(2.0, rel=1e-3)
   # Heavy ball: 2 (1 + m); Nesterov: 2 (1 + m) / (1 + 2 m).
   assert limit(nesterov=False) == pytest.approx(3.8, rel=1e-3)
   assert limit() == pytest.approx(3.8 / 2.8, rel=1e-3)
 
 
-def test_interval_does_not_change_the_limit_without_delay():
+def test_interval_does_not_change_the_limit_without_delay(limit):
   assert limit(8) == pytest.approx(limit(), rel=1e-3)
 
 
-def test_delay_of_a_whole_round_has_the_lowest_limit():
+def test_delay_of_a_whole_round_has_the_lowest_limit(limit):
   late = [limit(8, d, carry=1 / 8) for d in (1, 2, None)]
   assert late == pytest.approx([1.27, 1.36, 0.025], rel=0.01)
   assert limit(1, 1, carry=1 / 8) == pytest.approx(0.32, rel=0.01)
@@ -29,12 +35,12 @@ def test_delay_of_a_whole_round_has_the_lowest_limit():
   assert corrected == pytest.approx(0.0526, rel=0.01)  # It damps the delay.
 
 
-def test_full_carry_keeps_the_limit():
+def test_full_carry_keeps_the_limit(limit):
   assert limit(8, None, carry=1.0) == pytest.approx(limit(), rel=1e-3)
 
 
 @pytest.mark.parametrize("steps", [1, None])
-def test_training_diverges_above_the_limit_only(steps):
+def test_training_diverges_above_the_limit_only(steps, limit):
   # All targets are alike, so that four workers are one; its curvature is 1.
   targets = np.ones((400, 4), np.float32)
   bound = limit(4, steps, momentum=0.5, carry=0.25)
@@ -60,6 +66,13 @@ def test_training_diverges_above_the_limit_only(steps):
     ({"correction": -1.0}, "`correction` must be"),
   ],
 )
-def test_an_argument_out_of_range_is_refused(options, message):
+def test_an_argument_out_of_range_is_refused(options, message, limit):
   with pytest.raises(ValueError, match=message):
     limit(**options)
+
+
+def test_growth_starts_where_one_step_late_is_as_stable_as_none(limit):
+  # Rounds of two steps begin at this fraction of the highest rate.
+  start = intervals.growth.__kwdefaults__["start"]
+  late = limit(1, 1, carry=1 / 8)
+  assert start / 2**0.5 == pytest.approx(late / limit(), rel=0.01)
