@@ -40,12 +40,7 @@ class Control:
 
   def __post_init__(self) -> None:
     for name in ("round_ends", "arrives"):
-      value = getattr(self, name)
-      if value is not None and not isinstance(value, bool):
-        raise ValueError(
-          f"`{name}` shapes the program and must be True, False or None, got "
-          f"{value!r}."
-        )
+      checks.check_choice(name, getattr(self, name), (True, False, None))
     checks.check_choice("drain", self.drain, (False, True, "residuals"))
     each = self.fragments
     if each is not None and not (

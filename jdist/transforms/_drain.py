@@ -97,12 +97,10 @@ def drain(
   optimizer = checks.check_optimizer("optimizer", optimizer)
   optimizer = optax.with_extra_args_support(optimizer)
   nothing = jax.tree.map(jnp.zeros_like, params)
-  bare = _control.Control(drain=True)
-  full = _control.Control(drain="residuals")
+  control = _control.Control(drain="residuals" if residuals else True)
   if _state.drains(state):
 
     def bring_in(state: PyTree) -> tuple[optax.Updates, PyTree]:
-      control = full if residuals else bare
       return optimizer.update(
         nothing, state, params, control=control, **extra_args
       )
@@ -117,7 +115,9 @@ def drain(
   if residuals and _anchor.contains(state, _is_one):
     # Only the residuals of this update are kept, so that any loss will do.
     given = dict.fromkeys(_mean_loss.LOSSES, jnp.zeros(())) | extra_args
-    _, asked = optimizer.update(nothing, state, params, control=full, **given)
+    _, asked = optimizer.update(
+      nothing, state, params, control=control, **given
+    )
     state = _absorbed(state, asked)
   return params, state
 

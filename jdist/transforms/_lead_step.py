@@ -132,18 +132,18 @@ def lead_step(
     present = jax.tree.map(
       lambda g, a: g.astype(a.dtype), updates, state.anchor
     )
-    sent, arrived = state.held, state.in_flight
+    sent, due = state.held, state.in_flight
     # The phase is selected, not branched on: a collective in a conditional
     # would overlap with nothing.
     late = jnp.ones_like(state.in_flight)
     if warmup_steps:
       late = state.clock.step >= warmup_steps
       sent = _anchor.either(late, sent, present)
-      arrived = arrived | ~late
+      due = due | ~late
     mean, _, memory = reducers.mean_of(
       compression, sent, (), state.compression, axis
     )
-    state = arrive(state, mean, memory, arrived)
+    state = move_anchor(state, mean, memory, due)
     own, inner = local.update(updates, state.inner, params, **extra_args)
     inner = _anchor.either(late, inner, state.inner)
 
@@ -160,7 +160,7 @@ def lead_step(
     state = state._replace(
       clock=clock._replace(
         step=optax.safe_increment(clock.step),
-        round=clock.round + arrived.astype(jnp.int32),
+        round=clock.round + due.astype(jnp.int32),
       ),
       inner=inner,
       held=present,
@@ -169,14 +169,14 @@ def lead_step(
     )
     return new_updates, state
 
-  def arrive(
-    state: LeadStepState, mean: PyTree, memory: PyTree, arrived: jax.Array
+  def move_anchor(
+    state: LeadStepState, mean: PyTree, memory: PyTree, due: jax.Array
   ) -> LeadStepState:
-    """Moves the anchor by the mean gradient, if it has arrived."""
+    """Moves the anchor by the mean gradient, if the mean is due."""
     moves, outer = optimizer.update(mean, state.outer, state.anchor)
     anchor = jax.tree.map(_anchor.moved, state.anchor, moves)
     anchor, outer, memory = _anchor.either(
-      arrived,
+      due,
       (anchor, outer, memory),
       (state.anchor, state.outer, state.compression),
     )
@@ -189,7 +189,7 @@ def lead_step(
     mean, memory = reducers.flush_of(
       compression, state.held, state.compression, axis
     )
-    state = arrive(state, mean, memory, state.in_flight)
+    state = move_anchor(state, mean, memory, state.in_flight)
     rounds = state.clock.round + state.in_flight.astype(jnp.int32)
     state = state._replace(
       clock=state.clock._replace(round=rounds),

@@ -348,13 +348,13 @@ def _check_prediction(
 
   try:
     # Shapes suffice, and nothing is compiled for a wrong predictor.
-    found = jax.eval_shape(predicted, *jax.tree.map(_shape, (predictor, front)))
+    found = jax.eval_shape(predicted, predictor, front)
   except (TypeError, ValueError, LookupError, AttributeError) as error:
     reason = str(error).partition("\n")[0]
     raise ValueError(
       f"{rule} it fails: {type(error).__name__}: {reason} {remedy}"
     ) from error
-  theirs, ours = _leaves(found), _leaves(jax.tree.map(_shape, rest))
+  theirs, ours = _leaves(found), _leaves(rest)
   for name in {**ours, **theirs}:
     given, wanted = theirs.get(name, "missing"), ours.get(name, "none of them")
     if given != wanted:
@@ -366,19 +366,13 @@ def _check_prediction(
     raise ValueError(f"{rule} it gives {given} and not {wanted}. {remedy}")
 
 
-def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-  weak = getattr(x, "weak_type", False)
-  return jax.ShapeDtypeStruct(
-    jnp.shape(x), jnp.asarray(x).dtype, weak_type=weak
-  )
-
-
 def _leaves(tree: PyTree) -> dict[str, str]:
   """Describes leaves by their paths; all floats count as one type."""
 
-  def described(leaf: jax.ShapeDtypeStruct) -> str:
-    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-    return f"{'float' if is_float else leaf.dtype}{list(leaf.shape)}"
+  def described(leaf: Any) -> str:
+    dtype = jnp.result_type(leaf)
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    return f"{'float' if is_float else dtype}{list(jnp.shape(leaf))}"
 
   named = checks.named_leaves(tree)
   return {name or "(alone)": described(x) for name, x in named.items()}
@@ -387,6 +381,4 @@ def _leaves(tree: PyTree) -> dict[str, str]:
 def _kept(found: Any) -> jax.Array:
   """Returns the intended distance of workers from the anchor of a state."""
   kept = () if found is None else found.kept
-  if isinstance(kept, tuple):
-    return jnp.zeros((), jnp.float32)
-  return jnp.asarray(kept, jnp.float32)
+  return jnp.asarray(0.0 if isinstance(kept, tuple) else kept, jnp.float32)
