@@ -173,14 +173,14 @@ def predict_rest(
   front = optax.with_extra_args_support(front)
 
   def init_fn(params: optax.Params) -> PredictRestState:
-    ahead, behind = cut.split(params)
+    front_params, rest_params = cut.split(params)
     # The state may be donated, and needs a buffer of its own.
     predictor = jax.tree.map(
       lambda x: jnp.array(x, copy=True), predictor_params
     )
-    _check_prediction(predict, predictor, ahead, behind)
-    predicted = jax.tree.map(_anchor.wide_copy, behind)
-    front_state = front.init(ahead)
+    _check_prediction(predict, predictor, front_params, rest_params)
+    predicted = jax.tree.map(_anchor.wide_copy, rest_params)
+    front_state = front.init(front_params)
     rest_state = (
       () if rest is None else rest.init(jax.tree.map(jnp.zeros_like, predicted))
     )
@@ -210,16 +210,20 @@ def predict_rest(
     control = extra_args.get("control", _control.DEVICE)
     if state.ahead() is None:
       _control.refuse(control, "`predict_rest` around such a front")
-    ahead, behind = cut.split(params)
+    front_params, rest_params = cut.split(params)
     moves, gradients = cut.split(updates)
-    moves, state = move_front(moves, state, ahead, extra_args)
-    found = _anchor.find_rounds(state.front)
-    over = jnp.asarray(True) if found is None else found.clock.synchronized
-    agreed = (
-      jax.tree.map(_anchor.moved, ahead, moves)
-      if found is None
-      else found.anchor
-    )
+    moves, state = move_front(moves, state, front_params, extra_args)
+    step = state.clock.step
+    if not control.drain:
+      step = optax.safe_increment(step)
+    front_rounds = _anchor.find_rounds(state.front)
+    if front_rounds is None:
+      # Every step of a synchronous front ends a round.
+      over, number = jnp.asarray(True), step
+      agreed = jax.tree.map(_anchor.moved, front_params, moves)
+    else:
+      clock, agreed = front_rounds.clock, front_rounds.anchor
+      over, number = clock.synchronized, clock.round
     before = cut.split(state.anchor)
     old = before[1] if rest is None else state.predicted
     # A prediction costs a forward pass, and only the end of a round needs it.
@@ -228,41 +232,38 @@ def predict_rest(
       lambda: bring_together(agreed, old, state.predictor),
       lambda: collectives.varying((before[0], old), axis),
     )
-    synchronized, kept = over, _kept(found)
+    synchronized, kept = over, _kept(front_rounds)
     target = together = predicted
     if rest is not None:
       # The parameters hold the sum only, in their dtype.  Subtracting the
       # float32 prediction recovers the residual as this worker has it.
       residual = jax.tree.map(
-        lambda p, r: _anchor.wide(p) - r, behind, state.predicted
+        lambda p, r: _anchor.wide(p) - r, rest_params, state.predicted
       )
       residual, state = move_rest(gradients, state, residual, extra_args)
       target = together = jax.tree.map(jnp.add, predicted, residual)
-      following = _anchor.find_rounds(state.rest)
-      if following is not None:
+      rest_rounds = _anchor.find_rounds(state.rest)
+      if rest_rounds is not None:
         # The anchor of the rest changes at the end of either kind of round.
         together = _anchor.either(
-          over | following.clock.synchronized,
-          jax.tree.map(jnp.add, predicted, following.anchor),
+          over | rest_rounds.clock.synchronized,
+          jax.tree.map(jnp.add, predicted, rest_rounds.anchor),
           before[1],
         )
-        synchronized = over & following.clock.synchronized
-        kept = jnp.maximum(kept, _kept(following))
+        synchronized = over & rest_rounds.clock.synchronized
+        kept = jnp.maximum(kept, _kept(rest_rounds))
     changes = jax.tree.map(
       lambda t, p, g: (t - _anchor.wide(p)).astype(g.dtype),
-      target, behind, gradients,
+      target, rest_params, gradients,
     )  # fmt: skip
     if rest is None:
       # Between two rounds the difference is a rounding, which must not move.
       changes = _anchor.either(
         over, changes, jax.tree.map(jnp.zeros_like, changes)
       )
-    step = state.clock.step
-    if not control.drain:
-      step = optax.safe_increment(step)
     clock = state.clock._replace(
       step=step,
-      round=jnp.copy(step if found is None else found.clock.round),
+      round=jnp.copy(number),
       interval=jnp.array(_state.interval(state.front), jnp.int32),
       synchronized=jnp.copy(synchronized),
     )
@@ -277,13 +278,13 @@ def predict_rest(
   def move_front(
     moves: PyTree,
     state: PredictRestState,
-    ahead: PyTree,
+    front_params: PyTree,
     extra_args: dict[str, Any],
   ) -> tuple[PyTree, PredictRestState]:
     # A front that holds nothing would take a step with gradients of zero.
     if _control.drains(extra_args) and not _state.drains(state.front):
       return jax.tree.map(jnp.zeros_like, moves), state
-    moves, new = front.update(moves, state.front, ahead, **extra_args)
+    moves, new = front.update(moves, state.front, front_params, **extra_args)
     return moves, state._replace(front=new)
 
   def bring_together(
