@@ -18,7 +18,7 @@ class ScoredCut(NamedTuple):
 
   Attributes:
     predictor: The predictor of the cut.
-    params: Its trained parameters.
+    params: The trained parameters of the predictor.
     accuracy: The mean accuracy of networks with held-out fronts and predicted
       rears on the test images.
     untrained: The same accuracy before the training.
@@ -53,7 +53,7 @@ def score_cuts(
     samples: A function from a cut to its fronts, float32 [samples, num_front],
       for instance `ParameterSet.fronts` of a run collected for all these cuts.
     images: The training images, see `fit_predictor`.
-    labels: Their classes, integers [n].
+    labels: The classes of the images, integers [n] from 0.
     held_out: A function from a cut to fronts of another run.
     directory: A directory that keeps the state of each training in a folder.
     **options: Options of `fit_predictor`: `test_images`, `test_labels`, `fit`,

@@ -73,12 +73,12 @@ def evaluate_predictor(
 
   Args:
     predictor: The predictor of the network's cut.
-    params: Its parameters.
+    params: The parameters of the predictor.
     model: The network, without batch statistics.
     samples: Fronts, float32 [samples, num_front], for instance
       `ParameterSet.fronts`.
     images: Images [n, ...], as stored.
-    labels: Their classes from 0, integers [n].
+    labels: The classes of the images, integers [n] from 0.
     normalize: A function from stored images to the model's inputs.
     samples_per_batch: The number of networks that run at once.
     images_per_batch: The number of images that they see at once.

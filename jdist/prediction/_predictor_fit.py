@@ -124,11 +124,11 @@ def fit_predictor(
     samples: The training fronts, float32 [samples, num_front], for instance
       `ParameterSet.fronts`; may be mapped from the disk.
     images: The training images [n, ...], as stored; all are put on the device.
-    labels: Their classes from 0, integers [n].
+    labels: The classes of the images, integers [n] from 0.
     held_out: The fronts for the evaluation.  The fronts of a run resemble their
       neighbours: take another run, or separate epochs.
     test_images: The images for the evaluation.
-    test_labels: Their classes.
+    test_labels: The classes of these images.
     fit: The settings; default `PredictorFit()`.
     normalize: A function from stored images to the model's inputs.  Another
       function, or model, is compiled again.

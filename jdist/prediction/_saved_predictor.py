@@ -53,7 +53,7 @@ def save_predictor(
     directory: A directory for this predictor alone; an earlier one is replaced
       at the end.  With several processes, save on one.
     predictor: The predictor.
-    params: Its parameters.
+    params: The trained parameters, float32 and finite.
     about: JSON values about it, for instance the data and the accuracy.
   """
   # A predictor with a NaN, or of another shape, would fail when it is used.

@@ -57,7 +57,7 @@ def drain(
   Args:
     optimizer: Any chain.  A transformation in front of the drained one, or next
       to it for other leaves, keeps its state; one behind it takes one update.
-    state: Its state.
+    state: The optimizer's state.
     params: This worker's parameters.
     residuals: Whether to bring in the residuals of reducers, too: for local
       steps also between two rounds, by an outer step of its own; for gradients

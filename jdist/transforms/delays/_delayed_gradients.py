@@ -92,14 +92,15 @@ def delay_gradients(
   if delays == [0]:
     return optimizer
 
+  def ring(p: jax.Array, k: int) -> Any:
+    zero = jnp.zeros_like(p)
+    # Orbax refuses to save an array of size zero.
+    return jnp.full((k, *zero.shape), zero, zero.dtype) if k else ()
+
   def init_fn(params: optax.Params) -> DelayGradientsState:
     return DelayGradientsState(
       step=jnp.zeros((), jnp.int32),
-      pending=jax.tree.map(
-        lambda p, k: _leaf_delays.ring(k, jnp.zeros_like(p)),
-        params,
-        _leaf_delays.broadcast("steps", steps, params),
-      ),
+      pending=jax.tree.map(ring, params, _leaf_delays.broadcast(steps, params)),
       inner=optimizer.init(params),
     )
 
@@ -113,7 +114,7 @@ def delay_gradients(
       del extra_args["control"]
       return flush(updates, state, params, **extra_args)
     checks.check_gradients("updates", updates)
-    own = _leaf_delays.broadcast("steps", steps, updates)
+    own = _leaf_delays.broadcast(steps, updates)
     new_updates, inner = step_with(
       {k: state.step >= k for k in delays}, updates, state, params, extra_args
     )
@@ -135,7 +136,7 @@ def delay_gradients(
     extra_args: dict[str, Any],
   ) -> tuple[optax.Updates, PyTree]:
     """Updates the leaves whose delays are `moving`."""
-    own = _leaf_delays.broadcast("steps", steps, updates)
+    own = _leaf_delays.broadcast(steps, updates)
     arrived = jax.tree.map(
       lambda g, k, p: p[state.step % k].astype(g.dtype) if k else g,
       updates,

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jdist import checks
 
@@ -22,26 +21,18 @@ def check_steps(steps: PyTree) -> list[int]:
   )
 
 
-def broadcast(name: str, prefix: PyTree, tree: PyTree) -> PyTree:
-  """Broadcasts a prefix tree to the leaves of a tree.
+def broadcast(steps: PyTree, tree: PyTree) -> PyTree:
+  """Broadcasts delays to the leaves of a tree, of which they are a prefix.
 
-  >>> broadcast("steps", {"a": 2, "b": 1}, {"a": (0.0, 0.0), "b": 0.0})
+  >>> broadcast({"a": 2, "b": 1}, {"a": (0.0, 0.0), "b": 0.0})
   {'a': (2, 2), 'b': 1}
   """
   try:
-    return jax.tree.broadcast(prefix, tree)
+    return jax.tree.broadcast(steps, tree)
   except ValueError as error:
-    given, wanted = map(jax.tree.structure, (prefix, tree))
+    given, wanted = map(jax.tree.structure, (steps, tree))
     raise ValueError(
-      f"`{name}` must be a number, or a tree of numbers with the structure of "
+      "`steps` must be a number, or a tree of numbers with the structure of "
       f"the parameters or a prefix of it, got {given} for {wanted}. Give a "
       "number for each part of the parameters."
     ) from error
-
-
-def ring(steps: int, first: jax.Array) -> Any:
-  """Returns a ring [steps, ...] for a leaf, filled with its first value."""
-  if not steps:
-    return ()  # Orbax refuses to save an array of size zero.
-  first = jnp.asarray(first)
-  return jnp.full((steps, *first.shape), first, first.dtype)

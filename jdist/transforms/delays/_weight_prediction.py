@@ -85,7 +85,7 @@ def predict_weights(
   optimizer = optax.with_extra_args_support(optimizer)
 
   def init_fn(params: optax.Params) -> PredictWeightsState:
-    _leaf_delays.broadcast("steps", steps, params)
+    _leaf_delays.broadcast(steps, params)
     inner = optimizer.init(params)
     # In the predicted steps such a transformation would communicate or count.
     for what in ("averages", "rounds", "drains"):
@@ -107,7 +107,7 @@ def predict_weights(
     new_updates, inner = optimizer.update(
       updates, state.inner, params, **extra_args
     )
-    own = _leaf_delays.broadcast("steps", steps, updates)
+    own = _leaf_delays.broadcast(steps, updates)
     # The prediction must be made now: the next gradient is taken at it.
     ahead = coast(new_updates, inner, params, own, extra_args)
     ahead = jax.tree.map(lambda x, a: x.astype(a.dtype), ahead, state.ahead)
@@ -151,8 +151,8 @@ def predicted_weights(state: PyTree, params: optax.Params) -> optax.Params:
   found = [x for x in leaves if _predicts(x)]
   if len(found) > 1:
     raise ValueError(
-      "`state` must hold one `predict_weights` at most, side by side there are "
-      f"{len(found)}. Give one a tree of `steps`."
+      f"`state` must hold one `predict_weights` at most, got {len(found)}. "
+      "Give one of them a tree of `steps` for all leaves."
     )
   if not found:
     return params
