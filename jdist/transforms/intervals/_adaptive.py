@@ -118,9 +118,7 @@ def adacomm(
     known = jnp.isfinite(state.first_loss)
     first_loss = jnp.where(known | ~decide, state.first_loss, mean)
     rate = _policy.rate_at(learning_rate, start_step)
-    # A rate that begins low and warms up would make every later round short.
-    first_rate = jnp.maximum(state.first_rate, rate)
-    ratio = _ratio(first_rate, mean, rate, first_loss)
+    ratio, first_rate = _ratio(state.first_rate, mean, rate, first_loss)
     if form == "halving":
       wanted = jnp.ceil(jnp.sqrt(ratio) * initial_interval)
       steps = _policy.whole_steps(wanted, longest)
@@ -129,6 +127,7 @@ def adacomm(
     else:
       wanted = jnp.ceil(jnp.sqrt(ratio * initial_interval))
       steps = _policy.whole_steps(wanted, longest)
+    # Without a first loss there is nothing to compare this period with.
     interval = jnp.where(decide & known, steps, state.interval)
     return interval, AdaCommState(
       interval=interval,
@@ -221,10 +220,10 @@ def msdpu(
       jnp.isfinite(state.first_loss), state.first_loss, average
     )
     rate = _policy.rate_at(learning_rate, start_step)
-    first_rate = jnp.maximum(state.first_rate, rate)
-    ratio = _ratio(first_rate, average, rate, first_loss)
+    ratio, first_rate = _ratio(state.first_rate, average, rate, first_loss)
     wanted = jnp.ceil(jnp.sqrt(ratio) * initial_interval)
     steps = _policy.whole_steps(wanted, longest)
+    # A schedule that has ended at zero gives no ratio: the interval stays.
     steps = jnp.where(jnp.isfinite(ratio), steps, state.interval)
     return steps, MsdpuIntervalState(first_loss, average, steps, first_rate)
 
@@ -232,8 +231,10 @@ def msdpu(
 
 
 def _ratio(
-  first_rate: jax.Array, loss: jax.Array, rate: jax.Array, first_loss: jax.Array
-) -> jax.Array:
-  """Returns eta_0 F / (eta F_0), float32 scalar; a rate of zero gives inf."""
+  highest: jax.Array, loss: jax.Array, rate: jax.Array, first_loss: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns eta_0 F / (eta F_0), inf for a rate of zero, and the new eta_0."""
+  # A rate that begins low and warms up would make every later round short.
+  highest = jnp.maximum(highest, rate)
   # The rule is undefined for losses below zero; zero shortens the round to 1.
-  return first_rate * jnp.maximum(loss, 0.0) / (rate * first_loss)
+  return highest * jnp.maximum(loss, 0.0) / (rate * first_loss), highest

@@ -32,6 +32,7 @@ def fixed(interval: int) -> IntervalPolicy:
       jnp.asarray(interval, jnp.int32),
       state,
     ),
+    # Rounds of a constant length take this number and do not call `next`.
     constant=interval,
   )
 
@@ -114,6 +115,7 @@ def post_local(
     local = start_step >= switch_step
     synchronous = jnp.asarray(1, jnp.int32), state.later
     steps, later_state = optax.tree.where(local, decided, synchronous)
+    # The next call receives the loss of the round that began at `starts[0]`.
     starts = jnp.stack([state.starts[1], start_step])
     return steps, PostLocalState(starts, later_state)
 
@@ -142,6 +144,7 @@ def ending_at(
     state: Any, start_step: jax.Array, loss: jax.Array | None
   ) -> tuple[jax.Array, Any]:
     steps, state = policy.next(state, start_step, loss)
+    # A training that continues beyond its planned end has the policy's rounds.
     left = total_steps - start_step
     return jnp.where(left > 0, jnp.minimum(steps, left), steps), state
 
@@ -214,6 +217,7 @@ def _check_falls(learning_rate: optax.ScalarOrSchedule) -> None:
   if not callable(learning_rate):
     return
   first, second = (_policy.rate_at(learning_rate, i) for i in (0, 1))
+  # Under `optax.inject_hyperparams` the rates are known only at run time.
   if checks.is_traced(first) or checks.is_traced(second):
     return
   if second > first:
