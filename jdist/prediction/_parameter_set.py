@@ -34,7 +34,7 @@ class Files:
 
   def __init__(self, directory: pathlib.Path):
     """Reads the manifest and the rows, which must be ours and undamaged."""
-    self._directory = directory
+    self.directory = directory
     self.body = sealed_json.read(directory / _MANIFEST, form=_FORMAT)
     self.cuts = tuple(map(_cut.Cut.from_description, self.body["cuts"]))
     # The length of a sample in each file of arrays.
@@ -69,32 +69,22 @@ class Files:
 
   def open(self, name: str, *, write: bool = False) -> np.memmap:
     """Maps an array into memory."""
-    path = self._directory / name
+    path = self.directory / name
     length = len(self.body["steps"])
     return array_files.open_rows(path, length, self.sizes[name], write=write)
 
   def append(self, row: dict[str, Any]) -> None:
     """Adds the line of a sample whose arrays are written."""
-    json_lines.append(self._directory / _ROWS, [row])
+    json_lines.append(self.directory / _ROWS, [row])
     self.rows.append(row)
 
   def keep(self, number: int) -> None:
     """Removes the lines of all but the first samples."""
     self.rows = self.rows[:number]
-    json_lines.write(self._directory / _ROWS, self.rows)
-
-  def verify(self) -> None:
-    """Raises a DamagedError unless all samples have their hashes."""
-    for name in self.sizes:
-      for row, vector in zip(self.rows, self.open(name), strict=False):
-        if row["sha256"][name] != hashes.hash_bytes(vector):
-          raise hashes.DamagedError(
-            self._directory / name,
-            f"has changed in sample {row['row']}, of step {row['step']}",
-          )
+    json_lines.write(self.directory / _ROWS, self.rows)
 
   def _read_rows(self) -> list[dict[str, Any]]:
-    path, steps = self._directory / _ROWS, self.body["steps"]
+    path, steps = self.directory / _ROWS, self.body["steps"]
     try:
       rows: list[Any] = list(json_lines.read(path))
     except (OSError, ValueError) as error:
@@ -175,5 +165,13 @@ class ParameterSet:
     return self._files.open(file_of(cut))[: self.done]
 
   def verify(self) -> None:
-    """Compares all samples with their hashes; an error names the sample."""
-    self._files.verify()
+    """Raises a DamagedError, which names the sample, for a changed one."""
+    for name in self._files.sizes:
+      # A collector may be writing the row that follows the last line.
+      rows = zip(self._files.rows, self._files.open(name), strict=False)
+      for row, vector in rows:
+        if row["sha256"][name] != hashes.hash_bytes(vector):
+          raise hashes.DamagedError(
+            self._files.directory / name,
+            f"has changed in sample {row['row']}, of step {row['step']}",
+          )

@@ -14,16 +14,14 @@ from jdist.storage import array_files, hashes
 PyTree = Any
 _PREDICTOR = "predictor"
 _FIT = "predictor fit"
+# The fields of a predictor next to its cut.
+_OPTIONS = ("rank", "grid", "dense_from")
 
 
 def describe(predictor: _predictor.Predictor) -> dict[str, Any]:
   """Returns a predictor as JSON values."""
-  return {
-    "cut": predictor.cut.describe(),
-    "rank": predictor.rank,
-    "grid": predictor.grid,
-    "dense_from": predictor.dense_from,
-  }
+  options = {name: getattr(predictor, name) for name in _OPTIONS}
+  return {"cut": predictor.cut.describe()} | options
 
 
 def refuse_other_predictor(
@@ -33,7 +31,7 @@ def refuse_other_predictor(
   # The cut is compared first: its message names the leaf that differs.
   theirs = _cut.Cut.from_description(description["cut"])
   _cut.refuse_other_cut("directory", theirs, ours.cut)
-  for name in ("rank", "grid", "dense_from"):
+  for name in _OPTIONS:
     if description[name] != getattr(ours, name):
       raise ValueError(
         f"`directory` must hold a predictor with {name}="
@@ -85,9 +83,7 @@ def load_predictor(
   theirs = _cut.Cut.from_description(found["cut"])
   if cut is not None:
     _cut.refuse_other_cut("directory", theirs, cut)
-  predictor = _predictor.Predictor(
-    theirs, found["rank"], found["grid"], found["dense_from"]
-  )
+  predictor = _predictor.Predictor(theirs, *(found[x] for x in _OPTIONS))
   # The file only names arrays; their structure follows from the predictor.
   like = jax.eval_shape(predictor.init, jax.random.key(0))
   return predictor, array_files.tree_of(arrays, like)
