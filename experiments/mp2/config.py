@@ -197,8 +197,8 @@ class Chains(optax_chains.Chains):
     if variant.startswith("mp2"):
       kind: Kind = "rich" if "1 conv" in variant else "published"
       found = prediction.exchange_bytes(cut_of(self.options, model, kind))
-      # What it predicts comes back from a server, and of a ring needs nothing.
-      up, down = found.pushed_bytes, found.pulled_bytes
+      # A server sends predictions back; in a ring each worker predicts itself.
+      up, down = found.pushed_bytes, found.whole_bytes
       published = found.published_bytes
     return {
       "uplink_bytes_as_published": published * record.step,

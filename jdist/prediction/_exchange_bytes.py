@@ -15,17 +15,15 @@ class ExchangeBytes(NamedTuple):
 
   Attributes:
     whole_bytes: All parameters in their own types: the message of synchronous
-      training in each direction.
+      training in each direction, and the server's answer with a predicted rear.
     pushed_bytes: The front in float32, as `Cut.flatten_front` gives it.
     published_bytes: The front as the authors push it, in float64 behind a
       header.
-    pulled_bytes: The whole network with the predicted rear.
   """
 
   whole_bytes: int
   pushed_bytes: int
   published_bytes: int
-  pulled_bytes: int
 
 
 def exchange_bytes(cut: _cut.Cut) -> ExchangeBytes:
@@ -52,6 +50,4 @@ def exchange_bytes(cut: _cut.Cut) -> ExchangeBytes:
     whole_bytes=whole,
     pushed_bytes=4 * cut.num_front,
     published_bytes=_HEADER_BYTES + 8 * cut.num_front,
-    # No residual is sent: the server sends back every parameter that it has.
-    pulled_bytes=whole,
   )
