@@ -14,7 +14,7 @@ File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 Cluster = Annotated[str | None, tyro.conf.arg(metavar="CLUSTER.toml")]
 Norm = Literal["batch", "group", "none"]
 # The names of codecs and feedbacks stand here as literals, so that help and
-# errors need not import the codecs; `_composition` builds them.
+# errors need not import the codecs; `_methods` builds them.
 Codec = Literal[
   "float16", "bfloat16", "int8", "int4", "int2", "sign", "ternary", "top_k",
   "random_k", "dct",
@@ -49,17 +49,6 @@ def option(default: Any, *fills: str, **properties: Any) -> Any:
   return dataclasses.field(
     default=default, metadata={"option": Option(fills, **properties)}
   )
-
-
-def filled(options: Any) -> dict[str, Any]:
-  """Returns the arguments of factories that options with a value fill."""
-  return {
-    argument: value
-    for name, field in options.__dataclass_fields__.items()
-    if "option" in field.metadata
-    and (value := getattr(options, name)) is not None
-    for argument in field.metadata["option"].fills
-  }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +179,7 @@ class RoundOptions:
   """Steps of the next round after which a late mean is applied (default: at the
   end of the round; for MSDPU after 1)."""
 
-  # "late" is no argument of a factory: `_composition.takes` adds it wherever a
+  # "late" is no argument of a factory: `_methods.takes` adds it wherever a
   # method or these options make a mean late.
   carry: float | None = option(None, "late", hint="--overlap")
   """Share of the local progress that is kept when a late mean is applied

@@ -225,6 +225,6 @@ def _identity(options: _commands.Train) -> dict[str, object]:
     for name, value in dataclasses.asdict(options).items()
     if name not in elsewhere
   }
-  if options.method == _trained.METHOD:
+  if options.method == _methods.TRAINED:
     identity["networks"] = _trained.fingerprint(options)
   return identity

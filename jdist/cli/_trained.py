@@ -9,8 +9,6 @@ from jdist import models, prediction
 from jdist.cli import _groups
 from jdist.storage import hashes
 
-METHOD = "mp2"
-
 
 def fingerprint(options: _groups.NetworkOptions) -> str:
   """Returns a hash of the predictor's parameters."""

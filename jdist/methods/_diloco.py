@@ -6,7 +6,6 @@ import jax
 import optax
 
 from jdist import checks, codecs, collectives, reducers, transforms
-from jdist.methods import _local_sgd
 from jdist.transforms import intervals
 
 
@@ -46,9 +45,13 @@ def diloco(
   References:
     Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1 and table 5.
   """
-  rule = _outer(rule, outer_learning_rate, outer_momentum)
-  return _local_sgd.in_rounds(
-    optimizer, interval, axis, rule, overlap, compression
+  return transforms.local_steps(
+    checks.check_optimizer("optimizer", optimizer),
+    interval,
+    axis=axis,
+    rule=_outer(rule, outer_learning_rate, outer_momentum),
+    overlap=overlap,
+    compression=compression,
   )
 
 
@@ -166,8 +169,8 @@ def sparse_loco(
   compression = reducers.Compression(codec, reducers.ErrorFeedback(decay))
   # No outer momentum: the decayed residual takes its place.
   outer = transforms.outer_sgd(outer_learning_rate, None)
-  return _local_sgd.in_rounds(
-    optimizer, interval, axis, outer, None, compression
+  return diloco(
+    optimizer, interval, axis=axis, rule=outer, compression=compression
   )
 
 

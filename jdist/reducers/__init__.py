@@ -8,13 +8,13 @@ from jdist.reducers._all_to_all import AllToAllState as AllToAllState
 from jdist.reducers._chunked import Chunked as Chunked
 from jdist.reducers._compressed import compressed as compressed
 from jdist.reducers._compression import check_compression as check_compression
+from jdist.reducers._compression import check_contractive as check_contractive
 from jdist.reducers._compression import Compression as Compression
 from jdist.reducers._compression import CompressionState as CompressionState
 from jdist.reducers._compression import flush_of as flush_of
 from jdist.reducers._compression import mean_of as mean_of
 from jdist.reducers._compression import note as note
 from jdist.reducers._compression import reductions as reductions
-from jdist.reducers._feedback import check_contractive as check_contractive
 from jdist.reducers._feedback import EF21 as EF21
 from jdist.reducers._feedback import ErrorFeedback as ErrorFeedback
 from jdist.reducers._feedback import Feedback as Feedback

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, codecs, collectives, states
+from jdist import codecs, collectives, states
 from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
@@ -68,11 +68,6 @@ class AllToAll(_reducer.Reducer):
 
   codec: codecs.Codec
   owner_feedback: OwnerFeedback = True
-
-  def __post_init__(self) -> None:
-    checks.check_choice(
-      "owner_feedback", self.owner_feedback, (True, False, "own_share")
-    )
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
     """Returns the owners' residuals, zeros; refuses a codec with a state."""

@@ -88,13 +88,17 @@ def compressed(
   if wire is None:
     wire = "sum" if codec.linear else "gather" if codec.sparse else "all_to_all"
   checks.check_choice("wire", wire, ("sum", "all_to_all", "gather"))
-  by_rows = _all_to_all.AllToAll(codec, owner_feedback)
-  if wire != "all_to_all" and owner_feedback is not True:
+  checks.check_choice(
+    "owner_feedback", owner_feedback, (True, False, "own_share")
+  )
+  if wire == "all_to_all":
+    return _all_to_all.AllToAll(codec, owner_feedback)
+  if owner_feedback is not True:
     raise ValueError(
       "`owner_feedback` is of an all-to-all only and must be left out with "
       f"wire={wire!r}, got {owner_feedback!r}: no worker owns a part there."
     )
-  return by_rows if wire == "all_to_all" else Compressed(codec, wire)
+  return Compressed(codec, wire)
 
 
 @dataclasses.dataclass(frozen=True)

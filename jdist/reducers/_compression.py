@@ -104,7 +104,7 @@ class Compression:
         f"must be `Smoothing()` or None with {reducer!r}, whose mean is not "
         f"made of shares (it is decided by vote), got {feedback}."
       )
-    _feedback.check_contractive("reducer", reducer, feedback)
+    check_contractive("reducer", reducer, feedback)
     # Without a feedback the part would be lost without a word.
     left = getattr(reducer, "owner_feedback", None) == "own_share"
     if left and feedback is None:
@@ -267,6 +267,25 @@ def flush_of(
   if compression is None:
     return collectives.mean(tree, axis), state
   return compression.flush(tree, state, axis)
+
+
+def check_contractive(
+  name: str, compressor: Any, feedback: _feedback.Feedback | None
+) -> None:
+  """Raises a ValueError if the residuals of a feedback would grow.
+
+  Args:
+    name: the name of the argument.
+    compressor: a codec or a reducer.
+    feedback: the feedback around it.
+  """
+  if feedback is None or not feedback.keeps_rest or compressor.contractive:
+    return
+  raise ValueError(
+    f"`{name}` must leave out less than there is with {feedback}, which adds "
+    f"it to the next message and would diverge, got {compressor!r}. Take "
+    "`codecs.RandomK(..., scaled=False)`, or no feedback."
+  )
 
 
 def check_compression(value: Any) -> None:

@@ -80,25 +80,6 @@ class Feedback(abc.ABC):
     return None
 
 
-def check_contractive(
-  name: str, compressor: Any, feedback: Feedback | None
-) -> None:
-  """Raises a ValueError if the residuals of a feedback would grow.
-
-  Args:
-    name: the name of the argument.
-    compressor: a codec or a reducer.
-    feedback: the feedback around it.
-  """
-  if feedback is None or not feedback.keeps_rest or compressor.contractive:
-    return
-  raise ValueError(
-    f"`{name}` must leave out less than there is with {feedback}, which adds "
-    f"it to the next message and would diverge, got {compressor!r}. Take "
-    "`codecs.RandomK(..., scaled=False)`, or no feedback."
-  )
-
-
 def wide(x: jax.Array) -> jax.Array:
   """Returns at least float32."""
   return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x

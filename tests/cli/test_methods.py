@@ -10,12 +10,10 @@ import pytest
 from jdist import methods, training, transforms
 from jdist.cli import (
   _commands,
-  _composition,
   _experiment,
   _groups,
   _methods,
   _options,
-  _trained,
 )
 
 # Two workers who disagree have no majority, and between their targets nothing
@@ -34,7 +32,7 @@ _IN_EVERY_STEP = {
   "one_bit_adam", "topk_sgd", "dgc", "powersgd", "demo",
 }  # fmt: skip
 # Those with trained networks have tests of their own.
-_NAMES = [name for name in methods.registry if name != _trained.METHOD]
+_NAMES = [name for name in methods.registry if name != _methods.TRAINED]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def test_method_trains_towards_its_target(name, interval):
   ],
 )  # fmt: skip
 def test_used_options_follow_from_a_methods_arguments(method, given, used):
-  taken = _composition.takes(_commands.Train(**given), method)
+  taken = _methods.takes(_commands.Train(**given), method)
   found = {
     field.name
     for field in dataclasses.fields(_groups.Common)
@@ -151,7 +149,7 @@ def _all(tree):
 @pytest.mark.parametrize("feedback", ["none", "error", "ef21", "momentum"])
 def test_sparse_codec_with_feedback_minimizes_a_square(codec, feedback):
   options = _groups.MeanOptions(codec=codec, feedback=feedback, ratio=0.25)
-  made = _composition.compression(options)
+  made = _methods.compression(options)
 
   def step(carry, _):
     w, state = carry

@@ -13,7 +13,7 @@ from jdist import (
   pipeline,
   training,
 )
-from jdist.cli import _commands, _experiment, _methods, _options, _trained
+from jdist.cli import _commands, _experiment, _methods, _options
 from jdist.cli.pipelines import _tables
 from jdist.training import comparison, loop
 
@@ -24,7 +24,7 @@ def check(options: _commands.Train) -> pipeline.Table:
     options, ("accumulate", "substrate", "final_params"), "with `--stages`"
   )
   # MP² predicts layers that would be on other devices.
-  if options.method == _trained.METHOD:
+  if options.method == _methods.TRAINED:
     raise ValueError(
       "`--stages` must be left out with a method whose network predicts a "
       f"whole model, got {options.stages} for {options.method}."

@@ -114,7 +114,7 @@ def _chain(
   rate = optax.constant_schedule(0.1)
   run = _methods.run_of(common, options.steps, options.warmup_steps, rate)
   networks = None
-  if method == _trained.METHOD:
+  if method == _methods.TRAINED:
     networks = _trained.counted_arguments(options.cut, options.model, model)
   return _methods.build_method(method, common, run, axis, networks=networks)
 

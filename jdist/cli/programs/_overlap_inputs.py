@@ -17,7 +17,7 @@ from jdist import (
   training,
   transforms,
 )
-from jdist.cli import _commands, _methods, _options, _trained
+from jdist.cli import _commands, _methods, _options
 
 # Methods with several forms; the first one is meant without a colon.
 FORMS: dict[str, tuple[str, ...]] = {
@@ -98,7 +98,7 @@ def split(method: str) -> tuple[str, str | None]:
   """Splits `msdpu:simple` into a method's name and its form."""
   name, _, form = method.partition(":")
   _options.check_name("--methods", name, methods.registry)
-  if name == _trained.METHOD:
+  if name == _methods.TRAINED:
     raise ValueError(
       f"`--methods` must be one without trained networks, got {name}. `jdist "
       "bytes` counts what it sends."

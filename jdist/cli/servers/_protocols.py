@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdist import cluster, server
-from jdist.cli import _composition, _groups, _options
+from jdist.cli import _methods, _options
 
 
 def find(option: str, name: str) -> server.ProtocolEntry:
@@ -54,7 +54,7 @@ def _takes(entry: server.ProtocolEntry, options: Any) -> set[str]:
     return found | ({"local_step"} if "pipeline" in options.parts else set())
   # A protocol of a user's own trains by the learners of plain gradients.
   found.add("compression")
-  if getattr(options, "codec", None) in _composition.SPARSE:
+  if getattr(options, "codec", None) in _methods.SPARSE:
     found.add("ratio")
   return found
 
@@ -112,7 +112,7 @@ def build(
       node.name: profile.max_samples(node.memory_bytes)
       for node in machines.nodes
     },
-    **_groups.filled(options),
+    **_methods.filled(options),
     "interval": options.interval,
     # The parts of h_ps are one option, and three arguments.
     "tasks": "tasks" in options.parts,

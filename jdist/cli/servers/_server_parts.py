@@ -10,7 +10,7 @@ import jax
 import optax
 
 from jdist import cluster, data, models, server, training
-from jdist.cli import _commands, _composition, _experiment, _methods
+from jdist.cli import _commands, _experiment, _methods
 from jdist.cli.servers import _protocols
 from jdist.training import comparison
 
@@ -78,7 +78,7 @@ def assemble(
   )
   return Parts(
     options, machines, profile, workload, model, loss, samples, protocol,
-    _methods.optimizer_of(options, budget), _composition.message(options),
+    _methods.optimizer_of(options, budget), _methods.message(options),
     plans, _local_step(options, budget.learning_rate),
   )  # fmt: skip
 
@@ -139,7 +139,7 @@ def _server_learner(parts: Parts) -> tuple[server.Protocol, Any]:
     )
   syncer = server.FragmentSyncer(
     parts.model.params,
-    outer=_composition.outer_optimizer(options),
+    outer=_methods.outer_optimizer(options),
     fragments=protocol.fragments,
     push_codec=parts.push_codec,
     **common,
