@@ -9,12 +9,11 @@ from typing import Any
 from jdist import cluster, data, models, training
 from jdist.cli import (
   _commands,
-  _datasets,
-  _experiment,
   _methods,
   _options,
   _output,
   _run_end,
+  _workload,
 )
 from jdist.training import comparison
 
@@ -33,17 +32,17 @@ _TUNING_SEED = 10_000
 
 def compare(options: _commands.Compare) -> None:
   """Runs the comparison, and writes rows, a table and a picture."""
-  options = _datasets.named(options)
+  options = _workload.named(options)
   study = _check(options)
-  workload = _experiment.build(options)
+  workload = _workload.build(options)
   link = cluster.Link(
     bandwidth_bits_per_s=options.bandwidth_mbit_per_s * 1e6,
     latency_s=options.latency_ms / 1e3,
   )
   # Every method is built once, so that each refusal precedes any output.
   for method in options.methods:
-    _experiment.Prepared(workload, options, method, options.learning_rate[0])
-  output = _experiment.output_directory(options, "compare")
+    _workload.Prepared(workload, options, method, options.learning_rate[0])
+  output = _workload.output_directory(options, "compare")
   console = _output.console()
   console.print(_heading(workload, options))
   rows = comparison.Rows(
@@ -106,7 +105,7 @@ class _Fit:
     self._bar, self._trials, self._begun = bar, trials, 0
     # Rates are chosen without the test set, on a part of the training set.
     self._workloads = {"comparison": workload, "tuning": workload.hold_out()}
-    self._compiled: dict[tuple[str, str], _experiment.Prepared] = {}
+    self._compiled: dict[tuple[str, str], _workload.Prepared] = {}
 
   def __call__(self, trial: comparison.Trial) -> dict[str, Any]:
     key = trial.purpose, trial.variant
@@ -115,7 +114,7 @@ class _Fit:
       if trial.purpose == "tuning":
         # Tuning proceeds rate by rate, and never returns to a program.
         self._compiled.clear()
-      prepared = self._compiled[key] = _experiment.Prepared(
+      prepared = self._compiled[key] = _workload.Prepared(
         self._workloads[trial.purpose],
         self._options,
         trial.variant,
@@ -141,7 +140,7 @@ def _check(options: _commands.Compare) -> comparison.Study:
   _options.check_names("--seeds", options.seeds, "values")
   _options.check_names("--learning-rate", options.learning_rate, "values")
   _methods.check("--methods", options, options.methods)
-  _experiment.check(options)
+  _workload.check(options)
   return comparison.Study(
     options.methods,
     options.learning_rate,
@@ -191,7 +190,7 @@ def _print_tuned(console: Any, method: str, tuned: comparison.Tuned) -> None:
 
 def _heading(workload: comparison.Workload, options: _commands.Compare) -> str:
   size = models.num_params(workload.model(0))
-  samples = _datasets.words(workload.train)
+  samples = _workload.words(workload.train)
   return (
     f"{options.dataset}: {len(workload.train)} training and "
     f"{len(workload.test)} test {samples}; {options.model}, {size:,} "

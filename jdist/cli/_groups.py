@@ -107,7 +107,7 @@ class WorkerOptions:
   """How workers run: shard_map puts them on several devices (virtual ones on a
   CPU), vmap on one device; auto chooses."""
 
-  # Its rule depends on the number of workers: see `_experiment.check`.
+  # Its rule depends on the number of workers: see `_workload.check`.
   batch_size: int = 128
   """Samples of all workers together in a step; a multiple of workers times
   accumulate."""

@@ -10,12 +10,11 @@ import jax
 from jdist import collectives, data, training
 from jdist.cli import (
   _commands,
-  _datasets,
-  _experiment,
   _groups,
   _methods,
   _run_end,
   _trained,
+  _workload,
 )
 from jdist.training import comparison
 
@@ -25,15 +24,15 @@ _FREE = ("epochs", "steps", "workers")
 
 def train(options: _commands.Train) -> None:
   """Trains with a method and saves a row, or resumes from a checkpoint."""
-  options = _datasets.named(options)
+  options = _workload.named(options)
   _methods.check("--method", options, (options.method,))
-  _experiment.check(options)
+  _workload.check(options)
   # Processes are joined after all checks of options, and before JAX looks for
   # devices, which the data and the model need.
   if options.stages is None:
     _join(options, options.workers)
-    programs: Any = _experiment.Prepared(
-      _experiment.build(options), options, options.method, options.learning_rate
+    programs: Any = _workload.Prepared(
+      _workload.build(options), options, options.method, options.learning_rate
     )
   else:
     from jdist.cli.pipelines import _pipeline_run
@@ -49,7 +48,7 @@ def run(options: _commands.Train, programs: Any) -> None:
   workload = programs.workload
   first = jax.process_index() == 0
   if first:
-    _experiment.make_directories(options)
+    _workload.make_directories(options)
 
   def show(record: training.Record) -> None:
     if not first:
@@ -58,10 +57,10 @@ def run(options: _commands.Train, programs: Any) -> None:
       board.write(record)
     print(
       f"step {record.step}/{programs.budget.num_steps}  "
-      f"{_datasets.quality(record.metrics)}  "
-      f"train loss {_datasets.loss(record)}  rounds {record.rounds}  "
+      f"{_workload.quality(record.metrics)}  "
+      f"train loss {_workload.loss(record)}  rounds {record.rounds}  "
       f"{training.format_bytes(record.sent_bytes)} sent per worker  "
-      f"{_datasets.speed(record, workload.train)}/s",
+      f"{_workload.speed(record, workload.train)}/s",
       flush=True,
     )
 
@@ -115,7 +114,7 @@ def run(options: _commands.Train, programs: Any) -> None:
         f"ended after step {stop.step} of {programs.budget.num_steps}, {kept}"
       ) from None
   if first:
-    output = _experiment.output_directory(options, "train")
+    output = _workload.output_directory(options, "train")
     _run_end.write_row(output, options, options.method, records, **resumed)
   saved = checkpoints is not None and checkpoints.latest_step() is not None
   _run_end.check(
@@ -135,7 +134,7 @@ def _save_model(
     return
   train = workload.train
   facts: dict[str, Any] = {
-    "build": _datasets.build_arguments(options, train),
+    "build": _workload.build_arguments(options, train),
     "dataset": options.dataset,
     "method": options.method,
   }

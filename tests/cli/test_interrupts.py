@@ -6,7 +6,7 @@ import sys
 import textwrap
 
 from jdist import cli
-from jdist.cli import _datasets
+from jdist.cli import _workload
 
 # A command that is interrupted where nobody can catch that, and goes on.
 _LOSES_ONE = textwrap.dedent("""
@@ -67,7 +67,7 @@ def test_interrupted_run_says_what_is_saved(tmp_path, monkeypatch, capsys):
       "resumes from there.",
     ),
   ):
-    monkeypatch.setattr(_datasets, "loss", functools.partial(interrupted, at))
+    monkeypatch.setattr(_workload, "loss", functools.partial(interrupted, at))
     assert cli.main(f"{words} {more}".split()) == 130
     assert capsys.readouterr().err == f"jdist: {told}\n"
 

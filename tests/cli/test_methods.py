@@ -10,10 +10,10 @@ import pytest
 from jdist import methods, training, transforms
 from jdist.cli import (
   _commands,
-  _experiment,
   _groups,
   _methods,
   _options,
+  _workload,
 )
 
 # Two workers who disagree have no majority, and between their targets nothing
@@ -192,7 +192,7 @@ def test_host_ends_rounds_by_default(monkeypatch):
   options = _commands.Train(dataset="digits", model="mlp", workers=2)
   for host_rounds in (True, False):
     chosen = dataclasses.replace(options, host_rounds=host_rounds)
-    workload = _experiment.build(chosen)
-    _experiment.Prepared(workload, chosen, "diloco", 0.1)
+    workload = _workload.build(chosen)
+    _workload.Prepared(workload, chosen, "diloco", 0.1)
   # None: wherever it can.
   assert told == [None, False]

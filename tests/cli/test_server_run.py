@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from jdist import cli, server, training
-from jdist.cli import _commands, _datasets
+from jdist.cli import _commands, _workload
 from jdist.cli.servers import _server_parts
 
 pytest.importorskip("simpy")
@@ -63,7 +63,7 @@ def test_a_run_trains_evaluates_and_is_resumed(
   half, other = first["curve"][0]["step"], str(tmp_path / "other")
   with monkeypatch.context() as patch:
     patch.setattr(
-      _datasets, "loss", lambda _: os.kill(os.getpid(), signal.SIGTERM)
+      _workload, "loss", lambda _: os.kill(os.getpid(), signal.SIGTERM)
     )
     assert cli.main([*words, "--checkpoints", other]) == 143
   assert capsys.readouterr().err == (

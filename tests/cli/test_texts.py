@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from jdist import cli
-from jdist.cli import _commands, _datasets
+from jdist.cli import _commands, _workload
 
 pytest.importorskip("grain")
 _SMALL = (
@@ -40,7 +40,7 @@ def test_name_of_a_text_contains_its_hash(text, tmp_path):
 
 
 def _named(text):
-  return _datasets.named(_commands.Train(text=str(text))).dataset
+  return _workload.named(_commands.Train(text=str(text))).dataset
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from jdist import (
   pipeline,
   training,
 )
-from jdist.cli import _commands, _experiment, _methods, _options
+from jdist.cli import _commands, _methods, _options, _workload
 from jdist.cli.pipelines import _tables
 from jdist.training import comparison, loop
 
@@ -71,7 +71,7 @@ def prepare(
     mesh = collectives.make_mesh(shape, ("worker", "stage"))
     return collectives.workers(shape[0], mesh=mesh)
 
-  return PreparedStages(_experiment.build(options, team), options, table)
+  return PreparedStages(_workload.build(options, team), options, table)
 
 
 class _Phase(NamedTuple):
@@ -204,7 +204,7 @@ class PreparedStages:
     trainer = training.Trainer(
       team,
       pipe.make_step(optimizer, axis=team.axis),
-      stream_steps=_experiment.stream_steps(
+      stream_steps=_workload.stream_steps(
         options, team, optimizer, self.workload.model(0)
       )
       if options.stream

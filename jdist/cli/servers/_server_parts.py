@@ -10,7 +10,7 @@ import jax
 import optax
 
 from jdist import cluster, data, models, server, training
-from jdist.cli import _commands, _experiment, _methods
+from jdist.cli import _commands, _methods, _workload
 from jdist.cli.servers import _protocols
 from jdist.training import comparison
 
@@ -54,8 +54,8 @@ def assemble(
   options = dataclasses.replace(
     options, method=name, workers=num, substrate="vmap"
   )
-  _experiment.check(options)
-  workload = _experiment.build(options)
+  _workload.check(options)
+  workload = _workload.build(options)
   batch_size = options.batch_size // num
   samples = data.SampleStream(
     workload.train, num, seed=options.seed, owned=options.owned,

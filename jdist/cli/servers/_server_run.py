@@ -8,11 +8,10 @@ from typing import Any
 from jdist import server, training
 from jdist.cli import (
   _commands,
-  _datasets,
-  _experiment,
   _interrupts,
   _options,
   _run_end,
+  _workload,
 )
 from jdist.cli.servers import _protocols, _server_parts
 
@@ -29,12 +28,12 @@ _UNUSED = (
 
 def train(options: _commands.Train) -> None:
   """Trains by a protocol, and leaves a row."""
-  options = _datasets.named(options)
+  options = _workload.named(options)
   _check(options)
   parts = _server_parts.assemble(options)
   options, workload = parts.options, parts.workload
-  _experiment.make_directories(options)
-  output = _experiment.output_directory(options, "train")
+  _workload.make_directories(options)
+  output = _workload.output_directory(options, "train")
   evaluate = workload.evaluator(parts.model.apply)
   samples = round(options.epochs * len(workload.train))
   more: dict[str, Any] = {"driver": options.driver}
@@ -118,7 +117,7 @@ def _explained(
 class _Printer:
   """Prints the records of a run, and counts them."""
 
-  def __init__(self, run: server.ServerRun, dataset: _datasets.AnyDataset):
+  def __init__(self, run: server.ServerRun, dataset: _workload.AnyDataset):
     self._run, self._dataset, self.number = run, dataset, 0
 
   def __call__(self, record: training.Record) -> None:
@@ -127,11 +126,11 @@ class _Printer:
     second = "virtual s" if record.clock == "virtual" else "s"
     print(
       f"update {record.step}  {record.train_s:.4g} {second}  "
-      f"{_datasets.quality(record.metrics)}  "
-      f"train loss {_datasets.loss(record)}  "
+      f"{_workload.quality(record.metrics)}  "
+      f"train loss {_workload.loss(record)}  "
       f"staleness {self._run.mark.staleness:.2f}  "
       f"{training.format_bytes(record.sent_bytes)} pushed per worker  "
-      f"{_datasets.speed(record, self._dataset)} a {second}",
+      f"{_workload.speed(record, self._dataset)} a {second}",
       flush=True,
     )
 

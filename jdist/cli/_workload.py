@@ -1,0 +1,372 @@
+"""What a run trains: its data, model, workers and programs, by its options.
+
+Nothing is written or trained here, so that wrong options are reported before
+anything is half done.
+"""
+
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from jdist import (
+  checks,
+  collectives,
+  data,
+  models,
+  profiling,
+  training,
+  transforms,
+)
+from jdist.cli import _groups, _methods, _options, _output
+from jdist.storage import hashes
+from jdist.training import comparison
+
+AnyDataset = data.Dataset | data.TextDataset
+_Common = TypeVar("_Common", bound=_groups.Common)
+# Bytes of all workers that are evaluated at once.
+_EVALUATED = 2**17
+# Networks with many strided layers, which leave nothing of images of less than
+# 16 x 16 pixels and would take minutes to compile for them.
+_LARGE_MODELS = ("alexnet", "vgg", "resnet18", "resnet34", "resnet50")
+_LARGE_PIXELS = 16
+
+
+def named(options: _Common) -> _Common:
+  """Returns the options with the name and a hash of `--text` as data set.
+
+  Rows and checkpoints then identify the text, wherever its file is.
+
+  Raises:
+    ValueError: when both are given, or there is no such file.
+  """
+  if options.text is None:
+    return options
+  if "dataset" in _options.given(options):
+    raise ValueError(
+      f"`--dataset` must be left out with `--text`, got {options.dataset}."
+    )
+  path = pathlib.Path(options.text)
+  if not path.is_file():
+    raise ValueError(f"`--text` must be a file, got {options.text!r}.")
+  # The path may change when a run is resumed, but not the text.
+  digest = hashes.hash_file(path)[:8]
+  return dataclasses.replace(options, dataset=f"{path.stem}-{digest}")
+
+
+def check(options: _groups.Common) -> None:
+  """Raises a ValueError for options that do not match, before any data is read.
+
+  Raises:
+    ValueError: when options do not match.
+    ImportError: when extras are missing, with all their names.
+  """
+  # Only `train` has this option and the two below.
+  model = getattr(options, "final_params", None)
+  if model is not None and pathlib.Path(model).suffix != ".safetensors":
+    raise ValueError(
+      "`--final-params` must be a file FILE.safetensors, by whose ending other "
+      f"programs know the format, got {model!r}."
+    )
+  parts = options.workers * options.accumulate
+  if options.batch_size < 1 or options.batch_size % parts:
+    below = max(options.batch_size // parts, 1) * parts
+    raise ValueError(
+      f"`--batch-size` must divide evenly over {options.workers} workers"
+      f"{f' times {options.accumulate}' if options.accumulate > 1 else ''}, "
+      f"got {options.batch_size}. Take {below} or {below + parts}."
+    )
+  # Missing extras are reported together, before hours of downloading data.
+  needed = _check_data(options)
+  for option, module, extra in (
+    ("checkpoints", "orbax.checkpoint", "checkpoints"),
+    ("methods", "matplotlib", "plots"),
+    ("tensorboard", "tensorboardX", "metrics"),
+    ("final_params", "safetensors", "export"),
+  ):
+    if getattr(options, option, None) is not None:
+      needed[module] = extra
+  checks.check_extras(needed)
+
+
+def _check_data(options: _groups.Common) -> dict[str, str]:
+  """Checks that data set, model and their options match.
+
+  Returns:
+    The modules that read the data set, with their extras.
+
+  Raises:
+    ValueError: when they do not match.
+  """
+  text = options.text is not None or options.dataset in data.TEXT_NAMES
+  if not text:
+    known = (*data.NAMES, *data.TEXT_NAMES)
+    _options.check_name("--dataset", options.dataset, known)
+  _options.check_name("--model", options.model, models.NAMES)
+  if text and options.model not in models.TEXT_NAMES:
+    raise ValueError(
+      f"`--model` must be {' or '.join(models.TEXT_NAMES)} for a text, got "
+      f"{options.model}."
+    )
+  if not text and options.model in models.TEXT_NAMES:
+    raise ValueError(
+      f"`--model` must be one for images with {options.dataset}, got "
+      f"{options.model}. It needs a text: `--dataset {data.TEXT_NAMES[0]}` or "
+      "`--text FILE`."
+    )
+  # Images have no windows; texts have no labels that could be skewed, and
+  # cannot be flipped.
+  unfit = {"augment": False, "alpha": None} if text else {"window_length": None}
+  for name, usual in unfit.items():
+    if getattr(options, name) != usual:
+      raise ValueError(
+        f"`{_options.word(name)}` must be left out with "
+        f"{'a text' if text else 'images'}, got {getattr(options, name)}."
+      )
+  if options.dataset == "digits":
+    return {"sklearn": "data"}
+  if options.text is not None or options.dataset == "synthetic":
+    return {}
+  images = {} if text else {"PIL": "data"}
+  return {"tensorflow_datasets": "data", "array_record": "data"} | images
+
+
+def build(
+  options: _groups.Common,
+  team: Callable[[], collectives.Workers] | None = None,
+) -> comparison.Workload:
+  """Loads the data and makes the workers, by a `team` if it is given."""
+  train, test = _load(options)
+  # Workers are checked before their devices are made: thousands of virtual
+  # devices would take all memory.
+  for name in ("batch_size", "workers"):
+    number = getattr(options, name)
+    if number > len(train):
+      raise ValueError(
+        f"`{_options.word(name)}` must not exceed the {len(train)} training "
+        f"samples, got {number}."
+      )
+  if team is None:
+    workers = collectives.workers(options.workers, substrate=options.substrate)
+  else:
+    workers = team()
+  workload = comparison.Workload(
+    workers,
+    train,
+    test,
+    functools.partial(build_model, options, train),
+    options.batch_size,
+    options.accumulate,
+    options.alpha,
+    options.augment,
+    options.dtype,
+    _evaluation_batch(options.workers, test),
+  )
+  workload.batches(seed=0)  # Checks `alpha` before anything is written.
+  return workload
+
+
+def make_directories(options: Any) -> None:
+  """Makes the directories that options name, before hours of training."""
+  model = options.final_params
+  for option, path in (
+    ("--output", options.output),
+    ("--checkpoints", options.checkpoints),
+    ("--tensorboard", options.tensorboard),
+    ("--final-params", None if model is None else pathlib.Path(model).parent),
+  ):
+    if path is not None:
+      _output.make_directory(option, path)
+
+
+def output_directory(options: _groups.Common, command: str) -> pathlib.Path:
+  """Makes the directory for a command's results."""
+  label = f"{command}-{options.dataset}"
+  return _output.output_directory(options.output, label)
+
+
+def _load(options: _groups.Common) -> tuple[AnyDataset, AnyDataset]:
+  """Returns the training and the test set."""
+  if options.text is None and options.dataset in data.NAMES:
+    return data.load(options.dataset), data.load(options.dataset, "test")
+  source = options.dataset if options.text is None else options.text
+  given: dict[str, Any] = {}
+  if options.window_length is not None:
+    given["window_length"] = options.window_length
+  train, test = (
+    dataclasses.replace(
+      data.load_text(source, split, **given), name=options.dataset
+    )
+    for split in ("train", "test")
+  )
+  return train, test
+
+
+def build_model(
+  options: _groups.Common, train: AnyDataset, seed: int
+) -> models.Model:
+  """Builds the model that options name, for a data set."""
+  large = options.model.startswith(_LARGE_MODELS)
+  if large and min(train.input_shape[:2]) < _LARGE_PIXELS:
+    size = "x".join(map(str, train.input_shape[:2]))
+    raise ValueError(
+      f"`--model` must suit images of {size}: mlp, lenet, cnn, resnet8 or "
+      f"resnet20, got {options.model}, which needs {_LARGE_PIXELS}x"
+      f"{_LARGE_PIXELS} or more."
+    )
+  return models.build(**build_arguments(options, train), seed=seed)
+
+
+def build_arguments(
+  options: _groups.Common, train: AnyDataset
+) -> dict[str, Any]:
+  """Returns the arguments of `models.build`, without the seed."""
+  chosen = {
+    name: getattr(options, name)
+    for name in ("norm", "num_layers", "width", "num_heads")
+    if getattr(options, name) is not None
+  }
+  return {
+    "name": options.model,
+    "input_shape": train.input_shape,
+    "num_classes": train.num_classes,
+    **chosen,
+  }
+
+
+def _evaluation_batch(num_workers: int, test: AnyDataset) -> int:
+  """Returns how many samples a worker evaluates at once."""
+  samples = 1024
+  if isinstance(test, data.TextDataset):
+    # The logits of a text have 256 numbers for every byte.
+    samples = min(samples, _EVALUATED // test.input_shape[0])
+  return samples // num_workers or 1
+
+
+@dataclasses.dataclass
+class Prepared:
+  """One method's programs: compiled once, used for every seed."""
+
+  workload: comparison.Workload
+  options: _groups.Common
+  method: str
+  peak: float
+
+  def __post_init__(self) -> None:
+    workload, options = self.workload, self.options
+    # Methods depend on the structure of the model and not on its seed.
+    model = workload.model(0)
+    self.budget = _methods.make_budget(
+      options, self.peak, workload.steps_per_epoch
+    )
+    optimizer = _methods.build_method(
+      self.method, options, self.budget, workload.workers.axis, model
+    )
+    self.programs = workload.programs(
+      optimizer,
+      model.apply,
+      stream_steps=stream_steps(options, workload.workers, optimizer, model)
+      if options.stream
+      else (),
+      # None means wherever a method supports it.
+      host_rounds=None if options.host_rounds else False,
+    )
+
+  def run(
+    self,
+    seed: int,
+    *,
+    label: str | Callable[[int, str], None] | None = None,
+    on_end: Callable[[Any, Any], None] | None = None,
+    **fit: Any,
+  ) -> list[training.Record]:
+    """Trains from a seed's initial parameters; see `Trainer.fit`.
+
+    Args:
+      seed: The seed of the run.
+      label: What the progress bar shows.
+      on_end: Is called with the trained parameters and batch statistics.
+      **fit: Arguments of `Trainer.fit`.
+    """
+    state, records = self.programs.run(
+      seed,
+      self.budget.num_steps,
+      evaluate_every=self.workload.steps(self.options.evaluate_every_epochs),
+      label=label,
+      **fit,
+    )
+    # The evaluated model is the anchor, which all workers share.
+    if on_end is not None:
+      on_end(*self.programs.evaluate.model(state))
+    return records
+
+  def other_workers(self, seed: int) -> Callable[[int], training.OtherWorkers]:
+    """Returns how to read a checkpoint of another number of workers."""
+
+    # Under vmap any number of old workers fits on this host.
+    def read(number: int) -> training.OtherWorkers:
+      old = collectives.workers(number, substrate="vmap")
+      model = self.workload.model(seed)
+      optimizer = _methods.build_method(
+        self.method, self.options, self.budget, old.axis, model
+      )
+      return training.OtherWorkers(
+        old,
+        lambda: training.init_state(
+          old, optimizer, model.params, model.state, seed=seed
+        ),
+        lambda state: training.resize(
+          state, optimizer, old, self.workload.workers, self.programs.optimizer
+        ),
+      )
+
+    return read
+
+
+def stream_steps(
+  options: _groups.Common,
+  workers: collectives.Workers,
+  optimizer: Any,
+  model: Any,
+) -> tuple[int, ...]:
+  """Returns the splits of a streamed message for which programs are needed."""
+  # Whether a chain streams shows in the shapes of its state.
+  state = profiling.abstract_state(
+    workers, optimizer, model.params, model.state
+  )
+  streams = transforms.streams(state.opt_state)
+  return _methods.STREAM_STEPS if streams else ()
+
+
+def words(dataset: AnyDataset) -> str:
+  """Returns the plural noun for a data set's samples."""
+  if isinstance(dataset, data.TextDataset):
+    return f"windows of {dataset.input_shape[0]} bytes"
+  return "images"
+
+
+def quality(metrics: Mapping[str, float]) -> str:
+  """Returns a model's quality, as a training run prints it."""
+  text = f"accuracy {100 * metrics['accuracy']:.2f} %"
+  if "bits_per_token" in metrics:
+    text = f"{metrics['bits_per_token']:.3f} bits per byte  {text}"
+  return text
+
+
+def loss(record: training.Record) -> str:
+  """Returns the training loss, or a dash where no step has been trained."""
+  unknown = math.isnan(record.train_loss) and not record.diverged
+  # If every step was skipped, the loss is not a number and no dash either.
+  if unknown and not record.skipped:
+    return "–"
+  return f"{record.train_loss:.4f}"
+
+
+def speed(record: training.Record, dataset: AnyDataset) -> str:
+  """Returns the speed of training, in images or in bytes of a text."""
+  if isinstance(dataset, data.TextDataset):
+    length = dataset.input_shape[0]
+    return f"{training.format_rate(record.samples_per_s * length)} bytes"
+  return f"{training.format_rate(record.samples_per_s)} images"
