@@ -1,7 +1,9 @@
 """Ends of runs: with a row, refused (2), diverged (3), by SIGTERM (143)."""
 
+import contextlib
 import dataclasses
 import pathlib
+from collections.abc import Callable, Iterator
 from typing import Any, TYPE_CHECKING
 
 from jdist.cli import _options
@@ -82,29 +84,56 @@ def check(
   )
 
 
-def interrupt(
-  checkpoints: "training.Checkpoints | None",
-  options: Any,
-) -> KeyboardInterrupt:
-  """Returns the interrupt of a run, which says where it will resume."""
-  if checkpoints is None:
-    return KeyboardInterrupt()
-  step = checkpoints.latest_step()
-  if step is None:  # The first checkpoint had not been written yet.
-    return KeyboardInterrupt("nothing is saved.")
-  return KeyboardInterrupt(
-    f"step {step} is saved in {options.checkpoints}: the same "
-    "command resumes from there."
-  )
+@contextlib.contextmanager
+def explained(
+  options: Any, newest: Callable[[], str | None], unit: str, total: str = ""
+) -> Iterator[None]:
+  """Explains in words of the command line why the training within has ended.
+
+  Args:
+    options: The options of the run.
+    newest: Names the newest checkpoint; None if there is none.
+    unit: What the run counts, in the singular.
+    total: The length of the run, as it is printed behind the last step.
+  """
+  from jdist import server, training
+
+  def kept(what: str | None) -> str:
+    if what is None:
+      return "nothing is saved."
+    return (
+      f"{what} is saved in {options.checkpoints}: the same command resumes "
+      "from there."
+    )
+
+  try:
+    yield
+  except training.OtherRunError as error:
+    raise _refusal(error, options) from None
+  except server.LostRunError as error:
+    start = "last checkpoint" if options.checkpoints else "beginning"
+    raise LostError(
+      f"{error} The same command starts from the {start}."
+    ) from None
+  except KeyboardInterrupt:
+    # Without checkpoints a message about them would only confuse.
+    said = [] if options.checkpoints is None else [kept(newest())]
+    raise KeyboardInterrupt(*said) from None
+  except training.PreemptedError as stop:
+    saved = kept("which") if stop.saved else f"and {kept(newest())}"
+    raise TerminatedError(
+      f"ended after {unit} {stop.step}{total}, {saved}"
+    ) from None
 
 
-def refusal(error: "training.OtherRunError") -> ValueError:
+def _refusal(error: "training.OtherRunError", options: Any) -> ValueError:
   """Returns the error for a checkpoint of a run with other options."""
   parts = []
   for name, (there, here) in error.differences.items():
     if name in _HIDDEN:
       parts.append(_HIDDEN[name])
-    else:
+    # Other entries follow from options, which differ as well.
+    elif hasattr(options, name):
       parts.append(
         f"`{_options.word(name)}` is {_shown(there)} in the checkpoint and "
         f"{_shown(here)} here"

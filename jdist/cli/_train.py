@@ -75,7 +75,13 @@ def run(options: _commands.Train, programs: Any) -> None:
   ends = {}
   if options.final_params is not None:
     ends["on_end"] = functools.partial(_save_model, options, workload)
-  checkpoints = board = None
+  checkpoints: training.Checkpoints | None = None
+  board = None
+
+  def newest() -> str | None:
+    step = None if checkpoints is None else checkpoints.latest_step()
+    return None if step is None else f"step {step}"
+
   with contextlib.ExitStack() as stack:
     if options.checkpoints is not None:
       checkpoints = training.Checkpoints(
@@ -87,7 +93,8 @@ def run(options: _commands.Train, programs: Any) -> None:
     # Only the first process writes: all of them have the same records.
     if first and options.tensorboard is not None:
       board = stack.enter_context(training.MetricsWriter(options.tensorboard))
-    try:
+    total = f" of {programs.budget.num_steps}"
+    with _run_end.explained(options, newest, "step", total):
       records = programs.run(
         options.seed,
         label=options.method if first else None,
@@ -100,26 +107,11 @@ def run(options: _commands.Train, programs: Any) -> None:
         stop_on_sigterm=True,
         **ends,
       )
-    # The checkpoint's own errors do not know how options are typed.
-    except training.OtherRunError as error:
-      raise _run_end.refusal(error) from None
-    except KeyboardInterrupt:
-      raise _run_end.interrupt(checkpoints, options) from None
-    except training.PreemptedError as stop:
-      kept = "and nothing is saved."
-      if stop.saved:
-        kept = f"which is saved in {options.checkpoints}: the same command "
-        kept += "resumes from there."
-      raise _run_end.TerminatedError(
-        f"ended after step {stop.step} of {programs.budget.num_steps}, {kept}"
-      ) from None
   if first:
     output = _workload.output_directory(options, "train")
     _run_end.write_row(output, options, options.method, records, **resumed)
-  saved = checkpoints is not None and checkpoints.latest_step() is not None
-  _run_end.check(
-    records, options.learning_rate, options.checkpoints if saved else None
-  )
+  saved = None if newest() is None else options.checkpoints
+  _run_end.check(records, options.learning_rate, saved)
 
 
 def _save_model(

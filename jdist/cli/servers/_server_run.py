@@ -37,6 +37,7 @@ def train(options: _commands.Train) -> None:
   evaluate = workload.evaluator(parts.model.apply)
   samples = round(options.epochs * len(workload.train))
   more: dict[str, Any] = {"driver": options.driver}
+  shown: list[int] = []
 
   def resume(update: int) -> None:
     more["resumed_from_step"] = update
@@ -45,8 +46,25 @@ def train(options: _commands.Train) -> None:
   with _session(parts) as session:
     # The session ends with its processes, so that the summary is asked within.
     run = server.ServerRun(session)
-    show = _Printer(run, workload.train)
-    with _explained(options, run):
+
+    def newest() -> str | None:
+      return "the last checkpoint" if run.saved else None
+
+    def show(record: training.Record) -> None:
+      assert run.mark is not None
+      shown.append(record.step)
+      second = "virtual s" if record.clock == "virtual" else "s"
+      print(
+        f"update {record.step}  {record.train_s:.4g} {second}  "
+        f"{_workload.quality(record.metrics)}  "
+        f"train loss {_workload.loss(record)}  "
+        f"staleness {run.mark.staleness:.2f}  "
+        f"{training.format_bytes(record.sent_bytes)} pushed per worker  "
+        f"{_workload.speed(record, workload.train)} a {second}",
+        flush=True,
+      )
+
+    with _run_end.explained(options, newest, "update"):
       records = run.fit(
         samples,
         "samples",
@@ -61,7 +79,7 @@ def train(options: _commands.Train) -> None:
         stop_on_sigterm=True,
       )
       more |= session.summary()
-  if not show.number:  # The checkpoint is of the run's end.
+  if not shown:  # The checkpoint is of the run's end.
     print(f"Nothing left to train: update {records[-1].step}.")
     show(records[-1])
   # A run that has diverged or ended early leaves its row, too.
@@ -73,65 +91,6 @@ def train(options: _commands.Train) -> None:
       "`--cluster` must have a machine that is there until the end: after "
       f"{run.mark.samples:,} of {samples:,} samples all are away for good. "
       "Give an outage an `end_s`, or add machines."
-    )
-
-
-@contextlib.contextmanager
-def _explained(
-  options: _commands.Train, run: server.ServerRun
-) -> Iterator[None]:
-  """Explains the ways in which a run may end, by the command line's errors."""
-
-  def saved(what: str) -> str:
-    return (
-      f"{what} is saved in {options.checkpoints}: the same command resumes "
-      "from there."
-    )
-
-  try:
-    yield
-  except training.OtherRunError as error:
-    # The run's own `every` and `clock` follow from options, which differ, too.
-    found = {x: y for x, y in error.differences.items() if hasattr(options, x)}
-    raise _run_end.refusal(training.OtherRunError(found)) from None
-  except server.LostRunError as error:
-    kept = "last checkpoint" if options.checkpoints else "beginning"
-    raise _run_end.LostError(
-      f"{error} The same command starts from the {kept}."
-    ) from None
-  except KeyboardInterrupt:
-    raise (
-      KeyboardInterrupt(saved("the last checkpoint"))
-      if run.saved
-      else KeyboardInterrupt()
-    ) from None
-  except training.PreemptedError as stop:
-    kept = "and nothing is saved."
-    if run.saved:
-      kept = saved("which" if stop.saved else "and the last checkpoint")
-    raise _run_end.TerminatedError(
-      f"ended after update {stop.step}, {kept}"
-    ) from None
-
-
-class _Printer:
-  """Prints the records of a run, and counts them."""
-
-  def __init__(self, run: server.ServerRun, dataset: _workload.AnyDataset):
-    self._run, self._dataset, self.number = run, dataset, 0
-
-  def __call__(self, record: training.Record) -> None:
-    assert self._run.mark is not None
-    self.number += 1
-    second = "virtual s" if record.clock == "virtual" else "s"
-    print(
-      f"update {record.step}  {record.train_s:.4g} {second}  "
-      f"{_workload.quality(record.metrics)}  "
-      f"train loss {_workload.loss(record)}  "
-      f"staleness {self._run.mark.staleness:.2f}  "
-      f"{training.format_bytes(record.sent_bytes)} pushed per worker  "
-      f"{_workload.speed(record, self._dataset)} a {second}",
-      flush=True,
     )
 
 
