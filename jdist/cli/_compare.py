@@ -85,8 +85,7 @@ def compare(options: _commands.Compare) -> None:
     output / "compare.png",
     link,
   )
-  print(f"Rows: {output / 'rows.jsonl'}")
-  print(f"Picture: {output / 'compare.png'}")
+  _output.print_files(output, ["compare"], timelines=False)
   _raise_diverged(found)
 
 
@@ -210,18 +209,16 @@ def _table(found: comparison.Compared, options: _commands.Compare) -> Any:
   text = "bits_per_token" in found.rows[base][0]
   value = _bits if text else comparison.accuracy
   digits = 3 if text else 2
-  most = max(_mean(runs, "sent_bytes") for runs in found.rows.values())
+  sent = {x: comparison.mean(y, "sent_bytes") for x, y in found.rows.items()}
 
   def name(method: str, runs: _Runs) -> str:
     wrong = sum(row["test_loss"] is None for row in runs)
     return f"{method} ({wrong} diverged)" if wrong else method
 
   def quality(method: str, runs: _Runs) -> str:
-    values = [value(row) for row in runs]
-    mean = f"{statistics.mean(values):.{digits}f}"
-    if len(runs) == 1:
-      return mean
-    return f"{mean} ± {statistics.stdev(values):.{digits}f}"
+    mean, spread = comparison.mean_and_spread(runs, value)
+    text = f"{mean:.{digits}f}"
+    return f"{text} ± {spread:.{digits}f}" if len(runs) > 1 else text
 
   def difference(method: str, runs: _Runs) -> str:
     # Seeds are paired: a difference of the same seed has less variance.
@@ -230,17 +227,15 @@ def _table(found: comparison.Compared, options: _commands.Compare) -> Any:
       return "-"
     return f"{more.mean:+.{digits}f} ± {more.high - more.mean:.{digits}f}"
 
-  def fewer(method: str, runs: _Runs) -> str:
-    sent = _mean(runs, "sent_bytes")
-    return f"{most / sent:.1f}x" if sent else "-"
-
   columns: dict[str, Callable[[str, _Runs], str]] = {
     "method": name,
     "test bits per byte" if text else "test accuracy %": quality,
     f"more than {base}": difference,
-    "rounds": lambda _, runs: f"{_mean(runs, 'rounds'):,.0f}",
-    "MB sent": lambda _, runs: f"{_mean(runs, 'sent_bytes') / 1e6:.3g}",
-    "fewer bytes": fewer,
+    "rounds": lambda _, runs: f"{comparison.mean(runs, 'rounds'):,.0f}",
+    "MB sent": lambda method, _: f"{sent[method] / 1e6:.3g}",
+    "fewer bytes": lambda method, _: (
+      f"{max(sent.values()) / sent[method]:.1f}x" if sent[method] else "-"
+    ),
     "windows/s" if text else "images/s": lambda _, runs: training.format_rate(
       _mean_rate(runs)
     ),
@@ -269,9 +264,5 @@ def _table(found: comparison.Compared, options: _commands.Compare) -> Any:
 def _mean_rate(rows: _Runs) -> float:
   """Returns the mean rate of the runs that have one, or NaN."""
   # A run of one step has no rate: its time is that of compiling.
-  known = [x for x in (row["samples_per_s"] for row in rows) if x]
+  known = [row["samples_per_s"] for row in rows if row["samples_per_s"]]
   return statistics.mean(known) if known else math.nan
-
-
-def _mean(rows: _Runs, key: str) -> float:
-  return statistics.mean(row[key] for row in rows)

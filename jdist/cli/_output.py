@@ -36,13 +36,15 @@ def make_directory(option: str, path: str | pathlib.Path) -> None:
   )
 
 
-def print_files(output: pathlib.Path, names: Iterable[str] = ()) -> None:
+def print_files(
+  output: pathlib.Path, names: Iterable[str] = (), *, timelines: bool = True
+) -> None:
   """Prints where rows are, and the pictures and timelines of some names."""
   # Rich's console would break a long path into lines.
   print(f"Rows: {output / 'rows.jsonl'}")
   for name in names:
     print(f"Picture: {output / f'{name}.png'}")
-  if names:
+  if names and timelines:
     print(f"Timelines for https://ui.perfetto.dev: {output}/*.json")
 
 

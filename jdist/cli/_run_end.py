@@ -36,7 +36,6 @@ class DivergedError(Exception):
 def write_row(
   output: pathlib.Path,
   options: Any,
-  method: str | None,
   records: "list[training.Record]",
   **more: Any,
 ) -> None:
@@ -45,42 +44,32 @@ def write_row(
   from jdist import training
   from jdist.training import comparison
 
-  fields = {"learning_rate": options.learning_rate, "workers": options.workers}
+  names = ("method", "learning_rate", "workers")
+  fields = {name: getattr(options, name) for name in names}
   fields |= comparison.summarize(records) | more
-  config = dataclasses.asdict(options)
-  row = training.make_row(config, options.seed, method=method, **fields)
+  row = training.make_row(dataclasses.asdict(options), options.seed, **fields)
   training.append_rows(output / "rows.jsonl", [row])
   print(f"Row: {output / 'rows.jsonl'}")
 
 
-def check(
-  records: Any, rate: float, saved: Any = None, skips: bool = True
-) -> None:
-  """Raises a DivergedError if the run has diverged by its last record.
-
-  Args:
-    records: The records of the run.
-    rate: Its learning rate.
-    saved: The directory of its checkpoints, if there are any.
-    skips: Whether the run supports `--skip-nonfinite`.
-  """
+def check(options: Any, records: Any, saved: bool) -> None:
+  """Raises a DivergedError if the run has diverged by its last record."""
   last = records[-1]
   if not last.diverged:
     return
   # Evaluations see a divergence only at their next record.
   first = next(record.step for record in records if record.diverged)
-  kept = f" States that are finite stay in {saved}." if saved else ""
-  remedies = f"a lower `--learning-rate`, {rate:g} here, "
-  if skips:
-    remedies += (
+  kept = f" States that are finite stay in {options.checkpoints}."
+  remedies = "or a longer `--warmup-epochs`."
+  if options.protocol is None:  # A server does not skip gradients.
+    remedies = (
       "a longer `--warmup-epochs`, or `--skip-nonfinite` where single "
       "gradients are not finite."
     )
-  else:
-    remedies += "or a longer `--warmup-epochs`."
   raise DivergedError(
     f"the loss is not finite since step {first} of {last.step} or before. Take "
-    f"{remedies}{kept}"
+    f"a lower `--learning-rate`, {options.learning_rate:g} here, {remedies}"
+    f"{kept if saved else ''}"
   )
 
 

@@ -109,9 +109,8 @@ def run(options: _commands.Train, programs: Any) -> None:
       )
   if first:
     output = _workload.output_directory(options, "train")
-    _run_end.write_row(output, options, options.method, records, **resumed)
-  saved = None if newest() is None else options.checkpoints
-  _run_end.check(records, options.learning_rate, saved)
+    _run_end.write_row(output, options, records, **resumed)
+  _run_end.check(options, records, newest() is not None)
 
 
 def _save_model(

@@ -70,14 +70,8 @@ def check(options: _groups.Common) -> None:
       "`--final-params` must be a file FILE.safetensors, by whose ending other "
       f"programs know the format, got {model!r}."
     )
-  parts = options.workers * options.accumulate
-  if options.batch_size < 1 or options.batch_size % parts:
-    below = max(options.batch_size // parts, 1) * parts
-    raise ValueError(
-      f"`--batch-size` must divide evenly over {options.workers} workers"
-      f"{f' times {options.accumulate}' if options.accumulate > 1 else ''}, "
-      f"got {options.batch_size}. Take {below} or {below + parts}."
-    )
+  more = options.accumulate
+  check_batch(options, more, f" times {more}" if more > 1 else "")
   # Missing extras are reported together, before hours of downloading data.
   needed = _check_data(options)
   for option, module, extra in (
@@ -89,6 +83,19 @@ def check(options: _groups.Common) -> None:
     if getattr(options, option, None) is not None:
       needed[module] = extra
   checks.check_extras(needed)
+
+
+def check_batch(
+  options: _groups.Common, parts: int, named: str, remedy: str = ""
+) -> None:
+  """Raises a ValueError unless a batch divides over workers and their parts."""
+  size, parts = options.batch_size, options.workers * parts
+  if size < 1 or size % parts:
+    below = max(size // parts, 1) * parts
+    raise ValueError(
+      f"`--batch-size` must divide evenly over {options.workers} workers"
+      f"{named}, got {size}. Take {below} or {below + parts}{remedy}."
+    )
 
 
 def _check_data(options: _groups.Common) -> dict[str, str]:

@@ -30,23 +30,21 @@ def check(options: _commands.Train) -> pipeline.Table:
       f"whole model, got {options.stages} for {options.method}."
     )
   table = _tables.of_options(options)
-  late = {"--late-from": options.late_from is not None}
-  late["--delay-fix"] = options.delay_fix != "none"
-  for option, given in late.items():
-    # With a window of 1 an update waits for all gradients of its iteration.
-    if given and table.window == 1:
-      raise ValueError(
-        f"`{option}` must be left out with `--table` {options.table}, whose "
-        "gradients are in time. Take ours."
-      )
-  parts = options.workers * table.num_microbatches
-  if options.batch_size % parts:
-    below = max(options.batch_size // parts, 1) * parts
-    raise ValueError(
-      f"`--batch-size` must divide evenly over {options.workers} workers times "
-      f"{table.num_microbatches} micro-batches, got {options.batch_size}. Take "
-      f"{below} or {below + parts}, or other `--microbatches`."
+  # With a window of 1 an update waits for all gradients of its iteration.
+  if table.window == 1:
+    _options.check_left_out(
+      options,
+      ("late_from", "delay_fix"),
+      f"with `--table` {options.table}, whose gradients are in time "
+      "(take ours)",
     )
+  number = table.num_microbatches
+  _workload.check_batch(
+    options,
+    number,
+    f" times {number} micro-batches",
+    ", or other `--microbatches`",
+  )
   return table
 
 
@@ -56,9 +54,9 @@ def prepare(
   """Loads the data and builds the run's programs."""
   assert options.stages is not None
   shape = options.workers, options.stages
+  needed = options.workers * options.stages
 
   def team() -> collectives.Workers:
-    needed = shape[0] * shape[1]
     # In a run of several processes each one has made its devices already.
     if not jax.distributed.is_initialized():
       collectives.make_cpu_devices(needed)
@@ -103,10 +101,8 @@ class PreparedStages:
     self.late = self._phase(self.table)
     self.first: _Phase | None = None
     if options.late_from is not None:
-      table = self.table
-      self.first = self._phase(
-        pipeline.make_table("1f1b", table.num_stages, table.num_microbatches)
-      )
+      shape = self.table.num_stages, self.table.num_microbatches
+      self.first = self._phase(pipeline.make_table("1f1b", *shape))
     self.evaluate = workload.evaluator(self.late.pipe.apply)
 
   def other_workers(self, seed: int) -> None:

@@ -83,9 +83,8 @@ def train(options: _commands.Train) -> None:
     print(f"Nothing left to train: update {records[-1].step}.")
     show(records[-1])
   # A run that has diverged or ended early leaves its row, too.
-  _run_end.write_row(output, options, options.protocol, records, **more)
-  saved = options.checkpoints if run.saved else None
-  _run_end.check(records, options.learning_rate, saved, skips=False)
+  _run_end.write_row(output, options, records, **more)
+  _run_end.check(options, records, run.saved)
   if run.mark is not None and run.mark.ended:
     raise ValueError(
       "`--cluster` must have a machine that is there until the end: after "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from jdist import cluster, server, training
@@ -48,7 +49,14 @@ def simulate(options: _commands.Simulate) -> None:
   console.print(_heading(machines, profile))
   for name, run in runs.items():
     run.run(**limits)
-    training.append_rows(output / "rows.jsonl", [_row(name, run, options)])
+    row = training.make_row(
+      dataclasses.asdict(options),
+      options.seed,
+      protocol=name,
+      **run.summary(),
+      nodes={node: dataclasses.asdict(x) for node, x in run.nodes.items()},
+    )
+    training.append_rows(output / "rows.jsonl", [row])
     # A run has no events if all machines are away from the beginning.
     _draw(name, run, min(drawn, run.now_s or drawn), output)
   console.print(_table(runs))
@@ -58,11 +66,7 @@ def simulate(options: _commands.Simulate) -> None:
         f"{name} has ended after update {run.state.version} at "
         f"{run.now_s:.4g} s: all machines are away for good from then on."
       )
-  # The console would break a long path into lines.
-  print(f"Rows: {output / 'rows.jsonl'}")
-  for name in runs:
-    print(f"Picture: {output / f'{name}.png'}")
-  print(f"Timelines for https://ui.perfetto.dev: {output}/*.json")
+  _output.print_files(output, runs)
 
 
 def _check(
@@ -111,58 +115,32 @@ def _draw(
   trace.save_perfetto(output / f"{name}.json")
 
 
-def _row(
-  name: str, run: server.Simulation, options: _commands.Simulate
-) -> dict[str, Any]:
-  return training.make_row(
-    dataclasses.asdict(options),
-    options.seed,
-    protocol=name,
-    **run.summary(),
-    nodes={
-      node: dataclasses.asdict(totals) for node, totals in run.nodes.items()
-    },
-  )
-
-
 def _table(runs: dict[str, server.Simulation]) -> Any:
-  from rich import table
-
-  grid = table.Table(
-    title="Protocols on a virtual clock",
-    caption=(
-      "Staleness: updates since a gradient's parameters were sent, mean over "
-      "updates / mean over machines / maximum. Spread: slowest over fastest "
-      "machine's last iteration."
+  columns: dict[str, Callable[[str, server.Simulation, Any], str]] = {
+    "protocol": lambda name, run, found: name,
+    "time s": lambda name, run, found: f"{run.now_s:.4g}",
+    "updates": lambda name, run, found: f"{found['updates']:,}",
+    "samples/s": lambda name, run, found: f"{found['samples_per_s']:.4g}",
+    "busy %": lambda name, run, found: f"{100 * found['utilisation']:.1f}",
+    "staleness": lambda name, run, found: (
+      "{mean_over_updates:.2f} / {mean_over_nodes:.2f} / {maximum:.0f}".format(
+        **found["staleness"]
+      )
     ),
+    "spread": lambda name, run, found: f"{found['iteration_spread']:.2f}",
+    "unused": lambda name, run, found: f"{sum(run.state.discarded.values()):,}",
+    "GB sent": lambda name, run, found: (
+      f"{(run.pulled_bytes + run.pushed_bytes) / 1e9:.3g}"
+    ),
+  }
+  return _output.table(
+    "Protocols on a virtual clock",
+    "Staleness: updates since a gradient's parameters were sent, mean over "
+    "updates / mean over machines / maximum. Spread: slowest over fastest "
+    "machine's last iteration.",
+    columns,
+    [(name, run, run.summary()) for name, run in runs.items()],
   )
-  grid.add_column("protocol", no_wrap=True)
-  for title in (
-    "time s", "updates", "samples/s", "busy %", "staleness", "spread",
-    "unused", "GB sent",
-  ):  # fmt: skip
-    grid.add_column(title, justify="right")
-  for name, run in runs.items():
-    found = run.summary()
-    stale = found["staleness"]
-    grid.add_row(
-      name,
-      f"{run.now_s:.4g}",
-      f"{found['updates']:,}",
-      f"{found['samples_per_s']:.4g}",
-      f"{100 * found['utilisation']:.1f}",
-      " / ".join(
-        (
-          f"{stale['mean_over_updates']:.2f}",
-          f"{stale['mean_over_nodes']:.2f}",
-          f"{stale['maximum']:.0f}",
-        )
-      ),
-      f"{found['iteration_spread']:.2f}",
-      f"{sum(run.state.discarded.values()):,}",
-      f"{(run.pulled_bytes + run.pushed_bytes) / 1e9:.3g}",
-    )
-  return grid
 
 
 def _heading(machines: cluster.Cluster, profile: cluster.Profile) -> str:
