@@ -9,8 +9,8 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from jdist.cli import (
   _commands,
@@ -21,37 +21,24 @@ from jdist.cli import (
   _run_end,
 )
 
-
-class _Command(NamedTuple):
-  """A command's options, the function that runs it, and a line of help.
-
-  The function is loaded when it is used: help and errors should not wait for
-  Flax.
-  """
-
-  options: type[Any]
-  function: str
-  summary: str
-
-
-_COMMANDS = {
-  name: _Command(options, function, summary)
-  for name, options, function, summary in (
-    ("train", _commands.Train, "_train.train",
-     "train one model with one method"),
-    ("compare", _commands.Compare, "_compare.compare",
-     "compare methods: one table, one picture"),
-    ("overlap", _commands.Overlap, "programs._overlap.overlap",
-     "what hides communication on GPUs"),
-    ("bytes", _commands.Bytes, "programs._bytes.count",
-     "what a worker sends, counted in three ways"),
-    ("simulate", _commands.Simulate, "servers._simulate.simulate",
-     "a parameter server on unequal machines"),
-    ("pipeline", _commands.Pipeline, "pipelines._pipeline.run",
-     "draw, check, simulate or plan a pipeline's table"),
-    ("launch", _commands.Launch, "launch._launch.launch",
-     "start a run in several processes, here or on a cluster"),
-  )
+# The options of each command, the function that runs it, and a line of help.
+# The function is loaded when it is used, because help and errors should not
+# wait for Flax.
+_COMMANDS: dict[str, tuple[type[Any], str, str]] = {
+  "train": (_commands.Train, "_train.train",
+            "train one model with one method"),
+  "compare": (_commands.Compare, "_compare.compare",
+              "compare methods: one table, one picture"),
+  "overlap": (_commands.Overlap, "programs._overlap.overlap",
+              "what hides communication on GPUs"),
+  "bytes": (_commands.Bytes, "programs._bytes.count",
+            "what a worker sends, counted in three ways"),
+  "simulate": (_commands.Simulate, "servers._simulate.simulate",
+               "a parameter server on unequal machines"),
+  "pipeline": (_commands.Pipeline, "pipelines._pipeline.run",
+               "draw, check, simulate or plan a pipeline's table"),
+  "launch": (_commands.Launch, "launch._launch.launch",
+             "start a run in several processes, here or on a cluster"),
 }  # fmt: skip
 
 
@@ -104,7 +91,7 @@ def _status(words: list[str]) -> tuple[int, str]:
   """Runs a command and returns its exit status and its last line."""
   words = _expand(words)
   if not words or words[0] in ("-h", "--help", "help"):
-    summaries = {name: x.summary for name, x in _COMMANDS.items()}
+    summaries = {name: summary for name, (_, _, summary) in _COMMANDS.items()}
     print(_help.overview(summaries), end="")
     return 0, ""
   if words[0] in ("-V", "--version"):
@@ -122,7 +109,11 @@ def _status(words: list[str]) -> tuple[int, str]:
     if options is None:
       return 0, ""
     served = getattr(options, "protocol", None) is not None
-    return _load(words[0], served)(options) or 0, ""
+    path = "servers._server_run.train" if served else _COMMANDS[words[0]][1]
+    # The module is imported only now, with everything that it needs.
+    file, _, function = path.rpartition(".")
+    module = importlib.import_module(f"jdist.cli.{file}")
+    return getattr(module, function)(options) or 0, ""
   except (TimeoutError, _run_end.LostError) as error:
     # Another process may only have been late, so that a restart helps.
     return 75, f"error: {error}"
@@ -139,17 +130,6 @@ def _status(words: list[str]) -> tuple[int, str]:
     return _run_end.TERMINATED, f"SIGTERM: {error}"
   except KeyboardInterrupt as stop:  # A shell's status is 128 + SIGINT, too.
     return 130, f"interrupted: {stop}" if stop.args else "interrupted."
-
-
-def _load(name: str, served: bool) -> Callable[[Any], int | None]:
-  """Returns the function of a command, that of servers for a protocol."""
-  path = "servers._server_run.train" if served else _COMMANDS[name].function
-  # The module is imported only now, with everything that it needs.
-  module, _, function = path.rpartition(".")
-  found: Callable[[Any], int | None] = getattr(
-    importlib.import_module(f"jdist.cli.{module}"), function
-  )
-  return found
 
 
 def _expand(words: list[str]) -> list[str]:
@@ -205,7 +185,7 @@ def _parse(name: str, words: list[str]) -> Any:
 
 def _parse_own(name: str, words: list[str]) -> Any:
   """Returns the checked options of one command, without those behind `--`."""
-  command = _COMMANDS[name].options
+  command = _COMMANDS[name][0]
   defaults = _options.with_preset(command, _preset(words))
   if {"-h", "--help"} & set(words):
     print(_help.options(name, defaults), end="")
@@ -230,11 +210,12 @@ def _parse_own(name: str, words: list[str]) -> Any:
 
 
 def _check_known(name: str, command: type[Any], words: list[str]) -> None:
-  known = []
-  for field in _help.fields(command):
-    known.append(_options.word(field))
-    if command.__dataclass_fields__[field].type is bool:
-      known.append(known[-1].replace("--", "--no-", 1))
+  known = [_options.word(field) for field in _help.fields(command)]
+  known += [
+    _options.word(f"no_{field}")
+    for field, entry in command.__dataclass_fields__.items()
+    if entry.type is bool
+  ]
   for word in words:
     # Like tyro, which accepts `--batch_size=8`.
     option = word.split("=")[0].replace("_", "-")

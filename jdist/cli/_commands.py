@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from jdist.cli import _groups
-from jdist.cli._groups import option
+from jdist.cli._groups import COUNT, NOT_NEGATIVE, option, POSITIVE, SEED
 from jdist.cli.servers import _server_options
 
 # Actions of `jdist pipeline` that use an option: the first word is the option
@@ -40,10 +40,10 @@ class Train(
   method: str = "msdpu"
   """One of the methods below: ssgd, local_sgd, diloco, msdpu, ..."""
 
-  learning_rate: float = option(0.1, within=_groups.POSITIVE)
+  learning_rate: float = option(0.1, within=POSITIVE)
   """Highest learning rate of the schedule."""
 
-  seed: int = option(0, within=_groups.SEED)
+  seed: int = option(0, within=SEED)
   """Seed of the initial parameters, the order of the data and all other random
   numbers."""
 
@@ -61,19 +61,19 @@ class Compare(_groups.LinkOptions, _groups.Common):
   methods: tuple[str, ...] = ("ssgd", "local_sgd", "diloco", "msdpu")
   """One or more of the methods below."""
 
-  learning_rate: tuple[float, ...] = option((0.1,), within=_groups.POSITIVE)
+  learning_rate: tuple[float, ...] = option((0.1,), within=POSITIVE)
   """Highest learning rate of the schedule. Of several, each method uses the one
   that is best for it on held-out training samples."""
 
-  grid_extensions: int = option(2, within=_groups.NOT_NEGATIVE)
+  grid_extensions: int = option(2, within=NOT_NEGATIVE)
   """Most learning rates that tuning adds where the lowest or the highest one is
   the best."""
 
-  tuning_seeds: int = option(1, within=_groups.COUNT)
+  tuning_seeds: int = option(1, within=COUNT)
   """Runs of each method at each learning rate, of which the mean counts. Use
   more than one where few samples are held out."""
 
-  seeds: tuple[int, ...] = option((0, 1, 2), within=_groups.SEED)
+  seeds: tuple[int, ...] = option((0, 1, 2), within=SEED)
   """Seeds of the runs of each method; the table shows mean and spread."""
 
 
@@ -101,14 +101,14 @@ class Overlap(
   """A model of `jdist train`; transformer is the one of GPT-2 with 124 million
   parameters."""
 
-  batch_size: int = option(32, within=_groups.COUNT)
+  batch_size: int = option(32, within=COUNT)
   """Images or sequences of one GPU in a step."""
 
-  image_size: int | None = option(None, within=_groups.COUNT)
+  image_size: int | None = option(None, within=COUNT)
   """Height and width of the images (default: the size for which the model was
   made)."""
 
-  length: int = option(1024, within=_groups.COUNT)
+  length: int = option(1024, within=COUNT)
   """Tokens of a sequence, for the transformer."""
 
   norm: _groups.Norm | None = None
@@ -117,7 +117,7 @@ class Overlap(
   dtype: Literal["bfloat16", "float32"] = "bfloat16"
   """Data type of the computation; parameters and messages stay float32."""
 
-  interval: int = option(8, within=_groups.COUNT)
+  interval: int = option(8, within=COUNT)
   """Local steps of a round, H."""
 
   output: _groups.Directory = None
@@ -137,10 +137,10 @@ class Bytes(_groups.MeanOptions):
   model: str = "resnet18"
   """A model of `jdist train`."""
 
-  workers: int = option(8, within=_groups.COUNT)
+  workers: int = option(8, within=COUNT)
   """Number of workers that train together."""
 
-  interval: int = option(8, within=_groups.COUNT)
+  interval: int = option(8, within=COUNT)
   """Local steps of a round, H, of methods that have rounds."""
 
   # The model decides how many layers there are: `prediction.cut` checks it.
@@ -148,10 +148,10 @@ class Bytes(_groups.MeanOptions):
   """Layers that mp2 sends (default: as published for lenet, alexnet, vgg15,
   resnet18, resnet34 and resnet50)."""
 
-  steps: int = option(10_000, within=_groups.COUNT)
+  steps: int = option(10_000, within=COUNT)
   """Steps of the run; the warm-up of one_bit_adam takes a sixth of them."""
 
-  warmup_steps: int = option(0, within=_groups.NOT_NEGATIVE)
+  warmup_steps: int = option(0, within=NOT_NEGATIVE)
   """Steps of the learning rate's warm-up, and of each of dgc's first phases,
   which send more; 0 has none."""
 
@@ -170,26 +170,26 @@ class Simulate(_server_options.ProtocolOptions):
   protocols: tuple[str, ...] = ("bsp", "asp", "dbs")
   """One or more of the protocols below."""
 
-  batch_size: int = option(32, within=_groups.POSITIVE)
+  batch_size: int = option(32, within=POSITIVE)
   """Samples of a worker's task; for dbs their mean."""
 
   interval: int = option(8, "interval")
   """Local steps of a round, H, for decoupled_diloco."""
 
-  updates: int | None = option(None, within=_groups.POSITIVE)
+  updates: int | None = option(None, within=POSITIVE)
   """Simulated updates of the parameters (default: 1000 if no limit is
   given)."""
 
-  samples: int | None = option(None, within=_groups.POSITIVE)
+  samples: int | None = option(None, within=POSITIVE)
   """Simulated samples in updates."""
 
-  seconds: float | None = option(None, within=_groups.POSITIVE)
+  seconds: float | None = option(None, within=POSITIVE)
   """Simulated seconds."""
 
   seed: int = 0
   """Seed of the machines' jitter."""
 
-  drawn_seconds: float | None = option(None, within=_groups.POSITIVE)
+  drawn_seconds: float | None = option(None, within=POSITIVE)
   """Seconds from the start that are drawn (default: about twenty tasks of each
   worker)."""
 
@@ -250,7 +250,7 @@ class Pipeline:
   batch_size: int = option(256, needs=_PLAN)
   """For plan: samples of an update."""
 
-  samples: int = option(1, within=_groups.COUNT, needs=_PLAN)
+  samples: int = option(1, within=COUNT, needs=_PLAN)
   """For plan: samples of the micro-batch to which the costs belong."""
 
   cluster: _groups.Cluster = option(None, needs=_TIMED)
@@ -266,30 +266,24 @@ class Pipeline:
   """For plan, in place of costs: a network, on CIFAR-10's images or 256 bytes
   of text; a machine of speed 1 computes 1 TFLOP/s."""
 
-  forward_s: float = option(1.0, within=_groups.NOT_NEGATIVE, needs=_SIMULATE)
+  forward_s: float = option(1.0, within=NOT_NEGATIVE, needs=_SIMULATE)
   """For simulate: seconds of a stage's forward pass of a micro-batch."""
 
-  backward_s: float = option(2.0, within=_groups.NOT_NEGATIVE, needs=_SIMULATE)
+  backward_s: float = option(2.0, within=NOT_NEGATIVE, needs=_SIMULATE)
   """For simulate: seconds of its whole backward pass."""
 
-  output_bytes: float = option(
-    0.0, within=_groups.NOT_NEGATIVE, needs=_SIMULATE
-  )
+  output_bytes: float = option(0.0, within=NOT_NEGATIVE, needs=_SIMULATE)
   """For simulate: bytes of a micro-batch that a stage sends in each
   direction."""
 
-  parameter_bytes: float = option(
-    0.0, within=_groups.NOT_NEGATIVE, needs=_SIMULATE
-  )
+  parameter_bytes: float = option(0.0, within=NOT_NEGATIVE, needs=_SIMULATE)
   """For simulate: bytes of a stage's parameters."""
 
-  saved_bytes: float = option(0.0, within=_groups.NOT_NEGATIVE, needs=_SIMULATE)
+  saved_bytes: float = option(0.0, within=NOT_NEGATIVE, needs=_SIMULATE)
   """For simulate: bytes of a micro-batch that a stage keeps for its backward
   pass."""
 
-  optimizer_copies: float = option(
-    1.0, within=_groups.NOT_NEGATIVE, needs=_TIMED
-  )
+  optimizer_copies: float = option(1.0, within=NOT_NEGATIVE, needs=_TIMED)
   """For simulate and plan: size of the optimizer's state, in sizes of the
   parameters: 1 for momentum, 2 for Adam."""
 
@@ -310,14 +304,14 @@ class Launch:
   """
 
   num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = (
-    option(1, within=_groups.COUNT)
+    option(1, within=COUNT)
   )
   """Number of processes, -n for short; the workers are divided among them."""
 
-  restarts: int = option(5, within=_groups.NOT_NEGATIVE)
+  restarts: int = option(5, within=NOT_NEGATIVE)
   """Most restarts in a row without a new checkpoint."""
 
-  backoff_s: float = option(1.0, within=_groups.NOT_NEGATIVE)
+  backoff_s: float = option(1.0, within=NOT_NEGATIVE)
   """Seconds before a restart; doubled each further time, up to a minute."""
 
   print: Literal["slurm", "kubernetes", "mpi"] | None = None
@@ -327,9 +321,7 @@ class Launch:
   name: str = option("jdist", needs=("print",))
   """Name of the printed job."""
 
-  gpus_per_node: int | None = option(
-    None, within=_groups.COUNT, needs=("print",)
-  )
+  gpus_per_node: int | None = option(None, within=COUNT, needs=("print",))
   """GPUs of a machine in the printed job, one process each (default: CPUs)."""
 
   image: str = option("jdist:latest", needs=("print",))

@@ -42,7 +42,9 @@ def compare(options: _commands.Compare) -> None:
   # Every method is built once, so that each refusal precedes any output.
   for method in options.methods:
     _workload.Prepared(workload, options, method, options.learning_rate[0])
-  output = _workload.output_directory(options, "compare")
+  output = _output.output_directory(
+    options.output, f"compare-{options.dataset}"
+  )
   console = _output.console()
   console.print(_heading(workload, options))
   rows = comparison.Rows(

@@ -24,22 +24,7 @@ methods:
 {methods}
 
 examples:
-  jdist compare
-      four methods on handwritten digits, in minutes
-  jdist train --method diloco --checkpoints DIR
-      one method; the same command resumes it
-  jdist train --preset tiny_shakespeare
-      a transformer on a text; add --text FILE for another text
-  jdist overlap --methods ssgd msdpu --topology 8xh200
-      what a GPU computes while it sends, read from the compiled program
-  jdist bytes --methods ssgd dgc --workers 32
-      the bytes that each worker sends
-  jdist simulate CLUSTER.toml --protocols bsp asp dbs
-      a parameter server on unequal machines, on a virtual clock
-  jdist pipeline simulate 1f1b ours --stages 8
-      pipeline schedules on a virtual clock
-  jdist launch -n 4 -- train --method diloco --checkpoints DIR
-      four processes, restarted on failure; or a file for a cluster
+{examples}
   jdist train --help
       every option of a command
 
@@ -52,17 +37,6 @@ interrupted.
 """
 
 _EXAMPLES = {
-  "pipeline": """
-  jdist pipeline draw zb_h1 --stages 4 --microbatches 8
-  jdist pipeline check mine.txt --sends blocking
-  jdist pipeline simulate naive gpipe 1f1b ours --cluster cluster.toml
-  jdist pipeline plan --costs layers.toml --cluster cluster.toml
-  jdist pipeline train 1f1b --stages 2 --microbatches 8
-""",
-  "simulate": """
-  jdist simulate cluster.toml
-  jdist simulate cluster.toml --protocols ssp --bound 1 --seconds 600
-""",
   "train": """
   jdist train --method local_sgd --interval 16
   jdist train --preset cifar10 --method diloco --checkpoints ckpt
@@ -71,11 +45,6 @@ _EXAMPLES = {
   jdist train --preset tiny_shakespeare --text FILE           on another text
   # two processes: the same command with numbers 0 and 1
   jdist train --coordinator-address host0:1234 --num-processes 2 --process-id 0
-""",
-  "launch": """
-  jdist launch -n 4 -- train --method diloco --checkpoints ckpt
-  jdist launch -n 16 --print slurm --gpus-per-node 8 -- train --checkpoints ckpt
-  jdist launch -n 4 --print kubernetes -- train --checkpoints /ckpt
 """,
   "compare": """
   jdist compare --methods ssgd diloco --seeds 0 1 2 3 4
@@ -93,6 +62,22 @@ _EXAMPLES = {
   jdist bytes --methods topk_sgd --workers 32      payloads are gathered
   jdist bytes --methods dgc one_bit_adam --warmup-steps 500   each phase
 """,
+  "pipeline": """
+  jdist pipeline draw zb_h1 --stages 4 --microbatches 8
+  jdist pipeline check mine.txt --sends blocking
+  jdist pipeline simulate naive gpipe 1f1b ours --cluster cluster.toml
+  jdist pipeline plan --costs layers.toml --cluster cluster.toml
+  jdist pipeline train 1f1b --stages 2 --microbatches 8
+""",
+  "simulate": """
+  jdist simulate cluster.toml
+  jdist simulate cluster.toml --protocols ssp --bound 1 --seconds 600
+""",
+  "launch": """
+  jdist launch -n 4 -- train --method diloco --checkpoints ckpt
+  jdist launch -n 16 --print slurm --gpus-per-node 8 -- train --checkpoints ckpt
+  jdist launch -n 4 --print kubernetes -- train --checkpoints /ckpt
+""",
 }
 
 # Arguments that are given without the name of the option.
@@ -109,6 +94,8 @@ def overview(commands: Mapping[str, str]) -> str:
   return _OVERVIEW.format(
     commands="\n".join(_lines(commands)),
     methods="\n".join(_lines(_listed("train")[1])),
+    # The first example of each command has no options of special use.
+    examples="\n".join(x.splitlines()[1] for x in _EXAMPLES.values()),
     presets=", ".join(_options.PRESETS),
   )
 

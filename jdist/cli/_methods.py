@@ -243,10 +243,10 @@ def build_method(
     run: The length of the run and its learning rates.
     axis: The axis of the workers.
     model: The model, which trained networks must suit.
-    networks: Arguments from a trained network; None loads it if needed.
-    predicted_steps: Delay of a pipeline's gradients for which the weights are
+    networks: The arguments from a trained network; None loads it if needed.
+    predicted_steps: The delay of a pipeline's gradients for which weights are
       predicted; None predicts none.
-    **fixed: Arguments of the factory that no option fills.
+    **fixed: The arguments of the factory that no option fills.
   """
   method = methods.registry[name]
   given = arguments(method, options)

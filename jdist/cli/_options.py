@@ -11,6 +11,7 @@ Options = TypeVar("Options")
 
 # Presets are for all commands: a learning rate of several values is the grid of
 # `compare`, and its first value is the learning rate of `train`.
+_SHORT = {"warmup_epochs": 0.1, "evaluate_every_epochs": 0.5}
 PRESETS: dict[str, dict[str, Any]] = {
   # 144 digits are held out; a lucky seed predicts all of them at any rate, so
   # that a rate is judged by three seeds.
@@ -19,9 +20,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dataset": "mnist",
     "model": "lenet",
     "epochs": 2.0,
-    "warmup_epochs": 0.1,
-    "evaluate_every_epochs": 0.5,
     "learning_rate": (0.05,),
+    **_SHORT,
   },
   "cifar10": {
     "dataset": "cifar10",
@@ -50,10 +50,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "num_layers": 2,
     "width": 64,
     "epochs": 2.0,
-    "warmup_epochs": 0.1,
-    "evaluate_every_epochs": 0.5,
     "optimizer": "adamw",
     "learning_rate": (0.01,),
+    **_SHORT,
   },
 }
 
@@ -97,11 +96,7 @@ def check_names(
 ) -> None:
   """Raises a ValueError unless there are one or more different, known values.
 
-  Args:
-    option: The option as it is typed.
-    names: Its values.
-    kind: The plural noun for them in the error.
-    known: The values that are allowed; empty if all are.
+  The error calls them by the plural noun `kind`; no `known` allows all.
   """
   if not names or len(set(names)) < len(names):
     raise ValueError(

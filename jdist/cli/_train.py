@@ -12,6 +12,7 @@ from jdist.cli import (
   _commands,
   _groups,
   _methods,
+  _output,
   _run_end,
   _trained,
   _workload,
@@ -108,7 +109,9 @@ def run(options: _commands.Train, programs: Any) -> None:
         **ends,
       )
   if first:
-    output = _workload.output_directory(options, "train")
+    output = _output.output_directory(
+      options.output, f"train-{options.dataset}"
+    )
     _run_end.write_row(output, options, records, **resumed)
   _run_end.check(options, records, newest() is not None)
 

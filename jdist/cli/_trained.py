@@ -37,8 +37,9 @@ def arguments(
       raise ValueError(f"it was trained for {theirs!r}. {error}") from error
     return prediction.load_predictor(path, cut)
 
-  predictor, params = _load(options, load)
-  return _predicted(predictor.cut, predictor.apply, params)
+  found, params = _load(options, load)
+  cut, predict = found.cut, found.apply
+  return {"cut": cut, "predict": predict, "predictor_params": params}
 
 
 def counted_arguments(
@@ -46,10 +47,7 @@ def counted_arguments(
 ) -> dict[str, Any]:
   """Returns the arguments of MP² with a predictor of zeros, to count bytes.
 
-  Args:
-    num_layers: The layers that are sent; None for the published number.
-    name: The name of the model.
-    model: The model.
+  If `num_layers` is None, as many layers are sent as published for the name.
   """
   if num_layers is None:
     if name not in prediction.PUBLISHED:
@@ -70,11 +68,7 @@ def counted_arguments(
     del first, front
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rear)
 
-  return _predicted(cut, predict, ())
-
-
-def _predicted(cut: Any, predict: Any, params: Any) -> dict[str, Any]:
-  return {"cut": cut, "predict": predict, "predictor_params": params}
+  return {"cut": cut, "predict": predict, "predictor_params": ()}
 
 
 def _load(options: _groups.NetworkOptions, load: Any) -> Any:

@@ -188,12 +188,6 @@ def make_directories(options: Any) -> None:
       _output.make_directory(option, path)
 
 
-def output_directory(options: _groups.Common, command: str) -> pathlib.Path:
-  """Makes the directory for a command's results."""
-  label = f"{command}-{options.dataset}"
-  return _output.output_directory(options.output, label)
-
-
 def _load(options: _groups.Common) -> tuple[AnyDataset, AnyDataset]:
   """Returns the training and the test set."""
   if options.text is None and options.dataset in data.NAMES:

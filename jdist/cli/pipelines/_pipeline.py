@@ -8,9 +8,7 @@ from jdist import cluster, pipeline, training
 from jdist.cli import _commands, _output
 from jdist.cli.pipelines import _plan, _tables
 
-_COSTS = (
-  "forward_s", "backward_s", "output_bytes", "parameter_bytes", "saved_bytes",
-)  # fmt: skip
+_COSTS = ("forward_s", "backward_s", "parameter_bytes", "saved_bytes")
 # Iterations after which an asynchronous table is in its steady state.
 _ITERATIONS = 12
 
@@ -112,26 +110,17 @@ def _times(
   options: _commands.Pipeline,
 ) -> pipeline.PipelineTimes:
   if options.costs is None:
-    equal = {name: getattr(options, name) for name in _COSTS}
-    # Without a file the options describe a stage, and all are alike.
-    costs = [
-      pipeline.LayerCost(f"stage {i}", **equal) for i in range(table.num_stages)
-    ]
     assert options.stages is not None
-    # The costs are those of a device; some tables give it several stages.
-    if table.num_stages > options.stages:
-      part = options.stages / table.num_stages
-      costs = [
-        dataclasses.replace(
-          x,
-          forward_s=x.forward_s * part,
-          backward_s=x.backward_s * part,
-          weight_s=None,  # It follows from the others again.
-          parameter_bytes=x.parameter_bytes * part,
-          saved_bytes=x.saved_bytes * part,
-        )
-        for x in costs
-      ]
+    # Without a file the options describe a device, and all are alike; some
+    # tables give it several stages, which divide all but the messages.
+    part = min(1.0, options.stages / table.num_stages)
+    equal = {name: getattr(options, name) * part for name in _COSTS}
+    costs = [
+      pipeline.LayerCost(
+        f"stage {i}", output_bytes=options.output_bytes, **equal
+      )
+      for i in range(table.num_stages)
+    ]
   else:
     costs = pipeline.load_costs(options.costs)
   return pipeline.simulate(

@@ -47,9 +47,8 @@ def run(options: _commands.Pipeline) -> None:
   console = _output.console()
   console.print(_stages(best, machines))
   console.print(_candidates(found))
-  print(f"Rows: {output / 'rows.jsonl'}")
+  _output.print_files(output, ["plan"], timelines=False)
   print(f"Table: {output / 'table.txt'}")
-  print(f"Picture: {output / 'plan.png'}")
 
 
 def _costs(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import tyro
 
 from jdist.cli import _groups
-from jdist.cli._groups import option
+from jdist.cli._groups import COUNT, NOT_NEGATIVE, option, POSITIVE
 
 _PROTOCOL = ("protocol",)
 _LIVE = ("driver", "ray", "threads")
@@ -21,22 +21,22 @@ class ProtocolOptions:
   """
 
   bound: int | None = option(
-    None, "bound", within=_groups.NOT_NEGATIVE, needs=_PROTOCOL
+    None, "bound", within=NOT_NEGATIVE, needs=_PROTOCOL
   )
   """Steps that a worker may be ahead of the slowest, for ssp (default 3)."""
 
-  splits: int | None = option(None, "n", within=_groups.COUNT, needs=_PROTOCOL)
+  splits: int | None = option(None, "n", within=COUNT, needs=_PROTOCOL)
   """n of n_softsync: an update takes floor(workers / n) gradients (default
   1)."""
 
   max_staleness: int | None = option(
-    None, "max_staleness", within=_groups.COUNT, needs=_PROTOCOL
+    None, "max_staleness", within=COUNT, needs=_PROTOCOL
   )
   """Staleness from which ringmaster discards a gradient (default: the number of
   workers)."""
 
   backups: int | None = option(
-    None, "backups", within=_groups.NOT_NEGATIVE, needs=_PROTOCOL
+    None, "backups", within=NOT_NEGATIVE, needs=_PROTOCOL
   )
   """Slowest workers for which bsp does not wait, fewer than there are (default
   0)."""
@@ -70,7 +70,7 @@ class ProtocolOptions:
   """Momentum of that step (default: the server's)."""
 
   fragments: int | None = option(
-    None, "fragments", within=_groups.COUNT, needs=_PROTOCOL
+    None, "fragments", within=COUNT, needs=_PROTOCOL
   )
   """Parts of the parameters that decoupled_diloco pushes in turn; must divide
   the interval (default 1)."""
@@ -111,7 +111,7 @@ class ServerOptions(ProtocolOptions):
   )
   """Head of a running Ray cluster (default: one is started on this machine)."""
 
-  cpus_per_worker: float = option(1.0, within=_groups.POSITIVE, needs=_RAY)
+  cpus_per_worker: float = option(1.0, within=POSITIVE, needs=_RAY)
   """CPUs of the server and of each worker on Ray; less than 1 suits workers
   that sleep most of the time."""
 
@@ -124,7 +124,7 @@ class ServerOptions(ProtocolOptions):
   it; without it workers compute as fast as they can."""
 
   timeout_s: float | None = option(
-    None, "timeout_s", within=_groups.POSITIVE, needs=_PROTOCOL
+    None, "timeout_s", within=POSITIVE, needs=_PROTOCOL
   )
   """Seconds without a push after which a worker counts as lost (default:
   never)."""

@@ -10,6 +10,7 @@ from jdist.cli import (
   _commands,
   _interrupts,
   _options,
+  _output,
   _run_end,
   _workload,
 )
@@ -33,7 +34,7 @@ def train(options: _commands.Train) -> None:
   parts = _server_parts.assemble(options)
   options, workload = parts.options, parts.workload
   _workload.make_directories(options)
-  output = _workload.output_directory(options, "train")
+  output = _output.output_directory(options.output, f"train-{options.dataset}")
   evaluate = workload.evaluator(parts.model.apply)
   samples = round(options.epochs * len(workload.train))
   more: dict[str, Any] = {"driver": options.driver}
