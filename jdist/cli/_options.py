@@ -181,8 +181,7 @@ def check_used(
     options: The parsed options of a command.
     chosen: The methods or protocols that run with them.
     known: All methods or protocols, to say which of them use an option.
-    takes: Returns the arguments of a factory that can be filled, by the name of
-      its method or protocol.
+    takes: Returns the arguments of the factory of a name that can be filled.
   """
   fields = options.__dataclass_fields__
   fills = {

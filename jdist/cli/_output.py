@@ -58,12 +58,8 @@ def table(
 ) -> Any:
   """Returns a table for the console, with a row for each item.
 
-  Args:
-    title: The line above it.
-    caption: The explanation below it.
-    columns: What each column shows of an item, by its heading.
-    items: One for each row; a tuple fills several arguments of a column.
-    left: The number of columns of text; the others are aligned like numbers.
+  A column's function shows an item, or a tuple as several arguments. The first
+  `left` columns are text, and the others are aligned like numbers.
   """
   # The import takes long, and only some commands draw tables.
   from rich import table

@@ -45,15 +45,10 @@ class LocalRun:
     restarts: int,
     backoff_s: float,
   ):
-    """Prepares the run without starting it.
+    """Prepares the run of a command without starting it.
 
-    Args:
-      command: The command of one process, without the options of several.
-      num_processes: The number of processes.
-      checkpoints: The directory in which a newer checkpoint means progress.
-      restarts: The most restarts in a row without a newer checkpoint.
-      backoff_s: Seconds before the first of them; each further one waits twice
-        as long, up to a minute.
+    At most `restarts` follow each other without a newer checkpoint, the first
+    of them after `backoff_s`, each further one after twice the time.
     """
     self._command = list(command)
     self._num = num_processes

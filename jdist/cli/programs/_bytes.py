@@ -25,16 +25,10 @@ _QUICKLY = {"xla_backend_optimization_level": 0}
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-  """Bytes that one worker sends in a round, in a phase of a method.
+  """Bytes that one worker sends in a round, in a phase if a method has several.
 
-  Attributes:
-    method: The method.
-    phase: The phase; None when the whole run is alike.
-    interval: Steps of a round.
-    coded: The codecs' count, which is not rounded up to whole bytes; None
-      without a codec, and in all phases but the last.
-    traced: By the collectives of the traced step.
-    compiled: By the collectives of the program, compiled for CPUs.
+  The codecs' count is not rounded up to whole bytes; it is None without a codec
+  and in all phases but the last.
   """
 
   method: str

@@ -38,15 +38,10 @@ IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """A model and its batch as shapes, with losses.
+  """A model and one GPU's batch as shapes, with losses.
 
-  Attributes:
-    model: The model.
-    loss: The loss of a whole model.
-    batch: The shapes of one GPU's batch.
-    unit: The plural noun for its samples.
-    output_loss: The loss of the last stage of a pipeline.
-    inputs: How a batch becomes the inputs of its first stage.
+  A pipeline's last stage takes the `output_loss`, and its first one the
+  `inputs` of a batch. The `unit` is the plural noun for samples.
   """
 
   model: models.Model

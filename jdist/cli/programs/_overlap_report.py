@@ -10,16 +10,7 @@ from jdist.cli import _commands, _output
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-  """Forecasts of a method's program.
-
-  Attributes:
-    method: The method, with its form.
-    meeting: The step that ends a round.
-    between: A step inside a round, or the same one.
-    interval: The steps of a round.
-    memory_bytes: The memory that the program needs on a GPU.
-    compile_s: The time that compiling took on this host.
-  """
+  """Forecasts of a method's program: the end of a round, and another step."""
 
   method: str
   # Rows have these two names for the steps.

@@ -19,18 +19,11 @@ from jdist.pipeline import Op
 class FoundStages:
   """Figures of a pipeline's compiled program.
 
-  Attributes:
-    late: Whether sends run in parallel with the next tick.
-    around: The number of conditionals between the start and the end of each
-      send.
-    times: The times of a step's ticks.
-    sent_bytes: The bytes of a tick in each direction.
-    forward_s: The duration of each stage's forward pass.
-    backward_s: The duration of each stage's longest kind of backward pass.
-    between_s: The duration of a tick without its passes.
-    idle_s: The duration of a pass that does nothing.
-    memory_bytes: The memory that the program needs on a GPU.
-    compile_s: The time that compiling took on this host.
+  Sends are `late` if they run in parallel with the next tick; `around` counts
+  the conditionals between a send's start and its end, and `sent_bytes` a tick's
+  bytes in each direction. The durations are those of each stage's forward pass
+  and longest kind of backward pass, of a tick without its passes, and of a pass
+  that does nothing.
   """
 
   late: bool

@@ -86,14 +86,8 @@ def build(
 ) -> server.Protocol:
   """Builds a protocol for these machines with the options that it takes.
 
-  Args:
-    name: The protocol's name in the registry, or MODULE:NAME.
-    options: The parsed options of `simulate` or `train`.
-    batch_size: Samples of one worker's task.
-    machines: The workers.
-    profile: The model's costs.
-    plans: The bits of messages of h_ps; None takes those of no model.
-    updates: The updates of the run, if they are known.
+  A task has `batch_size` samples. Without `plans`, messages of h_ps have the
+  bits of no model; `updates` is the length of the run, if it is known.
   """
   num = len(machines.nodes)
   # The library cannot refuse this: there members come and go.

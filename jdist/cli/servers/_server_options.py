@@ -1,6 +1,7 @@
 """Groups of options of parameter servers; a group's docstring is its title."""
 
 import dataclasses
+import functools
 from typing import Annotated, Literal
 
 import tyro
@@ -8,7 +9,8 @@ import tyro
 from jdist.cli import _groups
 from jdist.cli._groups import COUNT, NOT_NEGATIVE, option, POSITIVE
 
-_PROTOCOL = ("protocol",)
+# Options of a protocol have no use without one.
+_option = functools.partial(option, needs=("protocol",))
 _LIVE = ("driver", "ray", "threads")
 _RAY = ("driver", "ray")
 
@@ -20,70 +22,56 @@ class ProtocolOptions:
   An option that is not given leaves the protocol's own default.
   """
 
-  bound: int | None = option(
-    None, "bound", within=NOT_NEGATIVE, needs=_PROTOCOL
-  )
+  bound: int | None = _option(None, "bound", within=NOT_NEGATIVE)
   """Steps that a worker may be ahead of the slowest, for ssp (default 3)."""
 
-  splits: int | None = option(None, "n", within=COUNT, needs=_PROTOCOL)
+  splits: int | None = _option(None, "n", within=COUNT)
   """n of n_softsync: an update takes floor(workers / n) gradients (default
   1)."""
 
-  max_staleness: int | None = option(
-    None, "max_staleness", within=COUNT, needs=_PROTOCOL
-  )
+  max_staleness: int | None = _option(None, "max_staleness", within=COUNT)
   """Staleness from which ringmaster discards a gradient (default: the number of
   workers)."""
 
-  backups: int | None = option(
-    None, "backups", within=NOT_NEGATIVE, needs=_PROTOCOL
-  )
+  backups: int | None = _option(None, "backups", within=NOT_NEGATIVE)
   """Slowest workers for which bsp does not wait, fewer than there are (default
   0)."""
 
-  parts: tuple[Literal["tasks", "pipeline", "bits"], ...] = option(
-    ("tasks", "pipeline", "bits"),
-    "tasks",
-    "pipelined",
-    "plans",
-    needs=_PROTOCOL,
+  parts: tuple[Literal["tasks", "pipeline", "bits"], ...] = _option(
+    ("tasks", "pipeline", "bits"), "tasks", "pipelined", "plans"
   )
   """Parts of h_ps: tasks by speed, messages under computation, and messages of
   fewer bits."""
 
-  pipeline_from: float = option(
-    0.0, "pipelined_from", within="[0, 1)", needs=_PROTOCOL
-  )
+  pipeline_from: float = _option(0.0, "pipelined_from", within="[0, 1)")
   """Share of the run's updates after which h_ps sends messages under
   computation, so that gradients are one update late. 0.5 keeps the accuracy
   where a pipeline from the beginning does not, see experiments/h_ps."""
 
-  error_limit: float = option(0.02, "plans", needs=_PROTOCOL)
+  error_limit: float = _option(0.02, "plans")
   """Largest relative error of a tensor that h_ps sends with fewer bits."""
 
-  local_rate: float | None = option(None, "local_step", needs=_PROTOCOL)
+  local_rate: float | None = _option(None, "local_step")
   """Highest learning rate of the step by which a worker of h_ps anticipates the
   server's next update, on the server's schedule; 0 for no such step (default:
   the server's)."""
 
-  local_momentum: float | None = option(None, "local_step", needs=_PROTOCOL)
+  local_momentum: float | None = _option(None, "local_step")
   """Momentum of that step (default: the server's)."""
 
-  fragments: int | None = option(
-    None, "fragments", within=COUNT, needs=_PROTOCOL
-  )
+  fragments: int | None = _option(None, "fragments", within=COUNT)
   """Parts of the parameters that decoupled_diloco pushes in turn; must divide
   the interval (default 1)."""
 
-  quorum: float | None = option(None, "quorum", needs=_PROTOCOL)
+  quorum: float | None = _option(None, "quorum")
   """Share of the workers whose pushes a merge of decoupled_diloco waits for
   (default 0.5)."""
 
-  grace: float | None = option(None, "grace", needs=_PROTOCOL)
+  grace: float | None = _option(None, "grace")
   """Time that a merge of decoupled_diloco waits for the other workers, in
   multiples of the time between two pushes of a worker (default 0.5)."""
 
-  ahead: int | None = option(None, "ahead", needs=_PROTOCOL)
+  ahead: int | None = _option(None, "ahead")
   """Tasks that a worker of decoupled_diloco begins (1) or has received (2)
   before its push is merged; with 0 it waits for the merge (default 1)."""
 
@@ -98,11 +86,11 @@ class ServerOptions(ProtocolOptions):
   """Train with a parameter server's protocol in place of a method: one of
   `jdist simulate --help`, or a class or function of your own."""
 
-  cluster: _groups.Cluster = option(None, needs=_PROTOCOL)
+  cluster: _groups.Cluster = option(None, needs=("protocol",))
   """File of the machines and a model's costs, as `cluster.load_cluster` reads
   it; each machine is a worker."""
 
-  driver: Literal["clock", "threads", "ray"] = option("clock", needs=_PROTOCOL)
+  driver: Literal["clock", "threads", "ray"] = _option("clock")
   """Engine of the run: a virtual clock, threads of this process, or Ray's
   actors, the latter two in real time with the speeds and links of the file."""
 
@@ -123,15 +111,13 @@ class ServerOptions(ProtocolOptions):
   """Lengthen each task, by sleeping, to the time that the cluster's file gives
   it; without it workers compute as fast as they can."""
 
-  timeout_s: float | None = option(
-    None, "timeout_s", within=POSITIVE, needs=_PROTOCOL
-  )
+  timeout_s: float | None = _option(None, "timeout_s", within=POSITIVE)
   """Seconds without a push after which a worker counts as lost (default:
   never)."""
 
   record: _groups.File = option(None, needs=_LIVE)
   """File for all messages, which `server.replay` reads."""
 
-  owned: bool = option(False, needs=_PROTOCOL)
+  owned: bool = _option(False)
   """Give each worker a part of the samples of its own, as `--alpha` does. By
   default all workers take from one stream."""
