@@ -57,8 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
   except BaseException as error:
     if not _among_processes():
       raise
+    from jdist import collectives
+
     # This error may follow from another process: its status then decides.
-    _processes().await_verdict()
+    collectives.await_verdict()
     traceback.print_exc()
     status, line = 1, ""
     reason = traceback.format_exception_only(error)[-1].splitlines()[0]
@@ -71,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # one in a collective.
     sys.stdout.flush()
     sys.stderr.flush()
-    _processes().leave_processes(status, reason)
+    from jdist import collectives
+
+    collectives.leave_processes(status, reason)
     os._exit(status)
   return status
 
@@ -79,12 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _among_processes() -> bool:
   jax = sys.modules.get("jax")
   return jax is not None and bool(jax.distributed.is_initialized())
-
-
-def _processes() -> Any:
-  from jdist import collectives
-
-  return collectives
 
 
 def _status(words: list[str]) -> tuple[int, str]:

@@ -1,5 +1,6 @@
 """Presets of options, and the checks of the table of options."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -78,6 +79,18 @@ def given(options: Any) -> list[str]:
   return [x for x, value in vars(usual).items() if getattr(options, x) != value]
 
 
+def identity(options: Any, elsewhere: Iterable[str]) -> dict[str, object]:
+  """Returns the options that must be the same when a run is resumed."""
+  # The data set's name contains a hash of a text, wherever its file is.
+  free = {"output", "preset", "text", *elsewhere}
+  return {
+    # JSON, in which a checkpoint keeps it, has no tuples.
+    name: list(value) if isinstance(value, tuple) else value
+    for name, value in dataclasses.asdict(options).items()
+    if name not in free
+  }
+
+
 def word(name: str) -> str:
   """Returns an option as it is typed."""
   return f"--{name.replace('_', '-')}"
@@ -151,9 +164,16 @@ def _check_need(options: Any, name: str, need: str, *values: str) -> None:
   where = f"without `{' '.join([word(need), *values[:1]])}`"
   if need == "action":
     where = f"of `jdist pipeline {found}`"
-  raise ValueError(
-    f"`{word(name)}` must be left out {where}, got {getattr(options, name)}."
-  )
+  check_left_out(options, (name,), where)
+
+
+def check_workers(workers: int, processes: int) -> None:
+  """Raises a ValueError unless workers divide evenly over processes."""
+  if workers % processes:
+    raise ValueError(
+      f"`--workers` must be a multiple of the {processes} processes, got "
+      f"{workers}."
+    )
 
 
 def check_left_out(options: Any, names: Iterable[str], where: str) -> None:

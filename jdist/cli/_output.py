@@ -83,18 +83,12 @@ def warnings_in_a_line() -> Iterator[None]:
   before = warnings.formatwarning
 
   # Warnings of other packages keep their form: their users need the line.
-  def show(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    line: str | None = None,
-  ) -> str:
+  def show(message: Any, category: Any, filename: str, *place: Any) -> str:
     if not pathlib.Path(filename).is_relative_to(_PACKAGE):
-      return before(message, category, filename, lineno, line)
+      return before(message, category, filename, *place)
     return f"jdist: warning: {' '.join(str(message).split())}\n"
 
-  warnings.formatwarning = show
+  warnings.formatwarning = show  # type: ignore[assignment]
   try:
     yield
   finally:

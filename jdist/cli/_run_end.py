@@ -19,6 +19,8 @@ _HIDDEN = {
   "cluster": "`--cluster` is of other machines than in the checkpoint",
   "networks": "`--predictor` is of another network than in the checkpoint",
 }
+# Entries of checkpoints that follow from options, which differ as well.
+_FOLLOWING = ("every", "clock")
 
 
 class TerminatedError(Exception):
@@ -75,12 +77,15 @@ def check(options: Any, records: Any, saved: bool) -> None:
 
 @contextlib.contextmanager
 def explained(
-  options: Any, newest: Callable[[], str | None], unit: str, total: str = ""
+  folder: str | None,
+  newest: Callable[[], str | None],
+  unit: str,
+  total: str = "",
 ) -> Iterator[None]:
   """Explains in words of the command line why the training within has ended.
 
   Args:
-    options: The options of the run.
+    folder: The directory of checkpoints, if there is one.
     newest: Names the newest checkpoint; None if there is none.
     unit: What the run counts, in the singular.
     total: The length of the run, as it is printed behind the last step.
@@ -90,23 +95,20 @@ def explained(
   def kept(what: str | None) -> str:
     if what is None:
       return "nothing is saved."
-    return (
-      f"{what} is saved in {options.checkpoints}: the same command resumes "
-      "from there."
-    )
+    return f"{what} is saved in {folder}: the same command resumes from there."
 
   try:
     yield
   except training.OtherRunError as error:
-    raise _refusal(error, options) from None
+    raise _refusal(error) from None
   except server.LostRunError as error:
-    start = "last checkpoint" if options.checkpoints else "beginning"
+    start = "last checkpoint" if folder else "beginning"
     raise LostError(
       f"{error} The same command starts from the {start}."
     ) from None
   except KeyboardInterrupt:
     # Without checkpoints a message about them would only confuse.
-    said = [] if options.checkpoints is None else [kept(newest())]
+    said = [] if folder is None else [kept(newest())]
     raise KeyboardInterrupt(*said) from None
   except training.PreemptedError as stop:
     saved = kept("which") if stop.saved else f"and {kept(newest())}"
@@ -115,14 +117,13 @@ def explained(
     ) from None
 
 
-def _refusal(error: "training.OtherRunError", options: Any) -> ValueError:
+def _refusal(error: "training.OtherRunError") -> ValueError:
   """Returns the error for a checkpoint of a run with other options."""
   parts = []
   for name, (there, here) in error.differences.items():
     if name in _HIDDEN:
       parts.append(_HIDDEN[name])
-    # Other entries follow from options, which differ as well.
-    elif hasattr(options, name):
+    elif name not in _FOLLOWING:
       parts.append(
         f"`{_options.word(name)}` is {_shown(there)} in the checkpoint and "
         f"{_shown(here)} here"

@@ -1,7 +1,6 @@
 """`jdist train`: one method, on one host or many, with checkpoints."""
 
 import contextlib
-import dataclasses
 import functools
 from typing import Any
 
@@ -12,6 +11,7 @@ from jdist.cli import (
   _commands,
   _groups,
   _methods,
+  _options,
   _output,
   _run_end,
   _trained,
@@ -95,7 +95,7 @@ def run(options: _commands.Train, programs: Any) -> None:
     if first and options.tensorboard is not None:
       board = stack.enter_context(training.MetricsWriter(options.tensorboard))
     total = f" of {programs.budget.num_steps}"
-    with _run_end.explained(options, newest, "step", total):
+    with _run_end.explained(options.checkpoints, newest, "step", total):
       records = programs.run(
         options.seed,
         label=options.method if first else None,
@@ -191,11 +191,7 @@ def _join(options: _commands.Train, num_devices: int) -> None:
     raise ValueError(
       f"`--process-id` must be from 0 to {number - 1}, got {own}."
     )
-  if options.workers % number:
-    raise ValueError(
-      f"`--workers` must be a multiple of the {number} processes, got "
-      f"{options.workers}."
-    )
+  _options.check_workers(options.workers, number)
   collectives.start_processes(
     options.coordinator_address,
     number,
@@ -207,17 +203,13 @@ def _join(options: _commands.Train, num_devices: int) -> None:
 
 def _identity(options: _commands.Train) -> dict[str, object]:
   """Returns the metadata that must be the same when a run is resumed."""
-  # The data set's name contains a hash of a text.  A trained network is in the
-  # state: the same one may move to another path, and another one at the same
-  # path is another run, so that its fingerprint stands for the path.
-  elsewhere = {"output", "evaluate_every_epochs", "preset", "text", "predictor"}
-  elsewhere |= {*_groups.CheckpointOptions.__dataclass_fields__}
-  elsewhere |= {*_groups.ProcessOptions.__dataclass_fields__}
-  identity: dict[str, object] = {
-    name: value
-    for name, value in dataclasses.asdict(options).items()
-    if name not in elsewhere
-  }
+  # A trained network is in the state: the same one may move to another path,
+  # and another one at the same path is another run, so that its fingerprint
+  # stands for the path.
+  elsewhere = ("evaluate_every_epochs", "predictor")
+  groups = _groups.CheckpointOptions, _groups.ProcessOptions
+  fields = (name for x in groups for name in x.__dataclass_fields__)
+  identity = _options.identity(options, (*elsewhere, *fields))
   if options.method == _methods.TRAINED:
     identity["networks"] = _trained.fingerprint(options)
   return identity

@@ -71,7 +71,8 @@ def check(options: _groups.Common) -> None:
       f"programs know the format, got {model!r}."
     )
   more = options.accumulate
-  check_batch(options, more, f" times {more}" if more > 1 else "")
+  named = f" times {more}" if more > 1 else ""
+  check_batch(options.batch_size, options.workers, more, named)
   # Missing extras are reported together, before hours of downloading data.
   needed = _check_data(options)
   for option, module, extra in (
@@ -86,14 +87,14 @@ def check(options: _groups.Common) -> None:
 
 
 def check_batch(
-  options: _groups.Common, parts: int, named: str, remedy: str = ""
+  size: int, workers: int, parts: int, named: str, remedy: str = ""
 ) -> None:
   """Raises a ValueError unless a batch divides over workers and their parts."""
-  size, parts = options.batch_size, options.workers * parts
+  parts *= workers
   if size < 1 or size % parts:
     below = max(size // parts, 1) * parts
     raise ValueError(
-      f"`--batch-size` must divide evenly over {options.workers} workers"
+      f"`--batch-size` must divide evenly over {workers} workers"
       f"{named}, got {size}. Take {below} or {below + parts}{remedy}."
     )
 
@@ -266,13 +267,7 @@ class Prepared:
       self.method, options, self.budget, workload.workers.axis, model
     )
     self.programs = workload.programs(
-      optimizer,
-      model.apply,
-      stream_steps=stream_steps(options, workload.workers, optimizer, model)
-      if options.stream
-      else (),
-      # None means wherever a method supports it.
-      host_rounds=None if options.host_rounds else False,
+      optimizer, model.apply, **of_trainer(options, workload, optimizer)
     )
 
   def run(
@@ -326,19 +321,23 @@ class Prepared:
     return read
 
 
-def stream_steps(
-  options: _groups.Common,
-  workers: collectives.Workers,
-  optimizer: Any,
-  model: Any,
-) -> tuple[int, ...]:
-  """Returns the splits of a streamed message for which programs are needed."""
-  # Whether a chain streams shows in the shapes of its state.
-  state = profiling.abstract_state(
-    workers, optimizer, model.params, model.state
-  )
-  streams = transforms.streams(state.opt_state)
-  return _methods.STREAM_STEPS if streams else ()
+def of_trainer(
+  options: _groups.Common, workload: comparison.Workload, optimizer: Any
+) -> dict[str, Any]:
+  """Returns the arguments of the `Trainer` of a method's chain."""
+  # None means wherever a method supports it.
+  found: dict[str, Any] = {
+    "host_rounds": None if options.host_rounds else False
+  }
+  if options.stream:
+    model = workload.model(0)
+    # Whether a chain streams shows in the shapes of its state.
+    state = profiling.abstract_state(
+      workload.workers, optimizer, model.params, model.state
+    )
+    if transforms.streams(state.opt_state):
+      found["stream_steps"] = _methods.STREAM_STEPS
+  return found
 
 
 def words(dataset: AnyDataset) -> str:

@@ -46,23 +46,18 @@ def _check(options: _commands.Launch) -> None:
       f"{shlex.join(options.command) or 'nothing'}. For instance: jdist launch "
       "-n 4 -- train --method diloco --checkpoints DIR"
     )
-  for name in ("coordinator_address", "num_processes", "process_id"):
-    if getattr(train, name) is not None:
-      raise ValueError(
-        f"`{_options.word(name)}` must be left out behind `--`, got "
-        f"{getattr(train, name)}: `launch` gives it to each process."
-      )
+  _options.check_left_out(
+    train,
+    ("coordinator_address", "num_processes", "process_id"),
+    "behind `--`, where `launch` gives it to each process",
+  )
   # The engine of a server starts the processes of its workers itself.
   if number > 1 and train.protocol is not None:
     raise ValueError(
       "`--num-processes` must be 1 with `--protocol`, whose server and workers "
       f"start from one process, got {number}."
     )
-  if train.workers % number:
-    raise ValueError(
-      f"`--workers` must be a multiple of the {number} processes, got "
-      f"{train.workers}."
-    )
+  _options.check_workers(train.workers, number)
   if options.print is not None:
     _check_printed(options, train)
 

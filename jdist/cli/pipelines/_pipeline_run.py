@@ -40,7 +40,8 @@ def check(options: _commands.Train) -> pipeline.Table:
     )
   number = table.num_microbatches
   _workload.check_batch(
-    options,
+    options.batch_size,
+    options.workers,
     number,
     f" times {number} micro-batches",
     ", or other `--microbatches`",
@@ -200,12 +201,7 @@ class PreparedStages:
     trainer = training.Trainer(
       team,
       pipe.make_step(optimizer, axis=team.axis),
-      stream_steps=_workload.stream_steps(
-        options, team, optimizer, self.workload.model(0)
-      )
-      if options.stream
-      else (),
-      host_rounds=None if options.host_rounds else False,
+      **_workload.of_trainer(options, self.workload, optimizer),
     )
     return _Phase(pipe, optimizer, trainer)
 
@@ -230,14 +226,14 @@ class PreparedStages:
     )
     # Cuts follow from shapes alone, so that all processes find the same ones.
     cuts = options.cuts or _balanced(
-      layers, table.num_stages, microbatch, lambda x, key: inputs(x, key)
+      layers, table.num_stages, microbatch, inputs
     )
     return pipeline.OneProgram(
       pipeline.cut_layers(layers, cuts),
       training.label_loss,
       table,
       microbatch,
-      inputs=lambda batch, key: inputs(batch, key),
+      inputs=inputs,
     )
 
 

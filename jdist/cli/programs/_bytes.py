@@ -57,8 +57,14 @@ def _count(
 ) -> list[Counted]:
   # Only shard_map compiles to collectives; vmap would have none.
   workers = collectives.workers(options.workers, substrate="shard_map")
-  optimizer = optax.with_extra_args_support(
-    _chain(method, options, workers.axis, model)
+  common = _methods.common(options)
+  rate = optax.constant_schedule(0.1)
+  run = _methods.run_of(common, options.steps, options.warmup_steps, rate)
+  networks = None
+  if method == _methods.TRAINED:
+    networks = _trained.counted_arguments(options.cut, options.model, model)
+  optimizer = _methods.build_method(
+    method, common, run, workers.axis, networks=networks
   )
 
   def step(params: Any, state: Any) -> Any:
@@ -96,21 +102,6 @@ def _count(
     )
     for phase in phases
   ]
-
-
-def _chain(
-  method: str,
-  options: _commands.Bytes,
-  axis: collectives.Axis,
-  model: models.Model,
-) -> optax.GradientTransformation:
-  common = _methods.common(options)
-  rate = optax.constant_schedule(0.1)
-  run = _methods.run_of(common, options.steps, options.warmup_steps, rate)
-  networks = None
-  if method == _methods.TRAINED:
-    networks = _trained.counted_arguments(options.cut, options.model, model)
-  return _methods.build_method(method, common, run, axis, networks=networks)
 
 
 def _phases(traffic: collectives.Traffic) -> list[collectives.Phase]:

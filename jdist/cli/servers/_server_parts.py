@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import pathlib
 from typing import Any
 
 import jax
@@ -245,20 +244,3 @@ def work(
   server.WorkerLoop(
     channel, name, learner, depth=parts.protocol.depth, pace=pace
   ).run()
-
-
-def identity(options: _commands.Train) -> dict[str, object]:
-  """Returns what must be the same when a run is resumed."""
-  elsewhere = {
-    "output", "checkpoints", "checkpoint_every_epochs", "preset", "text",
-    "address", "cpus_per_worker", "gpus_per_worker", "record",
-  }  # fmt: skip
-  assert options.cluster is not None
-  # Time is replayed: the machines must be the same, wherever their file is.
-  machines = {"cluster": pathlib.Path(options.cluster).read_text()}
-  return machines | {
-    # JSON, in which a checkpoint keeps it, has no tuples.
-    name: list(value) if isinstance(value, tuple) else value
-    for name, value in dataclasses.asdict(options).items()
-    if name not in elsewhere and name != "cluster"
-  }

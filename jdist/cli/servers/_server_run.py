@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,7 +66,7 @@ def train(options: _commands.Train) -> None:
         flush=True,
       )
 
-    with _run_end.explained(options, newest, "update"):
+    with _run_end.explained(options.checkpoints, newest, "update"):
       records = run.fit(
         samples,
         "samples",
@@ -76,7 +77,7 @@ def train(options: _commands.Train) -> None:
         # Real workers print events, which would tear a progress bar.
         label=options.protocol if options.driver == "clock" else None,
         checkpoints=options.checkpoints,
-        metadata=_server_parts.identity(options),
+        metadata=_identity(options),
         stop_on_sigterm=True,
       )
       more |= session.summary()
@@ -92,6 +93,18 @@ def train(options: _commands.Train) -> None:
       f"{run.mark.samples:,} of {samples:,} samples all are away for good. "
       "Give an outage an `end_s`, or add machines."
     )
+
+
+def _identity(options: _commands.Train) -> dict[str, object]:
+  """Returns the metadata that must be the same when a run is resumed."""
+  elsewhere = (
+    "checkpoints", "checkpoint_every_epochs", "address", "cpus_per_worker",
+    "gpus_per_worker", "record",
+  )  # fmt: skip
+  assert options.cluster is not None
+  # Time is replayed: the machines must be the same, wherever their file is.
+  machines = pathlib.Path(options.cluster).read_text()
+  return _options.identity(options, elsewhere) | {"cluster": machines}
 
 
 def _print_event(event: dict[str, Any]) -> None:
@@ -117,7 +130,18 @@ def _session(parts: _server_parts.Parts) -> Iterator[Any]:
   try:
     # Ray's processes must not outlive a SIGTERM before or after the time in
     # which the run itself looks for one.
-    with _interrupts.raised_by_sigterm(), _engine(parts) as engine:
+    with _interrupts.raised_by_sigterm(), contextlib.ExitStack() as stack:
+      engine: Any
+      if options.driver == "threads":
+        engine = server.ThreadEngine()
+      else:
+        engine = server.RayEngine(
+          len(names),
+          address=options.address,
+          cpus_per_worker=options.cpus_per_worker,
+          gpus_per_worker=options.gpus_per_worker,
+        )
+      stack.callback(engine.stop)
       yield server.LiveSession(
         engine,
         functools.partial(_server_parts.make_server, *made),
@@ -128,26 +152,6 @@ def _session(parts: _server_parts.Parts) -> Iterator[Any]:
       )
   except _interrupts.SigtermError:
     raise _run_end.TerminatedError("ended outside of the training.") from None
-
-
-@contextlib.contextmanager
-def _engine(parts: _server_parts.Parts) -> Iterator[Any]:
-  """Yields the engine that the options name, and stops it."""
-  options = parts.options
-  engine: Any
-  if options.driver == "threads":
-    engine = server.ThreadEngine()
-  else:
-    engine = server.RayEngine(
-      len(parts.machines.names),
-      address=options.address,
-      cpus_per_worker=options.cpus_per_worker,
-      gpus_per_worker=options.gpus_per_worker,
-    )
-  try:
-    yield engine
-  finally:
-    engine.stop()
 
 
 def _check(options: _commands.Train) -> None:
