@@ -20,7 +20,7 @@ _HIDDEN = {
   "networks": "`--predictor` is of another network than in the checkpoint",
 }
 # Entries of checkpoints that follow from options, which differ as well.
-_FOLLOWING = ("every", "clock")
+_FOLLOWING = ("every", "unit", "clock")
 
 
 class TerminatedError(Exception):

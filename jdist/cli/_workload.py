@@ -59,9 +59,7 @@ def named(options: _Common) -> _Common:
 def check(options: _groups.Common) -> None:
   """Raises a ValueError for options that do not match, before any data is read.
 
-  Raises:
-    ValueError: when options do not match.
-    ImportError: when extras are missing, with all their names.
+  All extras that are missing are named by one ImportError.
   """
   # Only `train` has this option and the two below.
   model = getattr(options, "final_params", None)
@@ -100,13 +98,9 @@ def check_batch(
 
 
 def _check_data(options: _groups.Common) -> dict[str, str]:
-  """Checks that data set, model and their options match.
+  """Raises a ValueError unless data set, model and their options match.
 
-  Returns:
-    The modules that read the data set, with their extras.
-
-  Raises:
-    ValueError: when they do not match.
+  Returns the modules that read the data set, with their extras.
   """
   text = options.text is not None or options.dataset in data.TEXT_NAMES
   if not text:
@@ -267,7 +261,9 @@ class Prepared:
       self.method, options, self.budget, workload.workers.axis, model
     )
     self.programs = workload.programs(
-      optimizer, model.apply, **of_trainer(options, workload, optimizer)
+      optimizer,
+      model.apply,
+      **of_trainer(options, workload.workers, optimizer, model),
     )
 
   def run(
@@ -280,11 +276,7 @@ class Prepared:
   ) -> list[training.Record]:
     """Trains from a seed's initial parameters; see `Trainer.fit`.
 
-    Args:
-      seed: The seed of the run.
-      label: What the progress bar shows.
-      on_end: Is called with the trained parameters and batch statistics.
-      **fit: Arguments of `Trainer.fit`.
+    At the end `on_end` is called with the parameters and batch statistics.
     """
     state, records = self.programs.run(
       seed,
@@ -322,7 +314,10 @@ class Prepared:
 
 
 def of_trainer(
-  options: _groups.Common, workload: comparison.Workload, optimizer: Any
+  options: _groups.Common,
+  workers: collectives.Workers,
+  optimizer: Any,
+  model: models.Model,
 ) -> dict[str, Any]:
   """Returns the arguments of the `Trainer` of a method's chain."""
   # None means wherever a method supports it.
@@ -330,10 +325,9 @@ def of_trainer(
     "host_rounds": None if options.host_rounds else False
   }
   if options.stream:
-    model = workload.model(0)
     # Whether a chain streams shows in the shapes of its state.
     state = profiling.abstract_state(
-      workload.workers, optimizer, model.params, model.state
+      workers, optimizer, model.params, model.state
     )
     if transforms.streams(state.opt_state):
       found["stream_steps"] = _methods.STREAM_STEPS

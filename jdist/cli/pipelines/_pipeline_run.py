@@ -189,7 +189,8 @@ class PreparedStages:
   def _phase(self, table: pipeline.Table) -> "_Phase":
     """Builds the programs of a table."""
     options, team = self.options, self.workload.workers
-    pipe = self._pipe(self.workload.model(0), table)
+    model = self.workload.model(0)
+    pipe = self._pipe(model, table)
     predicts = options.delay_fix == "prediction"
     optimizer = _methods.build_method(
       options.method,
@@ -201,7 +202,7 @@ class PreparedStages:
     trainer = training.Trainer(
       team,
       pipe.make_step(optimizer, axis=team.axis),
-      **_workload.of_trainer(options, self.workload, optimizer),
+      **_workload.of_trainer(options, team, optimizer, model),
     )
     return _Phase(pipe, optimizer, trainer)
 
