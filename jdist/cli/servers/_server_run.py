@@ -55,16 +55,7 @@ def train(options: _commands.Train) -> None:
     def show(record: training.Record) -> None:
       assert run.mark is not None
       shown.append(record.step)
-      second = "virtual s" if record.clock == "virtual" else "s"
-      print(
-        f"update {record.step}  {record.train_s:.4g} {second}  "
-        f"{_workload.quality(record.metrics)}  "
-        f"train loss {_workload.loss(record)}  "
-        f"staleness {run.mark.staleness:.2f}  "
-        f"{training.format_bytes(record.sent_bytes)} pushed per worker  "
-        f"{_workload.speed(record, workload.train)} a {second}",
-        flush=True,
-      )
+      _print_record(record, run.mark.staleness, workload.train)
 
     with _run_end.explained(options.checkpoints, newest, "update"):
       records = run.fit(
@@ -93,6 +84,20 @@ def train(options: _commands.Train) -> None:
       f"{run.mark.samples:,} of {samples:,} samples all are away for good. "
       "Give an outage an `end_s`, or add machines."
     )
+
+
+def _print_record(
+  record: training.Record, staleness: float, dataset: _workload.AnyDataset
+) -> None:
+  second = "virtual s" if record.clock == "virtual" else "s"
+  print(
+    f"update {record.step}  {record.train_s:.4g} {second}  "
+    f"{_workload.quality(record.metrics)}  "
+    f"train loss {_workload.loss(record)}  staleness {staleness:.2f}  "
+    f"{training.format_bytes(record.sent_bytes)} pushed per worker  "
+    f"{_workload.speed(record, dataset)} a {second}",
+    flush=True,
+  )
 
 
 def _identity(options: _commands.Train) -> dict[str, object]:

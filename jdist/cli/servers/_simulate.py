@@ -24,12 +24,6 @@ def simulate(options: _commands.Simulate) -> None:
   updates = limits.get("updates")
   if updates is None and limits.get("samples") is not None:
     updates = limits["samples"] / (options.batch_size * len(machines.nodes))
-  protocols = {
-    name: _protocols.build(
-      name, options, options.batch_size, machines, profile, updates=updates
-    )
-    for name in options.protocols
-  }
   training.pyplot()
   drawn = _drawn_seconds(options, machines, profile)
   # All of them are built first: one that refuses a batch which fits no memory
@@ -37,12 +31,14 @@ def simulate(options: _commands.Simulate) -> None:
   runs = {
     name: server.Simulation(
       machines,
-      protocol,
+      _protocols.build(
+        name, options, options.batch_size, machines, profile, updates=updates
+      ),
       profile,
       seed=options.seed,
       trace=cluster.Trace(until_s=drawn),
     )
-    for name, protocol in protocols.items()
+    for name in options.protocols
   }
   output = _output.output_directory(options.output, "simulate")
   console = _output.console()
