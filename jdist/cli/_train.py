@@ -56,14 +56,7 @@ def run(options: _commands.Train, programs: Any) -> None:
       return
     if board is not None:
       board.write(record)
-    print(
-      f"step {record.step}/{programs.budget.num_steps}  "
-      f"{_workload.quality(record.metrics)}  "
-      f"train loss {_workload.loss(record)}  rounds {record.rounds}  "
-      f"{training.format_bytes(record.sent_bytes)} sent per worker  "
-      f"{_workload.speed(record, workload.train)}/s",
-      flush=True,
-    )
+    _print_record(record, programs.budget.num_steps, workload.train)
 
   resumed: dict[str, int] = {}
 
@@ -114,6 +107,18 @@ def run(options: _commands.Train, programs: Any) -> None:
     )
     _run_end.write_row(output, options, records, **resumed)
   _run_end.check(options, records, newest() is not None)
+
+
+def _print_record(
+  record: training.Record, num_steps: int, dataset: _workload.AnyDataset
+) -> None:
+  print(
+    f"step {record.step}/{num_steps}  {_workload.quality(record.metrics)}  "
+    f"train loss {_workload.loss(record)}  rounds {record.rounds}  "
+    f"{training.format_bytes(record.sent_bytes)} sent per worker  "
+    f"{_workload.speed(record, dataset)}/s",
+    flush=True,
+  )
 
 
 def _save_model(
