@@ -114,7 +114,7 @@ def filled(options: Any) -> dict[str, Any]:
   }
 
 
-def arguments(
+def _arguments(
   method: methods.Method, options: _groups.Common
 ) -> dict[str, Any]:
   """Returns the arguments of a method's factory that options fill."""
@@ -249,7 +249,7 @@ def build_method(
     **fixed: The arguments of the factory that no option fills.
   """
   method = methods.registry[name]
-  given = arguments(method, options)
+  given = _arguments(method, options)
   # The policy depends on the run, and not on an option alone.
   if method.in_rounds:
     given["interval"] = _interval(name, method, options, run)
