@@ -91,21 +91,21 @@ def compare(options: _commands.Compare) -> None:
   _raise_diverged(found)
 
 
+@dataclasses.dataclass
 class _Fit:
   """Runs trials, and compiles a method once for all seeds of a rate."""
 
-  def __init__(
-    self,
-    options: _commands.Compare,
-    workload: comparison.Workload,
-    bar: training.Progress,
-    trials: int,
-  ):
-    self._options = options
-    # One bar shows all trials; it is extended when tuning adds rates.
-    self._bar, self._trials, self._begun = bar, trials, 0
+  options: _commands.Compare
+  workload: comparison.Workload
+  # One bar shows all trials; it is extended when tuning adds rates.
+  bar: training.Progress
+  trials: int
+
+  def __post_init__(self) -> None:
+    self._begun = 0
     # Rates are chosen without the test set, on a part of the training set.
-    self._workloads = {"comparison": workload, "tuning": workload.hold_out()}
+    held_out = self.workload.hold_out()
+    self._workloads = {"comparison": self.workload, "tuning": held_out}
     self._compiled: dict[tuple[str, str], _workload.Prepared] = {}
 
   def __call__(self, trial: comparison.Trial) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class _Fit:
         self._compiled.clear()
       prepared = self._compiled[key] = _workload.Prepared(
         self._workloads[trial.purpose],
-        self._options,
+        self.options,
         trial.variant,
         trial.learning_rate,
       )
@@ -126,14 +126,14 @@ class _Fit:
       label = f"tuning {trial.variant} {trial.learning_rate:g}"
     steps, begun = prepared.budget.num_steps, self._begun
     self._begun += 1
-    self._bar.extend(max(self._trials, self._begun) * steps)
+    self.bar.extend(max(self.trials, self._begun) * steps)
     records = prepared.run(
       trial.seed,
-      label=lambda step, text: self._bar.update(
+      label=lambda step, text: self.bar.update(
         begun * steps + step, f"{label}  {text}"
       ),
     )
-    workers = self._options.workers
+    workers = self.options.workers
     return {"workers": workers, **comparison.summarize(records)}
 
 

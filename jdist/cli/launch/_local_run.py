@@ -11,6 +11,7 @@ any other   killed, a peer lost, an error        restarts from the last
 """
 
 import contextlib
+import dataclasses
 import math
 import pathlib
 import signal
@@ -33,28 +34,22 @@ _SAVING_S = 120.0
 _POLL_S = 0.05
 
 
+@dataclasses.dataclass
 class LocalRun:
-  """The processes of a run, and how often they have been started."""
+  """The processes of a run, each with the command and options of its own.
 
-  def __init__(
-    self,
-    command: Sequence[str],
-    num_processes: int,
-    *,
-    checkpoints: str | None,
-    restarts: int,
-    backoff_s: float,
-  ):
-    """Prepares the run of a command without starting it.
+  At most `restarts` follow each other without a newer checkpoint, the first of
+  them after `backoff_s`, each further one after twice the time.
+  """
 
-    At most `restarts` follow each other without a newer checkpoint, the first
-    of them after `backoff_s`, each further one after twice the time.
-    """
-    self._command = list(command)
-    self._num = num_processes
-    self._checkpoints = checkpoints
-    self._restarts = restarts
-    self._backoff_s = backoff_s
+  command: Sequence[str]
+  num_processes: int
+  _: dataclasses.KW_ONLY
+  checkpoints: str | None
+  restarts: int
+  backoff_s: float
+
+  def __post_init__(self) -> None:
     self._stop: signal.Signals | None = None
 
   def run(self) -> int:
@@ -71,16 +66,16 @@ class LocalRun:
         if status == _SIGTERM_STATUS or self._newest() > newest:
           failures = 0
         failures += 1
-        if failures > self._restarts:
-          if self._restarts:
-            _say(f"{reason}; given up after {self._restarts} restarts.")
+        if failures > self.restarts:
+          if self.restarts:
+            _say(f"{reason}; given up after {self.restarts} restarts.")
           return status
-        wait_s = min(self._backoff_s * 2 ** (failures - 1), _MAX_BACKOFF_S)
+        wait_s = min(self.backoff_s * 2 ** (failures - 1), _MAX_BACKOFF_S)
         step = self._newest()
         where = f"step {step}" if step >= 0 else "the beginning"
         _say(
           f"{reason}; restarting all from {where} in {wait_s:g} s (restart "
-          f"{failures} of {self._restarts} without a new checkpoint)."
+          f"{failures} of {self.restarts} without a new checkpoint)."
         )
         self._sleep(wait_s)
         if self._stop is not None:
@@ -88,9 +83,9 @@ class LocalRun:
 
   def _newest(self) -> int:
     """Returns the step of the newest checkpoint; -1 if there is none."""
-    if self._checkpoints is None:
+    if self.checkpoints is None:
       return -1
-    found = pathlib.Path(self._checkpoints).glob("step_*.json")
+    found = pathlib.Path(self.checkpoints).glob("step_*.json")
     return max((int(path.stem[5:]) for path in found), default=-1)
 
   def _attempt(self) -> list[int]:
@@ -100,12 +95,12 @@ class LocalRun:
     processes: list[subprocess.Popen[str]] = []
     echoes = []
     try:
-      for number in range(self._num):
-        words = list(self._command)
-        if self._num > 1:
+      for number in range(self.num_processes):
+        words = list(self.command)
+        if self.num_processes > 1:
           words += [
             "--coordinator-address", f"127.0.0.1:{port}", "--num-processes",
-            str(self._num), "--process-id", str(number),
+            str(self.num_processes), "--process-id", str(number),
           ]  # fmt: skip
         # Only the first process may draw its progress bar on the terminal.
         pipe = {} if number == 0 else {"stderr": subprocess.PIPE}
@@ -181,7 +176,7 @@ class _Echo:
   """Prints the stderr of another process than the first with its number."""
 
   def __init__(self, number: int, stream: IO[str] | None):
-    self._number = number
+    self.num_processesber = number
     assert stream is not None
     self._stream = stream
     # Lines of jdist wait until it is known whether another process has printed
@@ -199,7 +194,7 @@ class _Echo:
           self._print(line)
 
   def _print(self, line: str) -> None:
-    sys.stderr.write(f"[{self._number}] {line}")
+    sys.stderr.write(f"[{self.num_processesber}] {line}")
     sys.stderr.flush()
 
   def show(self) -> None:
