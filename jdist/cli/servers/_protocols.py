@@ -34,8 +34,6 @@ def find(option: str, name: str) -> server.ProtocolEntry:
 def check_used(option: str, names: Sequence[str], options: Any) -> None:
   """Raises a ValueError for an option that none of the protocols uses."""
   _options.check_names(option, names, "protocols")
-  for name in names:
-    find(option, name)
   _options.check_used(
     options,
     names,
