@@ -86,6 +86,7 @@ class AllToAll(_reducer.Reducer):
   ) -> _reducer.Reduced:
     num_workers = collectives.size(axis)
     layout, coders = self._layout(tree, num_workers)
+    draws = layout.draws
     if not coders:
       return _reducer.Reduced(tree, optax.tree.cast(tree, jnp.float32), state)
     kept = [coder.row for coder in coders if self._keeps(coder)]
@@ -96,7 +97,7 @@ class AllToAll(_reducer.Reducer):
     # Up: row j of every bucket is sent to worker j, its owner.
     payloads, finite, shares = [], [], []
     for i, rows in enumerate(layout.buckets.pack(tree)):
-      keys = _row_keys(layout.draws, key, i, axis)
+      keys = _row_keys(draws, key, i, axis)
       payload = jax.vmap(coders[i].encode)(rows, keys)
       payloads.append(payload)
       finite.append(jnp.isfinite(rows).all(1))
@@ -124,7 +125,7 @@ class AllToAll(_reducer.Reducer):
       # part of the residual.
       narrow = wanted.astype(coder.row.dtype)
       finite.append(jnp.isfinite(narrow).all() & sound[i])
-      payload = coder.encode(narrow, _owner_key(layout.draws, key, i, axis))
+      payload = coder.encode(narrow, _owner_key(draws, key, i, axis))
       payloads.append(payload)
       if self._leaves_out(coder):
         known = coder.decode(payload).astype(coder.row.dtype)

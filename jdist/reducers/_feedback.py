@@ -128,6 +128,10 @@ class Residual(Feedback):
     # The mean lacks it once, and so the sum N times: every worker adds it.
     return state._replace(residual=added(state.residual, left))
 
+  def absorb(self, held: PyTree, state: Any) -> Any:
+    """Adds it to the residual."""
+    return state._replace(residual=added(state.residual, held))
+
 
 @states.declare()
 class ErrorFeedbackState(NamedTuple):
@@ -192,9 +196,7 @@ class ErrorFeedback(Residual):
   ) -> tuple[PyTree, ErrorFeedbackState]:
     """Returns the sum of the tree and the residual."""
     wanted = jax.tree.map(
-      lambda x, e: wide(x) + number(self.decay, e) * e,
-      x,
-      state.residual,
+      lambda x, e: wide(x) + number(self.decay, e) * e, x, state.residual
     )
     return wanted, state
 
@@ -215,12 +217,11 @@ class ErrorFeedback(Residual):
     # `prepare` multiplies by the decay, which would shrink what owners hold.
     if self.decay == 0:
       return None
-    residual = jax.tree.map(
-      lambda e, h: e + h.astype(e.dtype) / number(self.decay, e),
-      state.residual,
-      held,
-    )
-    return state._replace(residual=residual)
+    held = jax.tree.map(
+      lambda h, e: h.astype(e.dtype) / number(self.decay, e),
+      held, state.residual,
+    )  # fmt: skip
+    return super().absorb(held, state)
 
 
 @states.declare(shared=("mean",))

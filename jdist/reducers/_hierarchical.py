@@ -80,7 +80,7 @@ class Hierarchical(_reducer.Reducer):
     if self.parts > 1:
       self._chunked()
 
-  def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
+  def init(self, like: PyTree, axis: collectives.Axis) -> HierarchicalState:
     inner, outer = self._levels(axis)
     near = self.inner.init(like, inner)
     if self.parts > 1:
@@ -91,13 +91,12 @@ class Hierarchical(_reducer.Reducer):
       state = HierarchicalState((near, far), ())
     else:
       state = HierarchicalState(near, self.outer.init(like, outer))
-    return collectives.varying(state, axis) if jax.tree.leaves(state) else ()
+    return collectives.varying(state, axis)
 
   def reduce(
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
   ) -> _reducer.Reduced:
     inner, outer = self._levels(axis)
-    state = self._with_fields(state, tree)
     # The second key is equal on all workers of a host, which reduce one mean.
     first, second = jax.random.split(key)
     if outer is not None:
@@ -116,16 +115,13 @@ class Hierarchical(_reducer.Reducer):
       far.own_share,
     )
     new = HierarchicalState(near.state, far.state)
-    return _reducer.Reduced(
-      far.mean, share, new if jax.tree.leaves(new) else ()
-    )
+    return _reducer.Reduced(far.mean, share, new)
 
   def flush(
     self, state: PyTree, like: PyTree, axis: collectives.Axis
   ) -> tuple[PyTree, PyTree]:
     """Empties the owners' residuals of both levels."""
     inner, outer = self._levels(axis)
-    state = self._with_fields(state, like)
     if self.parts > 1:
       chunked, rows, old = self._chunked(), {}, state.inner
       near, near_state = self.inner.flush(old[0], like, inner)
@@ -144,7 +140,7 @@ class Hierarchical(_reducer.Reducer):
     # Residuals inside a host are in units of its mean, and those of all hosts
     # are averaged.
     residuals = jax.tree.map(jnp.add, collectives.mean(near, outer), far)
-    return residuals, new if jax.tree.leaves(new) else ()
+    return residuals, new
 
   def check_chunks(self) -> None:
     self.inner.check_chunks()
@@ -198,24 +194,13 @@ class Hierarchical(_reducer.Reducer):
       far_state[name] = far.state
     share = jax.tree.map(jnp.subtract, own, chunked.unpack(left, tree))
     new = HierarchicalState((near_state, far_state), ())
-    reduced = _reducer.Reduced(
-      chunked.unpack(means, tree), share, new if jax.tree.leaves(new) else ()
-    )
+    reduced = _reducer.Reduced(chunked.unpack(means, tree), share, new)
     return collectives.varying(reduced, axis)
 
   def _chunked(self) -> _chunked.Chunked:
     return _chunked.Chunked(
       self.outer, max_bytes=_ALL_BYTES, multiple=self.parts
     )
-
-  def _with_fields(self, state: PyTree, like: PyTree) -> HierarchicalState:
-    """Returns the state with its fields, also if `init` returned `()`."""
-    if isinstance(state, HierarchicalState):
-      return state
-    if self.parts == 1:
-      return HierarchicalState((), ())
-    buckets = self._chunked().buckets(like).buckets
-    return HierarchicalState(((), {bucket.dtype: () for bucket in buckets}), ())
 
   def _levels(
     self, axis: collectives.Axis

@@ -123,12 +123,6 @@ class MomentumCorrection(_feedback.Residual):
     nonfinite = _feedback.counted(state.nonfinite, found)
     return mean, MomentumCorrectionState(momentum, residual, nonfinite)
 
-  def absorb(
-    self, held: PyTree, state: MomentumCorrectionState
-  ) -> PyTree | None:
-    """Adds it to the residual."""
-    return state._replace(residual=_feedback.added(state.residual, held))
-
 
 @states.declare()
 class SmoothingState(NamedTuple):
@@ -188,8 +182,7 @@ class Smoothing(_feedback.Feedback):
       mu = _feedback.number(self.momentum, m)
       return mu * m + (1 - mu) * _feedback.wide(x)
 
-    wanted = jax.tree.map(moved, state.momentum, x)
-    return wanted, state
+    return jax.tree.map(moved, state.momentum, x), state
 
   def finish(
     self,
@@ -201,6 +194,5 @@ class Smoothing(_feedback.Feedback):
     # A vote's own share is a sign, which is no part of the momentum.
     del own_share
     momentum, found = _feedback.cleaned(wanted)
-    return mean, SmoothingState(
-      momentum, _feedback.counted(state.nonfinite, found)
-    )
+    nonfinite = _feedback.counted(state.nonfinite, found)
+    return mean, SmoothingState(momentum, nonfinite)
