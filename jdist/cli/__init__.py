@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from jdist import collectives
 
     # This error may follow from another process: its status then decides.
-    collectives.await_verdict()
+    if lifeline := collectives.lifeline():
+      lifeline.await_verdict()
     traceback.print_exc()
     status, line = 1, ""
     reason = traceback.format_exception_only(error)[-1].splitlines()[0]
@@ -75,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stderr.flush()
     from jdist import collectives
 
-    collectives.leave_processes(status, reason)
+    if lifeline := collectives.lifeline():
+      lifeline.leave(status, reason)
     os._exit(status)
   return status
 

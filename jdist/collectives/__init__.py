@@ -10,13 +10,11 @@ from jdist.collectives._axis import Axis as Axis
 from jdist.collectives._axis import check_alike as check_alike
 from jdist.collectives._axis import check_axis as check_axis
 from jdist.collectives._axis import check_local as check_local
-from jdist.collectives._axis import finish_mean as finish_mean
 from jdist.collectives._axis import for_workers as for_workers
 from jdist.collectives._axis import index as index
 from jdist.collectives._axis import mean as mean
 from jdist.collectives._axis import same_form as same_form
 from jdist.collectives._axis import size as size
-from jdist.collectives._axis import start_mean as start_mean
 from jdist.collectives._axis import sum as sum
 from jdist.collectives._axis import team_of as team_of
 from jdist.collectives._axis import varying as varying
@@ -40,7 +38,6 @@ from jdist.collectives._model_parts import model_parts as model_parts
 from jdist.collectives._model_parts import sum_of_parts as sum_of_parts
 from jdist.collectives._phases import Phase as Phase
 from jdist.collectives._phases import phase as phase
-from jdist.collectives._phases import phase_of as phase_of
 from jdist.collectives._shards import map_shards as map_shards
 from jdist.collectives._shards import num_shards as num_shards
 from jdist.collectives._shards import shard_shape as shard_shape
@@ -54,8 +51,7 @@ from jdist.collectives._traffic import Traffic as Traffic
 from jdist.collectives._traffic import traffic as traffic
 from jdist.collectives._workers import check_workers as check_workers
 from jdist.collectives._workers import Workers as Workers
-from jdist.collectives.processes import await_verdict as await_verdict
-from jdist.collectives.processes import leave_processes as leave_processes
-from jdist.collectives.processes import processes_stop as processes_stop
-from jdist.collectives.processes import start_processes as start_processes
-from jdist.collectives.processes import watches_processes as watches_processes
+from jdist.collectives.processes._process_group import lifeline as lifeline
+from jdist.collectives.processes._process_group import (
+  start_processes as start_processes,
+)

@@ -288,34 +288,6 @@ def mean(tree: PyTree, axis: Axis) -> PyTree:
   return _all_reduce(jax.lax.pmean, tree, axis)
 
 
-def start_mean(tree: PyTree, axis: Axis) -> PyTree:
-  """Takes a mean of floats without its last division; see `finish_mean`.
-
-  It is for a mean that other computation is to hide.
-  """
-  # To divide at once would free the sum, and whatever XLA's CPU compiler then
-  # put into its memory would wait for the mean.
-  names = bound_names(axis)
-  for name in names[:-1]:
-    tree = _all_reduce(jax.lax.pmean, tree, name)
-  if names:
-    tree = _all_reduce(jax.lax.psum, tree, names[-1])
-  return varying(tree, axis)
-
-
-def finish_mean(tree: PyTree, axis: Axis) -> PyTree:
-  """Divides the result of `start_mean`, which gives the bits of `mean`.
-
-  >>> def both(x):
-  ...   return finish_mean(start_mean(x, "worker"), "worker")
-  >>> jax.vmap(both, axis_name="worker")(jnp.array([1.0, 3.0])).tolist()
-  [2.0, 2.0]
-  """
-  names = bound_names(axis)
-  number = jax.lax.axis_size(names[-1]) if names else 1
-  return jax.tree.map(lambda x: x / number, tree)
-
-
 def sum(tree: PyTree, axis: Axis) -> PyTree:
   """Adds every leaf over the workers; see `mean`.  Bools give integers."""
   if axis is None:  # The dtypes must be those of a sum of several workers.

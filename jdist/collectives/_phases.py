@@ -40,6 +40,22 @@ class Phase:
     if self.stop is not None:
       checks.check_int("stop", self.stop, 0)
 
+  @classmethod
+  def of(cls, path: str) -> "Phase | None":
+    """Reads the phase of an operation off its full name in a compiled program.
+
+    >>> Phase.of("jit(step)/cond/branch_0_fun/jdist_phase_from_2_to_5/psum")
+    Phase(start=2, stop=5, unit='step')
+    """
+    said = phases_in(path)
+    if not said:
+      return None
+    rare = len(_BRANCH.findall(path)) > len(said)
+    found = dataclasses.replace(said[0], unit="round" if rare else "step")
+    for inner in said[1:]:
+      found = inner.inside(found)
+    return found
+
   def times(self, count: int, *, after: int = 0) -> int:
     """Counts the steps of the phase among `count` that follow `after` others.
 
@@ -119,19 +135,3 @@ def phases_in(name: str) -> tuple[Phase, ...]:
     Phase(int(start), None if stop == "end" else int(stop))
     for start, stop in _NAME.findall(name)
   )
-
-
-def phase_of(path: str) -> Phase | None:
-  """Reads the phase of an operation off its full name in a compiled program.
-
-  >>> phase_of("jit(step)/cond/branch_0_fun/jdist_phase_from_2_to_5/psum")
-  Phase(start=2, stop=5, unit='step')
-  """
-  said = phases_in(path)
-  if not said:
-    return None
-  rare = len(_BRANCH.findall(path)) > len(said)
-  found = dataclasses.replace(said[0], unit="round" if rare else "step")
-  for inner in said[1:]:
-    found = inner.inside(found)
-  return found

@@ -213,13 +213,10 @@ def communicates(function: Callable[..., Any], *args: Any) -> bool:
 
 
 def _has_collective(jaxpr: Any) -> bool:
-  for eqn in jaxpr.eqns:
-    if eqn.primitive.name in _KINDS:
-      return True
-    for body in _bodies(eqn):
-      if _has_collective(body):
-        return True
-  return False
+  return any(
+    eqn.primitive.name in _KINDS or any(map(_has_collective, _bodies(eqn)))
+    for eqn in jaxpr.eqns
+  )
 
 
 def _bodies(eqn: Any) -> Iterator[Any]:
@@ -284,14 +281,8 @@ def _walk(
       if group > 1:
         avals = [var.aval for var in eqn.invars]
         payload = sum(math.prod(x.shape) * x.dtype.itemsize for x in avals)
-        yield Collective(
-          _KINDS[name],
-          payload,
-          group,
-          place.conditional,
-          count,
-          place.phase,
-        )
+        kind, phase = _KINDS[name], place.phase
+        yield Collective(kind, payload, group, place.conditional, count, phase)
     inside = place.branch() if name == "cond" else place
     times = count * eqn.params["length"] if name == "scan" else count
     if name == "shard_map":  # It runs on each of a worker's devices.

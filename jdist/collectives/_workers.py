@@ -160,66 +160,57 @@ class Workers:
 
   def spmd(self, step: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Maps `step` over the leading axis of workers, without compiling it."""
-    step = self._in_team(step)
     one = _squeezed(step)
     if self.substrate == "none":
-      return self._checked(one)
-    if self.substrate == "vmap":
-      return self._checked(jax.vmap(step, axis_name=str(self.axis)))
-    assert self.mesh is not None
-    spec = PartitionSpec(self.mesh_axis)
-    several = isinstance(self.axis, tuple)
-    if several:
-      one = jax.vmap(step, axis_name=self.axis[0])  # type: ignore[index]
-    mapped = jax.shard_map(
-      one,
-      mesh=self.mesh,
-      in_specs=spec,
-      out_specs=spec,
-      axis_names={self.mesh_axis},
-      # JAX cannot type vmap inside shard_map.  Without types a gradient is
-      # still right unless the differentiated function holds a collective,
-      # which a test checks.
-      check_vma=not several,
-    )
+      mapped: Callable[..., PyTree] = one
+    elif self.substrate == "vmap":
+      mapped = jax.vmap(step, axis_name=str(self.axis))
+    else:
+      spec = PartitionSpec(self.mesh_axis)
+      several = isinstance(self.axis, tuple)
+      if several:
+        one = jax.vmap(step, axis_name=self.axis[0])  # type: ignore[index]
+      mapped = jax.shard_map(
+        one,
+        mesh=self.mesh,
+        in_specs=spec,
+        out_specs=spec,
+        axis_names={self.mesh_axis},
+        # JAX cannot type vmap inside shard_map.  Without types a gradient is
+        # still right unless the differentiated function holds a collective,
+        # which a test checks.
+        check_vma=not several,
+      )
 
     @functools.wraps(step)
-    def in_context(*args: PyTree) -> PyTree:
-      _check_context()
-      return mapped(*args)
+    def in_team(*args: PyTree) -> PyTree:
+      self._check(args)
+      # The step is traced here, where `check_local` must know its team.
+      with _axis.team_of(self.axis if self.num_workers > 1 else None):
+        return mapped(*args)
 
-    return self._checked(in_context)
+    return in_team
 
-  def _checked(self, mapped: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Refuses arguments without an axis of workers, while they are traced."""
-
-    @functools.wraps(mapped)
-    def checked(*args: PyTree) -> PyTree:
-      for number, arg in enumerate(args):
-        for name, x in checks.named_leaves(arg).items():
-          if jnp.ndim(x) == 0 or jnp.shape(x)[0] != self.num_workers:
-            raise ValueError(
-              f"`args[{number}]` of the step must hold arrays [workers, ...], "
-              f"of {self.num_workers} rows, got shape {jnp.shape(x)}"
-              f"{f' at {name!r}' if name else ''}. `workers.shard` splits a "
-              "batch, `workers.replicate` copies what all have, and "
-              "`workers.jit(optimizer.init)(params)` makes a state; a constant "
-              "belongs into the step itself."
-            )
-      return mapped(*args)
-
-    return checked
-
-  def _in_team(self, step: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Traces a step with the axis of its team, for `check_local`."""
-    axis = self.axis if self.num_workers > 1 else None
-
-    @functools.wraps(step)
-    def traced(*args: PyTree) -> PyTree:
-      with _axis.team_of(axis):
-        return step(*args)
-
-    return traced
+  def _check(self, args: tuple[PyTree, ...]) -> None:
+    """Refuses arguments without an axis of workers, and explicit meshes."""
+    for number, arg in enumerate(args):
+      for name, x in checks.named_leaves(arg).items():
+        if jnp.ndim(x) == 0 or jnp.shape(x)[0] != self.num_workers:
+          raise ValueError(
+            f"`args[{number}]` of the step must hold arrays [workers, ...], "
+            f"of {self.num_workers} rows, got shape {jnp.shape(x)}"
+            f"{f' at {name!r}' if name else ''}. `workers.shard` splits a "
+            "batch, `workers.replicate` copies what all have, and "
+            "`workers.jit(optimizer.init)(params)` makes a state; a constant "
+            "belongs into the step itself."
+          )
+    around = jax.sharding.get_abstract_mesh()
+    if self.mesh is not None and _is_explicit(around):
+      raise ValueError(
+        "`mesh` of `jax.set_mesh` must have automatic axes around the workers' "
+        f"programs, got {around.axis_types} of {around.axis_names}. "
+        "Leave `jax.set_mesh` out, or set `workers.mesh`."
+      )
 
   def replicate(
     self, tree: PyTree, specs: PyTree | PartitionSpec = _UNSPLIT
@@ -337,17 +328,6 @@ def _is_explicit(mesh: Any) -> bool:
   return any(
     kind == AxisType.Explicit for kind in getattr(mesh, "axis_types", ())
   )
-
-
-def _check_context() -> None:
-  """Raises a ValueError where the caller has set a mesh of explicit axes."""
-  mesh = jax.sharding.get_abstract_mesh()
-  if _is_explicit(mesh):
-    raise ValueError(
-      "`mesh` of `jax.set_mesh` must have automatic axes around the workers' "
-      f"programs, got {mesh.axis_types} of {mesh.axis_names}. "
-      "Leave `jax.set_mesh` out, or set `workers.mesh`."
-    )
 
 
 def _squeezed(step: Callable[..., PyTree]) -> Callable[..., PyTree]:

@@ -62,7 +62,7 @@ def as_collective(
 
 def _phase(attributes: str) -> collectives.Phase | None:
   match = re.search(r'op_name="([^"]*)"', attributes)
-  return None if match is None else collectives.phase_of(match[1])
+  return None if match is None else collectives.Phase.of(match[1])
 
 
 def _group_size(attributes: str) -> int:

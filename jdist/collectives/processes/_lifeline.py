@@ -34,6 +34,8 @@ _HELLO = b"jdist lifeline 1\n"
 # The time in which the other processes may exit with a status of their own:
 # usually all of them have met the same error.
 _GRACE_S = 8.0
+# The time in which a lost process is noticed after a collective has failed.
+_VERDICT_S = 5.0
 
 
 class Lifeline:
@@ -90,8 +92,19 @@ class Lifeline:
     atexit.register(self.leave, 0)
     return found
 
+  def await_verdict(self) -> None:
+    """Waits until this process is ended, if another one has died."""
+    # A collective fails before the lifeline knows which process was lost.
+    threading.Event().wait(_VERDICT_S)
+
   def leave(self, status: int, reason: str = "") -> None:
-    """Announces that this process exits, with its status."""
+    """Announces that this process exits; after an error the others exit, too.
+
+    Args:
+      status: the exit status; after 1, an unexpected error, the others exit at
+        once.
+      reason: the reason, in one line.
+    """
     if self._leaving:
       return
     self._leaving = True

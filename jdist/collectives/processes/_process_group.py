@@ -1,7 +1,5 @@
 """Joins the processes of one run, and ends them together."""
 
-import threading
-
 import jax
 
 from jdist import checks
@@ -51,50 +49,21 @@ def start_processes(
     return
   checks.check_int("num_processes", num_processes, 1)
   checks.check_int("process_id", process_id, 0, num_processes - 1)
-  lifeline = _lifeline.Lifeline(coordinator_address, num_processes, process_id)
-  address, bind = lifeline.join(checks.check_number("timeout_s", timeout_s))
+  joined = _lifeline.Lifeline(coordinator_address, num_processes, process_id)
+  address, bind = joined.join(checks.check_number("timeout_s", timeout_s))
   jax.distributed.initialize(
     address, num_processes, process_id, coordinator_bind_address=bind,
     # The lifeline reports dead processes.  One that was only suspended for some
     # minutes, with its machine for instance, must be able to continue.
     heartbeat_timeout_seconds=_HEARTBEAT_S,
   )  # fmt: skip
-  _lifelines.append(lifeline)
+  _lifelines.append(joined)
 
 
-def leave_processes(status: int, reason: str = "") -> None:
-  """Announces that this process exits with a status other than 0.
+def lifeline() -> _lifeline.Lifeline | None:
+  """Returns the connections of this process to the others of its run.
 
-  The other processes then exit, too.  Without others it does nothing.
-
-  Args:
-    status: the exit status; after 1, an unexpected error, the others exit at
-      once.
-    reason: the reason, in one line.
+  None for a process alone, and where JAX has found the processes itself: they
+  do not watch each other.
   """
-  for lifeline in _lifelines:
-    lifeline.leave(status, reason)
-
-
-def watches_processes() -> bool:
-  """Returns whether the processes of this run watch each other."""
-  return bool(_lifelines)
-
-
-def processes_stop(step: int, wanted: bool) -> bool:
-  """Returns whether all processes stop after this step, as one of them wants.
-
-  The processes must watch each other.
-
-  Args:
-    step: the number of the step; every process asks for each, in order.
-    wanted: whether this process wants to stop.
-  """
-  return _lifelines[-1].stops_after(step, wanted)
-
-
-def await_verdict(timeout_s: float = 5.0) -> None:
-  """Waits until the lifeline ends this process, if another one has died."""
-  # A collective fails before the lifeline knows which process was lost.
-  if _lifelines:
-    threading.Event().wait(timeout_s)
+  return _lifelines[-1] if _lifelines else None

@@ -41,9 +41,9 @@ class Preemption:
     self._asked = False
     self._before: Any = None
     several = jax.process_count() > 1
-    self._watched = several and collectives.watches_processes()
+    self._lifeline = collectives.lifeline() if several else None
     # JAX's service installs its own handler, which must stay in place.
-    self._by_jax = several and not self._watched
+    self._by_jax = several and self._lifeline is None
 
   def asks_at(self, step: int) -> bool:
     """Returns whether all processes should stop after this step.
@@ -54,8 +54,8 @@ class Preemption:
     # JAX's service must be asked in the same order by all processes.
     if self._by_jax:
       return bool(multihost_utils.reached_preemption_sync_point(step))
-    if self._watched:
-      return collectives.processes_stop(step, self._asked)
+    if self._lifeline is not None:
+      return self._lifeline.stops_after(step, self._asked)
     return self._asked
 
   def _note(self, number: int, frame: Any) -> None:

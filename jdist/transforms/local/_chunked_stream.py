@@ -115,6 +115,7 @@ class ChunkedStream:
     needs_loss: bool,
   ):
     self.compression, self.axis = compression, axis
+    self._inner, self._outer = axis if isinstance(axis, tuple) else (None, axis)
     self._stream, self._like = stream, like
     self._loss = jax.ShapeDtypeStruct((), jnp.float32) if needs_loss else ()
     # A layout is the same in every trace of a chain, and several methods need
@@ -181,7 +182,10 @@ class ChunkedStream:
         start = jnp.minimum(position, length - size)
         own = jax.lax.dynamic_slice_in_dim(whole, start, size, self._dim)
         if self.compression is None:
-          total = collectives.start_mean(own, self.axis)
+          # The receiver divides: to do it here would free the sum, and whatever
+          # XLA's CPU compiler then put into its memory would wait for the mean.
+          near = collectives.mean(own, self._inner)
+          total = collectives.sum(near, self._outer)
           parts.append(Part(start, own, total))
         else:
           chunks, row = self.compression.reducer, own[0]
@@ -197,7 +201,8 @@ class ChunkedStream:
     # is the round's first.
     loss = held.loss
     if not isinstance(loss, tuple):
-      loss = collectives.start_mean(loss, self.axis)
+      near = collectives.mean(loss, self._inner)
+      loss = collectives.sum(near, self._outer)
     return Sent(tuple(found), loss)
 
   def receive(
@@ -220,7 +225,7 @@ class ChunkedStream:
     ):
       for part in parts:
         if self._exact:
-          mean = collectives.finish_mean(part.result, self.axis)
+          mean = part.result / collectives.size(self._outer)
           arrived[name] = _with_entries(arrived[name], mean, part.start)
           if write_back:
             own[name] = _with_entries(own[name], part.own, part.start)
@@ -243,7 +248,7 @@ class ChunkedStream:
       position=self._positions(held, sent),
     )
     if not isinstance(sent.loss, tuple):
-      loss = collectives.finish_mean(sent.loss, self.axis)
+      loss = sent.loss / collectives.size(self._outer)
       held = held._replace(mean_loss=loss)
     if not self._exact:
       memory = memory._replace(reducer=states)
