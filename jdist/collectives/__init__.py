@@ -49,7 +49,6 @@ from jdist.collectives._traffic import communicates as communicates
 from jdist.collectives._traffic import Kind as Kind
 from jdist.collectives._traffic import Traffic as Traffic
 from jdist.collectives._traffic import traffic as traffic
-from jdist.collectives._workers import check_workers as check_workers
 from jdist.collectives._workers import Workers as Workers
 from jdist.collectives.processes._process_group import lifeline as lifeline
 from jdist.collectives.processes._process_group import (

@@ -19,6 +19,7 @@ carry takes them together with a worker's own values.
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -118,18 +119,8 @@ def varying(tree: PyTree, axis: Axis) -> PyTree:
   Use it for constants and shared inputs that are combined with varying values.
   Outside a `shard_map` with `check_vma=True` it returns `tree`.
   """
-  for name in axis_names(axis):
-    if _tracks_varying(name):
-      # JAX refuses a repeated cast, hence the test of each leaf.
-      tree = jax.tree.map(
-        lambda x, name=name: (
-          x
-          if name in _varying_over(x)
-          else jax.lax.pcast(x, name, to="varying")
-        ),
-        tree,
-      )
-  return tree
+  names = list(filter(_tracks_varying, axis_names(axis)))
+  return _varying_in(tree, names) if names else tree
 
 
 def varying_like(tree: PyTree, like: PyTree) -> PyTree:
@@ -139,14 +130,18 @@ def varying_like(tree: PyTree, like: PyTree) -> PyTree:
   the mesh's other axes, too.
   """
   names = frozenset[str]().union(*map(_varying_over, jax.tree.leaves(like)))
-  return jax.tree.map(
-    lambda x: (
-      jax.lax.pcast(x, missing, to="varying")
-      if (missing := tuple(sorted(names - _varying_over(x))))
-      else x
-    ),
-    tree,
-  )
+  return _varying_in(tree, sorted(names))
+
+
+def _varying_in(tree: PyTree, names: list[str]) -> PyTree:
+  """Types every leaf as varying over some axes."""
+
+  def one(x: Any) -> Any:
+    # JAX refuses a repeated cast.
+    missing = tuple(name for name in names if name not in _varying_over(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(one, tree)
 
 
 def check_local(
@@ -260,10 +255,7 @@ def index(axis: Axis) -> jax.Array:
 
 def size(axis: Axis) -> int:
   """Returns the number of workers, a Python int; 1 without an axis."""
-  number = 1
-  for name in bound_names(axis):
-    number *= jax.lax.axis_size(name)
-  return number
+  return math.prod(map(jax.lax.axis_size, bound_names(axis)))
 
 
 def mean(tree: PyTree, axis: Axis) -> PyTree:
@@ -333,27 +325,25 @@ def _sends_leaf_by_leaf() -> bool:
   # Compilers for GPUs put many all-reduces into one message.  Between CPU hosts
   # gloo sends one array after the other, each with the latency of a whole ring:
   # the ten leaves of LeNet take ten times as long as one buffer of them.
-  mesh = jax.sharding.get_abstract_mesh()
-  device = mesh.abstract_device
-  return (
-    device is not None
-    and device.platform == "cpu"
-    and len(mesh.manual_axes) == len(mesh.axis_names)
-    and jax.process_count() > 1
-  )
+  manual, axes = _cpu_axes()
+  return 0 < manual == axes and jax.process_count() > 1
 
 
 def must_widen() -> bool:
   """Returns whether to sum 16-bit floats as float32."""
   # XLA's CPU compiler does so anyway, but aborts the process where the mesh has
   # automatic axes next to the workers' (seen in jax 0.10.2 to 0.12.0).
+  manual, axes = _cpu_axes()
+  return 0 < manual < axes
+
+
+def _cpu_axes() -> tuple[int, int]:
+  """Counts the manual axes of a mesh of CPUs, and all of them."""
   mesh = jax.sharding.get_abstract_mesh()
   device = mesh.abstract_device
-  return (
-    device is not None
-    and device.platform == "cpu"
-    and 0 < len(mesh.manual_axes) < len(mesh.axis_names)
-  )
+  if device is None or device.platform != "cpu":
+    return 0, 0
+  return len(mesh.manual_axes), len(mesh.axis_names)
 
 
 def widened(x: jax.Array) -> jax.Array:

@@ -29,17 +29,13 @@ def spec_leaves(
   leaves = jax.tree.leaves(
     specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
   )
-  for leaf in leaves:
-    if not isinstance(leaf, PartitionSpec):
-      raise ValueError(
-        "`specs` must hold one PartitionSpec for each leaf of the parameters, "
-        f"got {leaf!r}. `Workers.specs(params)` reads them off."
-      )
   number = len(leaves) if tree is None else len(jax.tree.leaves(tree))
-  if len(leaves) != number:
+  others = [x for x in leaves if not isinstance(x, PartitionSpec)]
+  if others or len(leaves) != number:
     raise ValueError(
-      "`specs` must have one PartitionSpec for each leaf of the parameters: "
-      f"{number}, got {len(leaves)}. `Workers.specs(params)` reads them off."
+      "`specs` must hold one PartitionSpec for each leaf of the parameters, "
+      f"{number}, got {others[0] if others else len(leaves)!r}. "
+      "`Workers.specs(params)` reads them off."
     )
   return tuple(leaves)
 

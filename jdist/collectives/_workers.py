@@ -63,6 +63,12 @@ class Workers:
   axis: _axis.Axis
   mesh: Mesh | None = None
 
+  @staticmethod
+  def check(value: Any) -> None:
+    """Raises a ValueError unless `value` is a run's workers."""
+    wanted = "what `jdist.workers(...)` returns"
+    checks.check_type("workers", value, Workers, wanted)
+
   @property
   def mesh_axis(self) -> str:
     """The name of the mesh axis that holds the workers."""
@@ -315,13 +321,6 @@ class Workers:
       return jax.tree.map(_to_host, tree)
     jax.tree.map(_check_plain, tree)
     return multihost_utils.process_allgather(tree, tiled=True)
-
-
-def check_workers(value: Any) -> None:
-  """Raises a ValueError unless `value` is a run's workers."""
-  checks.check_type(
-    "workers", value, Workers, "what `jdist.workers(...)` returns"
-  )
 
 
 def _is_explicit(mesh: Any) -> bool:

@@ -115,7 +115,7 @@ class Collector:
     """
     folder = array_files.folder(directory)
     self._workers = workers
-    collectives.check_workers(workers)
+    collectives.Workers.check(workers)
     cuts = _sorted_cuts(cuts)
     self._steps = _checked_steps(steps)
     body = {

@@ -7,8 +7,6 @@ a tree that was not sent.  A `Compression` combines both.
 from jdist.reducers._all_to_all import AllToAllState as AllToAllState
 from jdist.reducers._chunked import Chunked as Chunked
 from jdist.reducers._compressed import compressed as compressed
-from jdist.reducers._compression import check_compression as check_compression
-from jdist.reducers._compression import check_contractive as check_contractive
 from jdist.reducers._compression import Compression as Compression
 from jdist.reducers._compression import CompressionState as CompressionState
 from jdist.reducers._compression import flush_of as flush_of

@@ -104,7 +104,8 @@ class Compression:
         f"must be `Smoothing()` or None with {reducer!r}, whose mean is not "
         f"made of shares (it is decided by vote), got {feedback}."
       )
-    check_contractive("reducer", reducer, feedback)
+    if feedback is not None:
+      feedback.check_contractive("reducer", reducer)
     # Without a feedback the part would be lost without a word.
     left = getattr(reducer, "owner_feedback", None) == "own_share"
     if left and feedback is None:
@@ -123,6 +124,16 @@ class Compression:
     object.__setattr__(self, "reducer", reducer)
     object.__setattr__(self, "feedback", feedback)
     object.__setattr__(self, "seed", seed)
+
+  @staticmethod
+  def check(value: Any) -> None:
+    """Raises a ValueError unless `value` is a compression or None."""
+    wanted = (
+      "a `jdist.Compression`, for instance "
+      "`jdist.Compression(codecs.Quantize(4), reducers.ErrorFeedback())`, or "
+      "None to take the mean exactly"
+    )
+    checks.check_type("compression", value, Compression | None, wanted)
 
   def init(self, like: PyTree, axis: collectives.Axis) -> CompressionState:
     """Returns the first state for trees like `like`; the axis must be bound."""
@@ -145,7 +156,7 @@ class Compression:
     # The order is that of the papers: feedback before, reduction, feedback
     # after.
     reduced = self.reducer.reduce(wanted, state.reducer, self.key(state), axis)
-    mean, feedback = self._finish(
+    mean, feedback = self.finish(
       reduced.mean, reduced.own_share, wanted, feedback, tree
     )
     new = CompressionState(
@@ -165,7 +176,7 @@ class Compression:
       collectives.mean(wanted, axis),
       held,
     )
-    mean, feedback = self._finish(mean, wanted, wanted, feedback, tree)
+    mean, feedback = self.finish(mean, wanted, wanted, feedback, tree)
     new = state._replace(reducer=kept, feedback=feedback)
     return collectives.varying((mean, new), axis)
 
@@ -203,21 +214,15 @@ class Compression:
     return self.feedback.prepare(tree, state.feedback)
 
   def finish(
-    self, mean: PyTree, own_share: PyTree, wanted: PyTree, feedback: PyTree
-  ) -> tuple[PyTree, PyTree]:
-    """Returns the result, and the feedback's new state."""
-    if self.feedback is None:
-      return mean, ()
-    return self.feedback.finish(mean, own_share, wanted, feedback)
-
-  def _finish(
     self, mean: PyTree, share: PyTree, wanted: PyTree, state: PyTree, like: Any
   ) -> tuple[PyTree, PyTree]:
     """Returns the result in the dtypes of `like`, and the feedback's state."""
-    mean, feedback = self.finish(mean, share, wanted, state)
+    if self.feedback is None:
+      return optax.tree.cast_like(mean, like), ()
+    mean, feedback = self.feedback.finish(mean, share, wanted, state)
     out = optax.tree.cast_like(mean, like)
-    pairs = zip(jax.tree.leaves(mean), jax.tree.leaves(out), strict=True)
-    if self.feedback is None or all(m.dtype == o.dtype for m, o in pairs):
+    wide, narrow = jax.tree.leaves(mean), jax.tree.leaves(out)
+    if [x.dtype for x in wide] == [x.dtype for x in narrow]:
       return out, feedback
 
     def left(mean: jax.Array, out: jax.Array) -> jax.Array:
@@ -267,35 +272,6 @@ def flush_of(
   if compression is None:
     return collectives.mean(tree, axis), state
   return compression.flush(tree, state, axis)
-
-
-def check_contractive(
-  name: str, compressor: Any, feedback: _feedback.Feedback | None
-) -> None:
-  """Raises a ValueError if the residuals of a feedback would grow.
-
-  Args:
-    name: the name of the argument.
-    compressor: a codec or a reducer.
-    feedback: the feedback around it.
-  """
-  if feedback is None or not feedback.keeps_rest or compressor.contractive:
-    return
-  raise ValueError(
-    f"`{name}` must leave out less than there is with {feedback}, which adds "
-    f"it to the next message and would diverge, got {compressor!r}. Take "
-    "`codecs.RandomK(..., scaled=False)`, or no feedback."
-  )
-
-
-def check_compression(value: Any) -> None:
-  """Raises a ValueError unless `value` is a compression or None."""
-  wanted = (
-    "a `jdist.Compression`, for instance "
-    "`jdist.Compression(codecs.Quantize(4), reducers.ErrorFeedback())`, or "
-    "None to take the mean exactly"
-  )
-  checks.check_type("compression", value, Compression | None, wanted)
 
 
 # A context variable, because programs may be traced in several threads.

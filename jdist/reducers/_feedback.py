@@ -79,6 +79,20 @@ class Feedback(abc.ABC):
     del held, state
     return None
 
+  def check_contractive(self, name: str, compressor: Any) -> None:
+    """Raises a ValueError if its residuals would grow.
+
+    Args:
+      name: the name of the argument.
+      compressor: the codec or reducer around which the feedback is.
+    """
+    if self.keeps_rest and not compressor.contractive:
+      raise ValueError(
+        f"`{name}` must leave out less than there is with {self}, which adds "
+        f"it to the next message and would diverge, got {compressor!r}. Take "
+        "`codecs.RandomK(..., scaled=False)`, or no feedback."
+      )
+
 
 def wide(x: jax.Array) -> jax.Array:
   """Returns at least float32."""

@@ -129,10 +129,8 @@ class Reducer(abc.ABC):
       on all workers, and the state without them.
     """
     del axis
-    zeros = jax.tree.map(
-      lambda x: jnp.zeros(x.shape, share_dtype(x.dtype)), like
-    )
-    return zeros, state
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return as_share(zeros), state
 
   def check_shards(self) -> None:
     """Raises a ValueError if it cannot reduce a shard of a leaf alone."""
@@ -172,8 +170,7 @@ class Exact(Reducer):
   ) -> Reduced:
     del key
     # Integers have shares, too, so that a policy may send them this way.
-    share = as_share(tree)
-    return Reduced(collectives.mean(tree, axis), share, state)
+    return Reduced(collectives.mean(tree, axis), as_share(tree), state)
 
   def num_bits(self, like: PyTree, num_workers: int) -> Bits:
     """Counts the bits of the leaves, around a ring."""
@@ -182,15 +179,11 @@ class Exact(Reducer):
     return Bits(payload, sent, sent)
 
 
-def share_dtype(dtype: Any) -> Any:
-  """Returns the dtype of a leaf's `own_share`, float32 or complex."""
-  whole = jnp.issubdtype(dtype, jnp.complexfloating)
-  return dtype if whole else jnp.float32
-
-
 def as_share(tree: PyTree) -> PyTree:
-  """Returns a tree in the dtypes of its `own_share`."""
-  return jax.tree.map(lambda x: x.astype(share_dtype(x.dtype)), tree)
+  """Returns a tree in the dtypes of its `own_share`, float32 or complex."""
+  return jax.tree.map(
+    lambda x: x if jnp.iscomplexobj(x) else x.astype(jnp.float32), tree
+  )
 
 
 def ring_bits(payload_bits: float, num_workers: int) -> float:

@@ -113,10 +113,8 @@ class Sharded(_reducer.Reducer):
     groups, local = self._groups(like), self._local(like)
 
     def on_shards(state: PyTree) -> tuple[list[Any], PyTree]:
-      residuals = [
-        jnp.zeros(x.shape, _reducer.share_dtype(x.dtype)) for x in local
-      ]
-      states = {}
+      # Every leaf is in a group, whose reducer returns its residual.
+      residuals, states = list(local), {}
       for group in groups:
         flushed, new = self.reducer.flush(
           _row(state, group), _named(group, like, local), axis

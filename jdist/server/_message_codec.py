@@ -68,7 +68,8 @@ class MessageCodec:
         "state."
       )
     for each in own:
-      reducers.check_contractive("codec", each, self.feedback)
+      if self.feedback is not None:
+        self.feedback.check_contractive("codec", each)
     # The receiver of a push does not know the sender's count of messages.
     if any(each.key == "shared" for each in own):
       raise ValueError(

@@ -54,7 +54,7 @@ def init_state(
       `Workers.replicate`. Leaves of the optimizer's state that correspond to a
       parameter are split alike. By default nothing is split.
   """
-  collectives.check_workers(workers)
+  collectives.Workers.check(workers)
   optimizer = checks.check_optimizer("optimizer", optimizer)
   checks.check_arrays("params", params)
   if not jax.tree.leaves(params):

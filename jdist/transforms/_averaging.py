@@ -64,7 +64,7 @@ def average_gradients(
   [0.8, 0.8]
   """
   collectives.check_axis(axis)
-  reducers.check_compression(compression)
+  reducers.Compression.check(compression)
 
   def init_fn(params: optax.Params) -> Any:
     if compression is None:

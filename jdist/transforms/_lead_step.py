@@ -99,7 +99,7 @@ def lead_step(
   warmup_steps = checks.check_structural(
     "warmup_steps", warmup_steps, minimum=0
   )
-  reducers.check_compression(compression)
+  reducers.Compression.check(compression)
   optimizer, local = map(collectives.for_workers, (optimizer, local))
 
   def init_fn(params: optax.Params) -> LeadStepState:

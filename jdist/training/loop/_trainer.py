@@ -67,7 +67,7 @@ class Trainer:
       timeout_s: Seconds after which an unfinished step ends the process with a
         message. Compiling, evaluating and saving may take four times as long.
     """
-    collectives.check_workers(workers)
+    collectives.Workers.check(workers)
     checks.check_function("step", step, "a state and a batch")
     checks.check_choice("host_rounds", host_rounds, (None, True, False))
     checks.check_choice("independent", independent, (True, False))

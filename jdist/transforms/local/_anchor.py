@@ -265,12 +265,17 @@ def check_anchor(anchor: PyTree, params: PyTree) -> None:
   )
 
 
+def is_masked(x: Any) -> bool:
+  """Returns whether a leaf is left out of a tree."""
+  return isinstance(x, optax.MaskedNode)
+
+
 def over(anchor: PyTree, params: PyTree, one: Callable[..., Any]) -> PyTree:
   """Maps both trees; leaves that the anchor lacks stay as in `params`."""
-  masked: Callable[[Any], bool] = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
   return jax.tree.map(
-    lambda a, p: p if masked(a) else one(a, p), anchor, params, is_leaf=masked
-  )
+    lambda a, p: p if is_masked(a) else one(a, p),
+    anchor, params, is_leaf=is_masked,
+  )  # fmt: skip
 
 
 def anchor(state: PyTree, params: optax.Params) -> optax.Params:

@@ -115,7 +115,9 @@ class ChunkedStream:
     needs_loss: bool,
   ):
     self.compression, self.axis = compression, axis
-    self._inner, self._outer = axis if isinstance(axis, tuple) else (None, axis)
+    pair = axis if isinstance(axis, tuple) else (None, axis)
+    self._inner: collectives.Axis = pair[0]
+    self._outer: collectives.Axis = pair[1]
     self._stream, self._like = stream, like
     self._loss = jax.ShapeDtypeStruct((), jnp.float32) if needs_loss else ()
     # A layout is the same in every trace of a chain, and several methods need
@@ -313,8 +315,9 @@ class ChunkedStream:
       mean, shares, wanted = layout.unpack(means, shares, wanted)
     else:
       mean = layout.unpack(means)
-    mean, feedback = self.compression.finish(mean, shares, wanted, feedback)
-    mean = optax.tree.cast_like(mean, layout.like)
+    mean, feedback = self.compression.finish(
+      mean, shares, wanted, feedback, layout.like
+    )
     new = memory._replace(
       step=optax.safe_increment(memory.step), reducer=states, feedback=feedback
     )
@@ -354,11 +357,12 @@ class ChunkedStream:
     progress = self.own(state).message
     _, feedback = self.compression.prepare(progress, memory)
     wanted = layout.unpack(held.sent)
-    mean, feedback = self.compression.finish(mean, wanted, wanted, feedback)
+    mean, feedback = self.compression.finish(
+      mean, wanted, wanted, feedback, layout.like
+    )
     new = memory._replace(
       step=optax.safe_increment(memory.step), reducer=kept, feedback=feedback
     )
-    mean = optax.tree.cast_like(mean, layout.like)
     return collectives.varying((mean, new), self.axis)
 
   def _send_rest(

@@ -24,13 +24,6 @@ class _Apart(_round.SyncRule):
     return jax.tree.map(jnp.subtract, end.anchor, end.local)
 
 
-def _positions(end: _round.Round, mean: PyTree, relative: bool) -> PyTree:
-  """Returns the mean of the workers' positions."""
-  if not relative:
-    return mean
-  return jax.tree.map(jnp.subtract, end.anchor, mean)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Elastic(_Apart):
   r"""Connects every worker to the anchor by a spring, as EASGD does.
@@ -56,7 +49,7 @@ class Elastic(_Apart):
   ) -> _round.Round:
     del exact
     beta = _anchor.scalar(self.moving_rate)
-    mean = _positions(end, mean, relative)
+    mean = end.position(mean, relative)
     # All N springs pull at the anchor, each by beta / N: beta times the mean.
     anchor = jax.tree.map(
       lambda a, m: a + beta.astype(a.dtype) * (m - a), end.anchor, mean
@@ -79,7 +72,7 @@ class Elastic(_Apart):
     """Returns the springs at rest: the mean of workers and anchor."""
     del exact
     part = end.num_workers / (end.num_workers + 1)
-    mean = _positions(end, mean, relative)
+    mean = end.position(mean, relative)
     anchor = jax.tree.map(lambda a, m: a + part * (m - a), end.anchor, mean)
     return end._replace(anchor=anchor)
 
@@ -128,7 +121,7 @@ class PulledAnchor(_Apart):
   ) -> _round.Round:
     del exact
     mu = _anchor.scalar(self.momentum)
-    mean = _positions(end, mean, relative)
+    mean = end.position(mean, relative)
     velocity = jax.tree.map(
       lambda v, m, a: mu.astype(a.dtype) * v + (m - a),
       end.memory.velocity, mean, end.anchor,

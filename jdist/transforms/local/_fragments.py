@@ -141,22 +141,24 @@ def fragment_steps(
 
   # They differ in their rounds only; the number of fragments depends on the
   # parameters where a function says it.
-  def synchronizers(params: optax.Params) -> list[_synchronizer.Synchronizer]:
-    number = max(fragments_of(params, fragments)) + 1
+  def split(
+    params: optax.Params,
+  ) -> tuple[tuple[int, ...], list[_synchronizer.Synchronizer]]:
+    labels = fragments_of(params, fragments)
+    number = max(labels) + 1
     _check_number(number, interval)
-    return [
+    return labels, [
       sync.with_policy(_staggered(interval * (p + 1) // number, interval))
       for p in range(number)
     ]
 
   def init_fn(params: optax.Params) -> FragmentsState:
-    labels = fragments_of(params, fragments)
+    labels, parts = split(params)
     return FragmentsState(
       clock=_round.start_clock(intervals.fixed(interval)),
       inner=optimizer.init(params),
       fragments=tuple(
-        one.init(_part(params, labels, p))
-        for p, one in enumerate(synchronizers(params))
+        one.init(_part(params, labels, p)) for p, one in enumerate(parts)
       ),
       kept=jnp.ones((), jnp.float32),
     )
@@ -170,7 +172,7 @@ def fragment_steps(
     **extra_args: Any,
   ) -> tuple[optax.Updates, FragmentsState]:
     _anchor.check_params(params, _NAME)
-    labels, parts = fragments_of(params, fragments), synchronizers(params)
+    labels, parts = split(params)
     if control.drain:
       return drain(state, params, labels, parts, control)
     collectives.check_local(updates, axis, what="`updates`", like=params)
@@ -339,14 +341,11 @@ def _part(tree: PyTree, labels: tuple[int, ...], fragment: int) -> PyTree:
 def _merge(parts: Sequence[PyTree]) -> PyTree:
   """Returns one tree with the leaves of all fragments."""
 
-  def masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
-
   def one(*leaves: Any) -> Any:
     # A wrapper, as `optax.masked`, may have left a leaf out of all parts.
-    return next((x for x in leaves if not masked(x)), leaves[0])
+    return next((x for x in leaves if not _anchor.is_masked(x)), leaves[0])
 
-  return jax.tree.map(one, *parts, is_leaf=masked)
+  return jax.tree.map(one, *parts, is_leaf=_anchor.is_masked)
 
 
 def _arrived(

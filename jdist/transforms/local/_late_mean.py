@@ -12,7 +12,6 @@ from jdist.transforms import _control, intervals
 from jdist.transforms.intervals import _policy
 from jdist.transforms.local import (
   _anchor,
-  _chunked_stream,
   _delayed,
   _round,
   _sender,
@@ -34,7 +33,7 @@ class LateMean:
 
   Attributes:
     delay: how late a mean is, as the user gave it.
-    sender: what holds and sends a message.
+    sender: what holds and sends a message, a `Sender` or a `ChunkedStream`.
     rule: the sync rule.
     policy: the interval policy.
     axis: the workers' axis.
@@ -42,7 +41,7 @@ class LateMean:
   """
 
   delay: _delayed.Delayed
-  sender: _sender.Sender | _chunked_stream.ChunkedStream
+  sender: Any
   rule: _round.SyncRule
   policy: intervals.IntervalPolicy
   axis: collectives.Axis
@@ -134,13 +133,10 @@ class LateMean:
     loss = mean.exact
     if self.policy.needs_loss:
       loss = jnp.where(arrived, loss, jnp.nan)
-    return (
-      after,
-      loss,
-      state._replace(
-        compression=memory, anchor=after.anchor, memory=after.memory
-      ),
+    state = state._replace(
+      compression=memory, anchor=after.anchor, memory=after.memory
     )
+    return after, loss, state
 
   def _set_out(
     self,
@@ -174,11 +170,7 @@ class LateMean:
     return target, self._hold(present._replace(message=left), late, keep, state)
 
   def arrive(
-    self,
-    end: Round,
-    state: SyncState,
-    steps: int | None,
-    found: Any = None,
+    self, end: Round, state: SyncState, steps: int | None, found: Any = None
   ) -> tuple[Round, PyTree, SyncState]:
     """Moves anchor and worker within a round, by the mean that is now due.
 
@@ -253,25 +245,20 @@ class LateMean:
 
   def flush(self, end: Round, state: SyncState) -> tuple[Round, SyncState]:
     """Moves the anchor by the exact mean of the message that is held."""
-    flight = state.flight
+    begun = state.flight.in_flight
     mean, memory = self.sender.flush(state)
-    memory = _anchor.either(flight.in_flight, memory, state.compression)
-    end = self._move_if(flight.in_flight, end, mean)
+    memory = _anchor.either(begun, memory, state.compression)
+    end = self._move_if(begun, end, mean)
     return end, state._replace(compression=memory)
 
   def clear(self, state: SyncState) -> SyncState:
     """Returns the state with an empty message."""
-    flight = state.flight
-    return state._replace(
-      flight=flight._replace(
-        held=self._hold_nothing(state),
-        in_flight=jnp.zeros_like(flight.in_flight),
-        arrived_loss=jax.tree.map(
-          lambda x: jnp.full_like(x, _policy.UNKNOWN_LOSS),
-          flight.arrived_loss,
-        ),
-      )
+    flight = state.flight._replace(
+      held=self._hold_nothing(state),
+      in_flight=jnp.zeros_like(state.flight.in_flight),
+      arrived_loss=_unknown_loss() if self.delay.steps is not None else (),
     )
+    return state._replace(flight=flight)
 
   def _contribution(self, end: Round, state: SyncState) -> _sender.Contribution:
     """Returns this worker's part of the round's mean."""
@@ -279,12 +266,10 @@ class LateMean:
     return _sender.Contribution(message, state.clock.mean_loss())
 
   def _move_if(self, flag: jax.Array, end: Round, mean: PyTree) -> Round:
-    return change_if(
-      flag,
-      end,
-      lambda end: self.rule.move(end, mean, (), self.relative),
-      self.axis,
-    )
+    def move(end: Round) -> Round:
+      return self.rule.move(end, mean, (), self.relative)
+
+    return change_if(flag, end, move, self.axis)
 
   def _hold(
     self,
@@ -368,21 +353,19 @@ class LateMean:
     if sent is None:
       return step
 
-    def parts(step: Step) -> tuple[Any, Any]:
-      pair = step.sync.flight.held, step.sync.compression
+    def parts(state: SyncState) -> tuple[Any, Any]:
+      pair = state.flight.held, state.compression
       return collectives.varying(pair, self.axis)
 
     def received(write_back: bool) -> tuple[Any, Any]:
-      state = self.sender.receive(  # type: ignore[union-attr]
-        step.sync, sent, write_back=write_back
-      )
-      return parts(step._replace(sync=state))
+      state = self.sender.receive(step.sync, sent, write_back=write_back)
+      return parts(state)
 
     def behind(updates: PyTree) -> tuple[Any, Any]:
       return jax.lax.cond(
         _known_after(updates, step.sync.clock),
         lambda: received(write_back=True),
-        lambda: parts(step),
+        lambda: parts(step.sync),
       )
 
     found = jax.lax.platform_dependent(

@@ -224,6 +224,12 @@ class Round(NamedTuple):
     """The number of workers, N."""
     return collectives.size(self.axis)
 
+  def position(self, mean: PyTree, relative: bool) -> PyTree:
+    """Returns the mean position in a mean of positions or of differences."""
+    if not relative:
+      return mean
+    return jax.tree.map(jnp.subtract, self.anchor, mean)
+
 
 class SyncRule:
   """Moves the anchor and the workers at the end of a round of local steps.
@@ -320,12 +326,9 @@ class Average(SyncRule):
     self, end: Round, mean: PyTree, exact: PyTree, relative: bool
   ) -> Round:
     del exact
-    # The mean itself, and not the anchor plus a difference, which would be
-    # rounded.
-    if not relative:
-      return end._replace(anchor=mean)
-    anchor = jax.tree.map(jnp.subtract, end.anchor, mean)
-    return end._replace(anchor=anchor)
+    # The mean itself, where it is known, and not the anchor plus a difference,
+    # which would be rounded.
+    return end._replace(anchor=end.position(mean, relative))
 
 
 class OuterStep(SyncRule):

@@ -14,7 +14,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jdist import collectives, reducers
 from jdist.transforms.local import _anchor
@@ -85,8 +84,3 @@ class Sender:
     return reducers.flush_of(
       self.compression, message, state.compression, self.axis
     )
-
-  def complete(self, state: SyncState, sent: Any = None) -> jax.Array:
-    """Returns whether all was received, with what this step sends."""
-    del state, sent
-    return jnp.asarray(True)

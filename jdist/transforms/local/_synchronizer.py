@@ -1,7 +1,7 @@
 """The synchronizer: local steps, and what brings the workers together."""
 
 import dataclasses
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,8 @@ PyTree = Any
 Step: TypeAlias = _sync_state.Step
 SyncState: TypeAlias = _sync_state.SyncState
 LocalStepsState: TypeAlias = _sync_state.LocalStepsState
-
-
-class Sending(NamedTuple):
-  """What a step sends: in how many steps the whole message, and the parts."""
-
-  steps: int | None
-  parts: Any
+# The number of steps in which a message is streamed, and this step's part.
+Sending: TypeAlias = tuple[int | None, Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,10 +109,8 @@ class Synchronizer:
     # The clock counts before the round may end, and so `step - 1` is the number
     # of the last local step in a `Round`.
     clock = sync.clock.advance(extra_args.get("loss"))
-    extra_args |= {
-      "anchor": sync.anchor,
-      "interval_steps": sync.clock.interval,
-    }
+    interval = sync.clock.interval
+    extra_args |= {"anchor": sync.anchor, "interval_steps": interval}
     updates, inner = self.optimizer.update(
       updates, state.inner, params, **extra_args
     )
@@ -134,12 +127,11 @@ class Synchronizer:
           f"streams nothing, got {control.stream_steps}. Build it with "
           "`overlap=Delayed(stream=Stream())` to stream."
         )
-      return Sending(None, None)
+      return None, None
     steps = self.late.stream_steps(control)
     if steps is None:
-      return Sending(None, None)
-    parts = self.late.sender.send(state, steps)  # type: ignore[union-attr]
-    return Sending(steps, parts)
+      return None, None
+    return steps, self.late.sender.send(state, steps)
 
   def finish(
     self,
@@ -156,24 +148,10 @@ class Synchronizer:
       # The mean is applied before the round may end, because a round sends its
       # message at its end, and holds one at a time.
       step = late.receive_last(step, sent)
-      step = self._arrive_if_due(step, params, steps, control)
-      there = ~step.sync.flight.in_flight
-      return self._end_if(step, params, control, steps, there)
+      step = self._arrive_if_due(late, step, params, steps, control)
+      return self._end_if(step, params, control, steps)
     if ends is None:
-      over = step.sync.clock.is_over()
-      if steps is not None:
-        over &= late.sender.complete(step.sync, sent)
-      # What was sent is stored in the conditional: see `ChunkedStream.receive`.
-      return jax.lax.cond(
-        collectives.agreed(over, self.axis),
-        lambda step, sent, params: self._end(
-          self._received(step, sent), params, steps
-        ),
-        lambda step, sent, params: self._go_on(self._received(step, sent)),
-        step,
-        sent,
-        params,
-      )
+      return self._end_if(step, params, control, steps, sent)
     step = late.receive_last(step, sent)
     if ends and steps is not None:
       step = late.lost_unless_there(step)
@@ -181,22 +159,18 @@ class Synchronizer:
       step = late.move_last(step)
     return self._end_if(step, params, control, steps)
 
-  def _received(self, step: Step, sent: Any) -> Step:
-    """Stores what was sent in this step."""
-    if self.late is None or sent is None:
-      return step
-    sender: Any = self.late.sender
-    return step._replace(sync=sender.receive(step.sync, sent))
-
   def _end_if(
     self,
     step: Step,
     params: optax.Params,
     control: _control.Control,
     steps: int | None = None,
-    there: jax.Array | None = None,
+    sent: Any = None,
   ) -> Step:
-    """Ends the round where the host says so, or by a conditional."""
+    """Ends the round where the host says so, or by a conditional.
+
+    `sent` is a part of a message, streamed in `steps`, that is not stored yet.
+    """
     # A host that ends rounds compiles a program for each kind of step, and none
     # of them has a conditional, in which nothing overlaps.
     if control.round_ends is not None:
@@ -204,15 +178,24 @@ class Synchronizer:
         return self._end(step, params, steps)
       return self._go_on(step)
     over = step.sync.clock.is_over()
-    if there is not None:
-      over &= there
+    late = self.late
+    if late is not None and late.delay.steps is not None:
+      over &= ~step.sync.flight.in_flight
+    if late is not None and sent is not None:
+      over &= late.sender.complete(step.sync, sent)
+
+    # What was sent is stored in the conditional: see `ChunkedStream.receive`.
+    def received(step: Step, sent: Any) -> Step:
+      if late is None or sent is None:
+        return step
+      return step._replace(sync=late.sender.receive(step.sync, sent))
+
     return jax.lax.cond(
       collectives.agreed(over, self.axis),
-      lambda step, params: self._end(step, params, steps),
-      lambda step, params: self._go_on(step),
-      step,
-      params,
-    )
+      lambda step, sent, params: self._end(received(step, sent), params, steps),
+      lambda step, sent, params: self._go_on(received(step, sent)),
+      step, sent, params,
+    )  # fmt: skip
 
   def _go_on(self, step: Step) -> Step:
     """Ends a step within a round."""
@@ -257,29 +240,24 @@ class Synchronizer:
       target = rule.place(end, after)
     else:
       target = _late_mean.mixed(self.mix, end.local, after.anchor)
-    return (
-      after,
-      target,
-      loss,
-      state._replace(
-        anchor=after.anchor,
-        memory=after.memory,
-        kept=jax.tree.map(jnp.ones_like, state.kept),
-        compression=memory,
-      ),
+    state = state._replace(
+      anchor=after.anchor,
+      memory=after.memory,
+      kept=jax.tree.map(jnp.ones_like, state.kept),
+      compression=memory,
     )
+    return after, target, loss, state
 
   def _arrive_if_due(
     self,
+    late: _late_mean.LateMean,
     step: Step,
     params: optax.Params,
     steps: int | None,
     control: _control.Control,
   ) -> Step:
     """Applies the mean of the last round within this one, if it is due."""
-    late, arrives = self.late, control.arrives
-    if late is None:
-      return step
+    arrives = control.arrives
     # One of them in a conditional would hide nothing of the other.
     if (arrives is None) != (control.round_ends is None):
       raise ValueError(
@@ -304,9 +282,8 @@ class Synchronizer:
         due,
         lambda step, params: arrive(step, params, found),
         lambda step, params: collectives.varying(step, self.axis),
-        step,
-        params,
-      )
+        step, params,
+      )  # fmt: skip
     if not arrives:
       return step
     if steps is not None:
@@ -347,11 +324,9 @@ class Synchronizer:
     """Moves by the exact mean of the present round, if it is `begun`."""
     rule = self.rule
     relative = self.compression is not None or not rule.apart
+    message = rule.message(end, relative)
     mean, memory = reducers.flush_of(
-      self.compression,
-      rule.message(end, relative),
-      state.compression,
-      self.axis,
+      self.compression, message, state.compression, self.axis
     )
     memory = _anchor.either(begun, memory, state.compression)
     exact = collectives.mean(rule.exact(end), self.axis)
@@ -393,7 +368,7 @@ def make_synchronizer(
   """Checks the arguments of `local_steps`, and builds its synchronizer."""
   inner = checks.check_optimizer("inner", inner)
   collectives.check_axis(axis)
-  reducers.check_compression(compression)
+  reducers.Compression.check(compression)
   policy, rule = _scheduled_interval.as_policy(interval), _round.as_rule(rule)
   wanted = "`transforms.Delayed(...)`, or None for a mean at the round's end"
   checks.check_type("overlap", overlap, _delayed.Delayed | None, wanted)
@@ -418,8 +393,7 @@ def _late(
   # A late mean of parameters would undo the steps that were taken since, unless
   # the workers stay apart from it.
   relative = compression is not None or not rule.apart
-  sender: _sender.Sender | _chunked_stream.ChunkedStream
-  sender = _sender.Sender(compression, axis)
+  sender: Any = _sender.Sender(compression, axis)
   stream = overlap.stream
   if stream is not None:
     if compression is not None:
