@@ -38,7 +38,6 @@ class Chunked(_reducer.Reducer):
       `compressed(codecs.Quantize(4))`.
     max_bytes: the largest size of a chunk before it is encoded; 4 MiB by
       default.
-    order: which leaves are first, see `collectives.Buckets.of`.
     multiple: m, the number of steps in which a whole tree is sent, or a
       multiple of all such numbers, so that every step sends equally many
       chunks.
@@ -55,14 +54,12 @@ class Chunked(_reducer.Reducer):
 
   reducer: _reducer.Reducer
   max_bytes: int = 4 * _MEBIBYTE
-  order: collectives.Order = "front_first"
   multiple: int = 1
 
   def __post_init__(self) -> None:
     _reducer.check_reducer("reducer", self.reducer)
     checks.check_int("max_bytes", self.max_bytes, 8)
     checks.check_int("multiple", self.multiple, 1)
-    collectives.check_order(self.order)
     self.reducer.check_chunks()
 
   def buckets(self, like: PyTree) -> collectives.Buckets:
@@ -79,7 +76,6 @@ class Chunked(_reducer.Reducer):
     likes = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
     return collectives.Buckets.of(
       jax.tree.unflatten(structure, likes),
-      order=self.order,
       num_rows=self.multiple,
       max_row_bytes=self.max_bytes,
     )

@@ -51,9 +51,7 @@ def test_nothing_is_lost(name, dtype):
     "top k": reducers.compressed(codecs.TopK(0.2)),
     "none": reducers.Exact(),
   }[name]
-  parts = reducers.Chunked(
-    reducer, max_bytes=200, multiple=3, order="back_first"
-  )
+  parts = reducers.Chunked(reducer, max_bytes=200, multiple=3)
   trees = _reducers.make_tree(3, ROUNDS, dtype)
 
   def one(trees):

@@ -47,16 +47,6 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
     lambda: msdpu(overlap=transforms.Delayed(carry=None, stream=True)),
     "a `transforms.Stream`",
   ),
-  (
-    "order",
-    lambda: transforms.Stream(order="fifo"),
-    "'front_first', 'back_first' or a function",
-  ),
-  (
-    "order",
-    lambda: reducers.Chunked(reducers.Exact(), order="fifo"),
-    "'front_first'",
-  ),
   ("max_bytes", lambda: transforms.Stream(max_bytes=4), "an int >= 8"),
   (
     "specs",

@@ -23,8 +23,6 @@ class Stream:
 
   Attributes:
     max_bytes: the largest size of a sub-tensor; 4 MiB by default.
-    order: which leaves are sent first, see `collectives.Buckets.of`.  All are
-      applied together at the round's end, so the order changes no result.
     specs: how the parameters are split over the mesh's other axes, a tree of
       PartitionSpec (`Workers.specs(params)`), for workers that are themselves
       sharded: every device then sends its own part.  It cannot be combined
@@ -35,12 +33,10 @@ class Stream:
   """
 
   max_bytes: int = 4 * _MEBIBYTE
-  order: collectives.Order = "front_first"
   specs: PyTree = None
 
   def __post_init__(self) -> None:
     checks.set_structural(self, "max_bytes", minimum=8)
-    collectives.check_order(self.order)
 
   def cut(self, length: int, steps: int, *, itemsize: int) -> tuple[int, int]:
     """Returns the number of sub-tensors in a step, and the elements of each."""
@@ -68,7 +64,6 @@ class Stream:
     reducer = reducers.Chunked(
       compression.reducer,
       max_bytes=self.max_bytes,
-      order=self.order,
       multiple=_USUAL_STEPS if steps is None else steps,
     )
     return dataclasses.replace(compression, reducer=reducer)
@@ -80,14 +75,8 @@ class Stream:
       like: the shapes of the message.
       exact: the shapes of what is sent after it, the loss for instance.
     """
-    order = collectives.leaf_order(like, self.order)
-    last = range(len(order), len(order) + len(jax.tree.leaves(exact)))
     specs = None
     if self.specs is not None:
-      specs = [
-        *collectives.spec_leaves(self.specs, like),
-        *(PartitionSpec() for _ in last),
-      ]
-    return collectives.Buckets.of(
-      (like, exact), order=(*order, *last), specs=specs
-    )
+      whole = jax.tree.map(lambda _: PartitionSpec(), exact)
+      specs = collectives.spec_leaves(self.specs, like), whole
+    return collectives.Buckets.of((like, exact), specs=specs)
