@@ -174,8 +174,7 @@ class AllToAll(_reducer.Reducer):
     """Counts a worker's rows, each with a byte that marks it as finite."""
     _, coders = self._layout(like, num_workers)
     payload = num_workers * sum(8 + coder.num_bits() for coder in coders)
-    sent = _reducer.ring_bits(payload, num_workers)
-    return _reducer.Bits(payload, sent, sent)
+    return _reducer.Bits.in_ring(payload, num_workers)
 
   def __str__(self) -> str:
     """Prints for instance `all_to_all Quantize(bits=8, ...)`."""

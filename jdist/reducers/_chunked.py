@@ -172,9 +172,6 @@ class Chunked(_reducer.Reducer):
   def check_chunks(self) -> None:
     raise _reducer.unsuited(self, "chunks", "it splits the tree itself.")
 
-  def num_workers(self, axis: collectives.Axis) -> int:
-    return self.reducer.num_workers(axis)
-
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
     """Adds up all chunks, their padding included."""
     return _reducer.Bits.total(

@@ -171,11 +171,9 @@ class Compressed(_reducer.Reducer):
     leaves = _sent(like)
     payload = sum(map(self.codec.num_bits, leaves))
     if self.wire == "sum":
-      sent = _reducer.ring_bits(payload, num_workers)
-    else:
-      payload += 8 * len(leaves)
-      sent = float((num_workers - 1) * payload)
-    return _reducer.Bits(payload, sent, sent)
+      return _reducer.Bits.in_ring(payload, num_workers)
+    payload += 8 * len(leaves)
+    return _reducer.Bits(payload, float((num_workers - 1) * payload))
 
   def __str__(self) -> str:
     """Prints for instance `gather TopK(ratio=0.01, ...)`."""

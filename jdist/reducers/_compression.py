@@ -289,7 +289,7 @@ def reductions() -> Iterator[list[_reducer.Bits]]:
   >>> with reductions() as found:
   ...   note(_reducer.Exact(), jax.ShapeDtypeStruct((25,), "float32"), None)
   >>> found
-  [Bits(payload=800, sent=0.0, received=0.0)]
+  [Bits(payload=800, sent=0.0)]
   """
   found: list[_reducer.Bits] = []
   token = _OPEN.set(found)

@@ -87,8 +87,7 @@ class MajorityVote(_reducer.Reducer):
     """Counts one bit for each entry, up and down, and a byte for each row."""
     buckets = _buckets(jax.tree.leaves(like), num_workers).buckets
     payload = num_workers * sum(b.row_size + _BYTE for b in buckets)
-    sent = _reducer.ring_bits(payload, num_workers)
-    return _reducer.Bits(payload, sent, sent)
+    return _reducer.Bits.in_ring(payload, num_workers)
 
 
 def _buckets(likes: list[Any], num_workers: int) -> collectives.Buckets:

@@ -30,30 +30,38 @@ class Reduced(NamedTuple):
 
 
 class Bits(NamedTuple):
-  """The bits that a worker's network interface moves in one reduction.
+  """The bits that a worker sends in one reduction; it receives as many.
 
   Attributes:
     payload: the bits of one worker's message, counted by its codec.
     sent: the bits that one worker sends, over a ring or an all-to-all.
-    received: the bits that it receives.
   """
 
   payload: int
   sent: float
-  received: float
+
+  @classmethod
+  def in_ring(cls, payload: int, num_workers: int) -> "Bits":
+    """Counts an all-reduce, or two exchanges of rows.
+
+    >>> Bits.in_ring(800, 4)
+    Bits(payload=800, sent=1200.0)
+    """
+    # A reduce-scatter and an all-gather, each of (N - 1) / N of the payload.
+    return cls(payload, 2 * payload * (num_workers - 1) / num_workers)
 
   @classmethod
   def total(cls, parts: "Iterable[Bits]") -> "Bits":
     """Adds up several reductions.
 
-    >>> Bits.total([Bits(1, 2.0, 2.0), Bits(3, 4.0, 4.0)])
-    Bits(payload=4, sent=6.0, received=6.0)
+    >>> Bits.total([Bits(1, 2.0), Bits(3, 4.0)])
+    Bits(payload=4, sent=6.0)
     """
-    return cls(*map(sum, zip((0, 0.0, 0.0), *parts, strict=True)))
+    return cls(*map(sum, zip((0, 0.0), *parts, strict=True)))
 
   def times(self, count: int) -> "Bits":
     """Counts several equal reductions."""
-    return Bits(count * self.payload, count * self.sent, count * self.received)
+    return Bits(count * self.payload, count * self.sent)
 
 
 class Reducer(abc.ABC):
@@ -147,6 +155,9 @@ class Reducer(abc.ABC):
 
   def num_workers(self, axis: collectives.Axis) -> int:
     """Returns the number of workers for `num_bits`, where `axis` is bound."""
+    # A composed reducer counts as its parts do: `Hierarchical` counts hosts.
+    for reducer in self.reducers:
+      return reducer.num_workers(axis)
     return collectives.size(axis)
 
 
@@ -156,9 +167,6 @@ class Exact(Reducer):
 
   Integers give floats, as in `mean`.  A leaf narrower than float32 is summed in
   its dtype, and the law holds within its rounding.
-
-  >>> Exact().num_bits(jax.ShapeDtypeStruct((25,), jnp.float32), 4)
-  Bits(payload=800, sent=1200.0, received=1200.0)
   """
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
@@ -175,8 +183,7 @@ class Exact(Reducer):
   def num_bits(self, like: PyTree, num_workers: int) -> Bits:
     """Counts the bits of the leaves, around a ring."""
     payload = sum(map(codecs.Dense().num_bits, jax.tree.leaves(like)))
-    sent = ring_bits(payload, num_workers)
-    return Bits(payload, sent, sent)
+    return Bits.in_ring(payload, num_workers)
 
 
 def as_share(tree: PyTree) -> PyTree:
@@ -184,12 +191,6 @@ def as_share(tree: PyTree) -> PyTree:
   return jax.tree.map(
     lambda x: x if jnp.iscomplexobj(x) else x.astype(jnp.float32), tree
   )
-
-
-def ring_bits(payload_bits: float, num_workers: int) -> float:
-  """Counts the bits that each worker sends in an all-reduce over a ring."""
-  # A reduce-scatter and an all-gather, each of (N - 1) / N of the payload.
-  return 2 * payload_bits * (num_workers - 1) / num_workers
 
 
 def check_reducer(name: str, value: Any) -> None:

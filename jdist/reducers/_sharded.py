@@ -157,9 +157,6 @@ class Sharded(_reducer.Reducer):
       function, self.axes, in_specs=in_specs, out_specs=out_specs
     )
 
-  def num_workers(self, axis: collectives.Axis) -> int:
-    return self.reducer.num_workers(axis)
-
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
     """Adds up all devices of a worker."""
     local = self._local(like)

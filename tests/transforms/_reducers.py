@@ -25,7 +25,7 @@ class Plain(reducers.Reducer):
 
   def num_bits(self, like, num_workers):
     bits = sum(x.size * x.dtype.itemsize * 8 for x in jax.tree.leaves(like))
-    return reducers.Bits(bits, bits, bits)
+    return reducers.Bits(bits, bits)
 
 
 def largest(x, k):

@@ -93,10 +93,8 @@ class SlowMomentum(_round.Average):
     ratio = jnp.where(before > 0, rate / before, 1.0)
     mu = _anchor.scalar(self.momentum) * ratio
     slow = _anchor.scalar(self.slow_learning_rate)
-    if relative:
-      progress = mean
-      mean = jax.tree.map(jnp.subtract, end.anchor, progress)
-    else:
+    progress, mean = mean, end.position(mean, relative)
+    if not relative:
       progress = jax.tree.map(jnp.subtract, end.anchor, mean)
     velocity = jax.tree.map(
       lambda v, p: mu.astype(p.dtype) * v + p, end.memory.velocity, progress
@@ -117,17 +115,15 @@ class SlowMomentum(_round.Average):
     return end._replace(anchor=anchor, inner=inner, memory=memory)
 
 
-def _is_buffer(x: jax.Array) -> bool:
-  # Counters stay, so that schedules continue.
-  return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
 def _buffers(state: PyTree) -> list[jax.Array]:
-  return [x for x in jax.tree.leaves(state) if _is_buffer(x)]
+  # Counters stay, so that schedules continue.
+  return list(filter(_anchor.is_trained, jax.tree.leaves(state)))
 
 
 def _with_buffers(state: PyTree, buffers: list[jax.Array]) -> PyTree:
   leaves, treedef = jax.tree.flatten(state)
   new = iter(buffers)
-  leaves = [next(new).astype(x.dtype) if _is_buffer(x) else x for x in leaves]
+  leaves = [
+    next(new).astype(x.dtype) if _anchor.is_trained(x) else x for x in leaves
+  ]
   return jax.tree.unflatten(treedef, leaves)
