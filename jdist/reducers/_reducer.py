@@ -156,8 +156,8 @@ class Reducer(abc.ABC):
   def num_workers(self, axis: collectives.Axis) -> int:
     """Returns the number of workers for `num_bits`, where `axis` is bound."""
     # A composed reducer counts as its parts do: `Hierarchical` counts hosts.
-    for reducer in self.reducers:
-      return reducer.num_workers(axis)
+    if self.reducers:
+      return self.reducers[0].num_workers(axis)
     return collectives.size(axis)
 
 

@@ -390,9 +390,8 @@ def pull_to_anchor(
   def factor(
     state: PullToAnchorState, interval_steps: jax.typing.ArrayLike
   ) -> tuple[jax.Array, PullToAnchorState]:
-    rate = learning_rate(state.step) if callable(learning_rate) else (
-      learning_rate
-    )  # fmt: skip
+    rate: Any = learning_rate
+    rate = rate(state.step) if callable(rate) else rate
     distance = scalar(interval_steps) * scalar(rate)
     # A schedule may end at zero, where the quotient would be infinite.
     factor = jnp.where(distance > 0, scalar(strength) / distance, 0.0)

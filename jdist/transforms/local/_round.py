@@ -131,10 +131,8 @@ class RoundClock(NamedTuple):
     The mean is due at the round's end, so the window is the interval.
     """
     ends = self.round_step + 1 >= self.interval
-    now, then = (
-      self.interval,
-      jnp.where(ends, self.next_interval, self.interval),
-    )
+    now = self.interval
+    then = jnp.where(ends, self.next_interval, now)
     before = jnp.where(ends, 0, self.round_step + 1)
     rows = [now, self.round_step, now], [then, before, then]
     return jnp.stack([jnp.stack(row, -1) for row in rows], -2)
