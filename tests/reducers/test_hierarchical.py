@@ -26,20 +26,23 @@ def run(reducer, trees):
   )
 
 
-def test_num_bits_counts_traffic_between_hosts():
-  """Not of all workers: inside a host nothing is told."""
+@pytest.mark.parametrize(
+  "reducer", [TWO, reducers.PerLeaf((), default=TWO)], ids=["alone", "inside"]
+)
+def test_num_bits_counts_traffic_between_hosts(reducer):
+  """Nothing counts that is sent inside a host."""
 
   def step(x):
-    reducers.note(TWO, x, AXIS)
+    reducers.note(reducer, x, AXIS)
     return collectives.mean(x, AXIS)
 
   x = jnp.zeros((HOSTS, INSIDE, 40))
-  with reducers.reductions() as told:
+  with reducers.reductions() as found:
     jax.eval_shape(
       jax.vmap(jax.vmap(step, axis_name="inner"), axis_name="outer"), x
     )
-  assert told == [TWO.num_bits(x[0, 0], HOSTS)]
-  assert told != [TWO.num_bits(x[0, 0], HOSTS * INSIDE)]
+  assert found == [TWO.num_bits(x[0, 0], HOSTS)]
+  assert found != [TWO.num_bits(x[0, 0], HOSTS * INSIDE)]
 
 
 def make():
