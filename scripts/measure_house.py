@@ -3,7 +3,7 @@
     python scripts/measure_house.py [TREE] [--notes] [--json FILE]
 
 Reads the files of TREE/jdist (default: this repository) without importing
-them.  Only the traced updates run the library, in a process of their own.
+them.  Only the traced ways run the library, each in a process of its own.
 
 Folders: a folder is a room or a sub-room.  A file stands one *floor* above the
 highest file of its folder that it imports, at its top or in a function; files
@@ -15,8 +15,9 @@ Comments are counted in lines per 100 lines of code; docstrings are neither.
 A public name has a user if another room, an experiment, a script, the signature
 of another public name, or a Python example on a page mentions it.
 
-Updates: `trace_updates.py` says what is traced and counted; `collectives` is
-included.  A *hop* is a call that enters another file than the call before.
+Traced: an update (by `trace_updates.py`, `collectives` included), a push from
+a worker to the merged model, and a codec option from the command line to the
+wire.  A *hop* is a call that enters another file than the call before.
 """
 
 import argparse
@@ -40,17 +41,18 @@ def main() -> None:
   )
   options = parser.parse_args()
   tree = options.tree.resolve()
-  figures, updates = house.measure(tree), house.trace_updates(tree)
-  tables = house.make_tables(figures, house.limits(figures, updates))
+  figures, traces = house.measure(tree), house.trace(tree)
+  held = house.file_limits(figures) | house.trace_limits(traces)
+  tables = house.make_tables(figures, held)
   print(
     "\n\n".join(
       house.draw_table(title, *table) for title, table in tables.items()
     )
   )
   if options.notes:
-    print("", *house.notes(figures, updates), sep="\n")
+    print("", *house.notes(figures, traces), sep="\n")
   if options.json is not None:
-    written = {**figures, "updates": updates}
+    written = {**figures, **traces}
     options.json.write_text(json.dumps(written, indent=1) + "\n")
 
 

@@ -21,13 +21,6 @@ _MAX_OPTIONS_LINES = 400
 _NOUNS = {"averaging", "clipping", "streaming"}
 # Files that list their room, an import a line.
 _LISTS = {"models/_build.py", "methods/_method_registry.py"}
-# Files that one traced update enters besides `collectives`.
-_MAX_ENTERED = {
-  "local_sgd": 4,
-  "diloco": 4,
-  "diloco int4 + feedback": 10,
-  "msdpu streamed int8 + feedback": 12,
-}
 
 
 @pytest.fixture(scope="module")
@@ -296,8 +289,23 @@ def test_a_room_is_seen_through_its_sub_rooms():
   }
 
 
-def test_a_traced_update_enters_few_files():
-  updates = house.trace_updates(_ROOT)
-  for name, most in _MAX_ENTERED.items():
-    entered = house.besides(updates[name]["files"], "collectives")
-    assert len(entered) <= most, f"{name} enters {', '.join(entered)}"
+def _missed(limits):
+  return [
+    f"{name}: {x.value:,.4g} is beyond {x.bound:,g}"
+    for name, x in limits.items()
+    if not x.holds
+  ]
+
+
+def test_figures_of_the_files_keep_their_limits():
+  assert not _missed(house.file_limits(house.measure(_ROOT)))
+
+
+def test_traced_ways_keep_their_limits():
+  assert not _missed(house.trace_limits(house.trace(_ROOT)))
+
+
+def test_limits_have_two_directions():
+  below, above = house.Limit(3, 4), house.Limit(3, 4, at_least=True)
+  assert below.holds and not above.holds
+  assert _missed({"floors": house.Limit(7, 6)})

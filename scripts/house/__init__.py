@@ -2,9 +2,11 @@
 
 from house._disk_formats import disk_formats as disk_formats
 from house._disk_formats import KEPT as KEPT
+from house._figures import file_limits as file_limits
 from house._figures import Limit as Limit
-from house._figures import limits as limits
 from house._figures import measure as measure
+from house._figures import trace as trace
+from house._figures import trace_limits as trace_limits
 from house._graphs import find_floors as find_floors
 from house._graphs import Floors as Floors
 from house._graphs import folder_graph as folder_graph
@@ -27,5 +29,3 @@ from house._sources import Source as Source
 from house._tables import draw_table as draw_table
 from house._tables import make_tables as make_tables
 from house._tables import notes as notes
-from house._updates import besides as besides
-from house._updates import trace_updates as trace_updates

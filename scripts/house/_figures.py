@@ -4,7 +4,16 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from house import _graphs, _prose, _public, _sources
+from house import (
+  _codec_option,
+  _disk_formats,
+  _graphs,
+  _prose,
+  _public,
+  _server_push,
+  _sources,
+  _updates,
+)
 
 
 class Limit(NamedTuple):
@@ -29,13 +38,16 @@ class Limit(NamedTuple):
 
 
 # The files that a traced update enters, `collectives` included, and its hops.
-MAX_UPDATES = {
+_MAX_UPDATES = {
   "local_sgd": (6, 27),
   "diloco": (6, 30),
   "diloco int4 + feedback": (12, 90),
   "msdpu streamed": (10, 95),
   "msdpu streamed int8 + feedback": (14, 120),
 }
+# The files and hops of a push from a worker to the merged model, and the files
+# and calls of a codec option from the command line to the wire.
+_MAX_PUSH, _MAX_OPTION = (10, 20), (12, 50)
 _MAX_FLOORS, _MAX_LINES, _MAX_NAMES = 6, 55_163, 430
 _MIN_COMMENTS, _MAX_OF = 6.0, 0.3
 
@@ -63,6 +75,7 @@ def measure(tree: pathlib.Path) -> dict[str, Any]:
     "of": 100 * opened / max(len(prose), 1),
     "public": sorted(_public.public_names(sources)),
     "unused": _public.unused_names(tree, sources),
+    "formats": sorted(_disk_formats.disk_formats(sources)),
     "pages": {
       name: (tree / name).stat().st_size
       for name in ("README.md", "CHANGELOG.md")
@@ -75,10 +88,17 @@ def rooms(sources: _sources.Sources) -> list[str]:
   return sorted({x.split("/")[0] for x in sources if "/" in x})
 
 
-def limits(
-  figures: Mapping[str, Any], updates: Mapping[str, Any]
-) -> dict[str, Limit]:
-  """Returns the figures that have a limit, by their names."""
+def trace(tree: pathlib.Path) -> dict[str, Any]:
+  """Follows updates, a push and a codec option through a tree's library."""
+  return {
+    "updates": _updates.trace_updates(tree),
+    "push": _server_push.trace_push(tree),
+    "option": _codec_option.trace_option(tree),
+  }
+
+
+def file_limits(figures: Mapping[str, Any]) -> dict[str, Limit]:
+  """Returns the figures of `measure` that have a limit, by their names."""
   found = {
     "lines of the library": Limit(figures["lines"], _MAX_LINES),
     "public names": Limit(len(figures["public"]), _MAX_NAMES),
@@ -87,17 +107,31 @@ def limits(
       figures["comments"], _MIN_COMMENTS, at_least=True
     ),
     'sentences that open with "Of", %': Limit(figures["of"], _MAX_OF),
+    "formats of kept files": Limit(
+      len(set(figures["formats"]) - {"export", "input"}),
+      len(_disk_formats.KEPT),
+    ),
     "bytes of README": Limit(figures["pages"]["README.md"], 8_000),
     "bytes of CHANGELOG": Limit(figures["pages"]["CHANGELOG.md"], 5_000),
   }
   for name, folder in figures["folders"].items():
     if name.endswith("/**"):
       found[f"floors of {name}"] = Limit(folder["floors"], _MAX_FLOORS)
-  for name, (files, hops) in MAX_UPDATES.items():
-    if name in updates:
-      entered = updates[name]
-      found[f"files of a traced {name}"] = Limit(len(entered["files"]), files)
-      found[f"hops of a traced {name}"] = Limit(entered["hops"], hops)
+  return found
+
+
+def trace_limits(traces: Mapping[str, Any]) -> dict[str, Limit]:
+  """Returns the figures of `trace` that have a limit, by their names."""
+  ways = {
+    f"traced {name}": (traces["updates"][name], "hops", most)
+    for name, most in _MAX_UPDATES.items()
+  }
+  ways["push"] = (traces["push"], "hops", _MAX_PUSH)
+  ways["codec option"] = (traces["option"], "frames", _MAX_OPTION)
+  found = {}
+  for name, (way, unit, (files, calls)) in ways.items():
+    found[f"files of a {name}"] = Limit(len(way["files"]), files)
+    found[f"{unit} of a {name}"] = Limit(way[unit], calls)
   return found
 
 

@@ -58,7 +58,7 @@ def with_sub_rooms(folders: Iterable[str]) -> list[str]:
 
 
 def notes(
-  figures: Mapping[str, Any], updates: Mapping[str, Any]
+  figures: Mapping[str, Any], traces: Mapping[str, Any]
 ) -> Iterator[str]:
   """Yields the names behind the figures of the tables."""
   for name in with_sub_rooms(figures["folders"]):
@@ -71,5 +71,6 @@ def notes(
       yield f"{x['most_mates_file']} imports {x['most_mates']} room-mates"
   for name in figures["unused"]:
     yield f"no user of {name}"
-  for name, entered in updates.items():
-    yield f"{name} enters {', '.join(entered['files'])}"
+  ways = {"push": traces["push"], "codec option": traces["option"]}
+  for name, way in {**traces["updates"], **ways}.items():
+    yield f"{name} enters {', '.join(way['files'])}"

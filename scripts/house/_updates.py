@@ -5,7 +5,6 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 _TRACER = pathlib.Path(__file__).resolve().parents[1] / "trace_updates.py"
@@ -28,14 +27,3 @@ def trace_updates(tree: pathlib.Path) -> dict[str, Any]:
     raise RuntimeError(f"Tracing failed:\n{answer.stderr}")
   found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
   return found
-
-
-def besides(files: Iterable[str], *rooms: str) -> list[str]:
-  """Returns the files that are in none of some rooms."""
-  return [x for x in files if _room(x) not in rooms]
-
-
-def _room(path: str) -> str:
-  """Returns a file's room; argument checks are a room wherever they are."""
-  stem = pathlib.PurePosixPath(path).stem.lstrip("_")
-  return "checks" if stem in ("checks", "checking") else path.split("/")[0]
