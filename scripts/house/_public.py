@@ -11,7 +11,7 @@ from house import _sources
 # A fenced block of Python or of shell on a page, and a name in one.
 _BLOCK = re.compile(r"^```(?:python|py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
-_GROUND = ("checks", "states", "_version", "__main__")
+_GROUND = ("checks", "states", "storage", "_version", "__main__")
 
 
 def public_names(sources: _sources.Sources) -> dict[str, str]:
@@ -20,8 +20,8 @@ def public_names(sources: _sources.Sources) -> dict[str, str]:
   An export is an import `from ... import x as x` in an `__init__.py`, or a
   function, class or constant without leading underscore in a public module
   such as `storage/array_files.py`.  The keys are "room.name"; a name that
-  several folders of a room export counts once.  `checks` and `states` serve
-  the library itself and do not count.
+  several folders of a room export counts once.  `checks`, `states` and `storage`
+  serve the library itself and do not count.
   """
   found: dict[str, str] = {}
   for source in sources.values():
