@@ -76,9 +76,11 @@ def unused_names(tree: pathlib.Path, sources: _sources.Sources) -> list[str]:
   names = public_names(sources)
   used: dict[str, set[str]] = collections.defaultdict(set)
   for source in sources.values():
-    if not source.is_init:
-      for name in _mentioned(source.tree):
-        used[name].add(_room(source.path))
+    # The imports of an `__init__.py` export names, and its code uses some.
+    code = [x for x in source.tree.body if not isinstance(x, ast.ImportFrom)]
+    tree = ast.Module(code, []) if source.is_init else source.tree
+    for name in _mentioned(tree):
+      used[name].add(_room(source.path))
   scripts = [
     *tree.glob("experiments/**/*.py"),
     *tree.glob("scripts/**/*.py"),
