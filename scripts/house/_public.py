@@ -78,8 +78,8 @@ def unused_names(tree: pathlib.Path, sources: _sources.Sources) -> list[str]:
   for source in sources.values():
     # The imports of an `__init__.py` export names, and its code uses some.
     code = [x for x in source.tree.body if not isinstance(x, ast.ImportFrom)]
-    tree = ast.Module(code, []) if source.is_init else source.tree
-    for name in _mentioned(tree):
+    module = ast.Module(code, []) if source.is_init else source.tree
+    for name in _mentioned(module):
       used[name].add(_room(source.path))
   scripts = [
     *tree.glob("experiments/**/*.py"),
