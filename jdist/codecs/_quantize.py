@@ -121,7 +121,10 @@ class Quantize(_blocks.Blocked, _random.Rounding):
   def _encoded(
     self, rows: jax.Array, scale: jax.Array, key: Any, start: int
   ) -> jax.Array:
-    codes = self._codes(rows, scale, self._noise(key, rows.shape, start))
+    # Rounding to the nearest, the default, takes no way through random numbers.
+    nearest = self.rounding == "nearest"
+    noise = None if nearest else self._noise(key, rows.shape, start)
+    codes = self._codes(rows, scale, noise)
     # Codes of whole bytes need no packing.
     if self.bits in (8, 16):
       return codes.astype(f"uint{self.bits}")
