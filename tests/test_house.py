@@ -14,7 +14,9 @@ _SPEC = importlib.util.spec_from_file_location(
 house = sys.modules["house"] = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(house)
 
-_MAX_FILES, _MAX_FLOORS, _MAX_MATES = 15, 6, 6
+# A file imports up to eight room-mates: a way through few files needs larger
+# ones, and each of those imports more.
+_MAX_FILES, _MAX_FLOORS, _MAX_MATES = 15, 6, 8
 _MAX_HEADLESS = 0.02
 _MAX_OPTIONS_LINES = 400
 # Nouns of the field that end in -ing.
@@ -43,12 +45,12 @@ def _crowded_folders(sources):
 
 def _floors(sources):
   return [
-    house.find_floors(house.folder_graph(folder, sources))
-    for folder in house.by_folder(sources)
+    house.find_floors(house.room_graph(room, sources))
+    for room in house.rooms(sources)
   ]
 
 
-def _high_folders(sources):
+def _high_rooms(sources):
   return [
     f"{x.number} floors: {' > '.join(x.path)}"
     for x in _floors(sources)
@@ -150,7 +152,7 @@ def _other_formats(sources):
 
 
 _CLASS = "class Message:\n  pass\n"
-_IMPORTS = "".join(f"from jdist.codecs import _f{i}\n" for i in range(7))
+_IMPORTS = "".join(f"from jdist.codecs import _f{i}\n" for i in range(9))
 # A guard, and what it must find something in.
 _GUARDS = {
   "no_file_is_named_in_ing": (_names_in_ing, {"codecs/_packing.py": ""}),
@@ -163,7 +165,7 @@ _GUARDS = {
     {"codecs/_a.py": _CLASS, "server/_b.py": _CLASS},
   ),
   "no_folder_is_crowded": (_crowded_folders, _chain("codecs", 16)),
-  "no_folder_has_many_floors": (_high_folders, _chain("codecs", 7)),
+  "no_room_has_many_floors": (_high_rooms, _chain("codecs", 7)),
   "no_files_import_each_other": (
     _circles,
     {
@@ -173,7 +175,7 @@ _GUARDS = {
   ),
   "no_file_imports_much_of_its_folder": (
     _importers_of_many,
-    {"codecs/_all.py": _IMPORTS, **_chain("codecs", 7)},
+    {"codecs/_all.py": _IMPORTS, **_chain("codecs", 9)},
   ),
   "docstrings_begin_with_a_verb_or_a_noun": (
     _headless,

@@ -105,7 +105,8 @@ class Compression:
         f"made of shares (it is decided by vote), got {feedback}."
       )
     if feedback is not None:
-      feedback.check_contractive("reducer", reducer)
+      if feedback.keeps_rest and not reducer.contractive:
+        raise feedback.divergence_error("reducer", reducer)
     # Without a feedback the part would be lost without a word.
     left = getattr(reducer, "owner_feedback", None) == "own_share"
     if left and feedback is None:

@@ -79,19 +79,20 @@ class Feedback(abc.ABC):
     del held, state
     return None
 
-  def check_contractive(self, name: str, compressor: Any) -> None:
-    """Raises a ValueError if its residuals would grow.
+  def divergence_error(self, name: str, compressor: Any) -> ValueError:
+    """Returns the error for a codec or reducer that is not contractive.
+
+    Around it the residuals of a feedback that keeps the rest would grow.
 
     Args:
       name: the name of the argument.
       compressor: the codec or reducer around which the feedback is.
     """
-    if self.keeps_rest and not compressor.contractive:
-      raise ValueError(
-        f"`{name}` must leave out less than there is with {self}, which adds "
-        f"it to the next message and would diverge, got {compressor!r}. Take "
-        "`codecs.RandomK(..., scaled=False)`, or no feedback."
-      )
+    return ValueError(
+      f"`{name}` must leave out less than there is with {self}, which adds it "
+      f"to the next message and would diverge, got {compressor!r}. Take "
+      "`codecs.RandomK(..., scaled=False)`, or no feedback."
+    )
 
 
 def wide(x: jax.Array) -> jax.Array:

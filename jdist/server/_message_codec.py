@@ -69,7 +69,8 @@ class MessageCodec:
       )
     for each in own:
       if self.feedback is not None:
-        self.feedback.check_contractive("codec", each)
+        if self.feedback.keeps_rest and not each.contractive:
+          raise self.feedback.divergence_error("codec", each)
     # The receiver of a push does not know the sender's count of messages.
     if any(each.key == "shared" for each in own):
       raise ValueError(

@@ -5,6 +5,7 @@ from house._disk_formats import KEPT as KEPT
 from house._figures import file_limits as file_limits
 from house._figures import Limit as Limit
 from house._figures import measure as measure
+from house._figures import rooms as rooms
 from house._figures import trace as trace
 from house._figures import trace_limits as trace_limits
 from house._graphs import find_floors as find_floors

@@ -19,9 +19,9 @@ def public_names(sources: _sources.Sources) -> dict[str, str]:
 
   An export is an import `from ... import x as x` in an `__init__.py`, or a
   function, class or constant without leading underscore in a public module
-  such as `storage/array_files.py`.  The keys are "room.name"; a name that
-  several folders of a room export counts once.  `checks`, `states` and `storage`
-  serve the library itself and do not count.
+  such as `collectives/axis.py`.  The keys are "room.name"; a name that several
+  folders of a room export counts once.  `checks`, `states` and `storage` serve
+  the library itself and do not count.
   """
   found: dict[str, str] = {}
   for source in sources.values():
