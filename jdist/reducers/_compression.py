@@ -104,9 +104,9 @@ class Compression:
         f"must be `Smoothing()` or None with {reducer!r}, whose mean is not "
         f"made of shares (it is decided by vote), got {feedback}."
       )
-    if feedback is not None:
-      if feedback.keeps_rest and not reducer.contractive:
-        raise feedback.divergence_error("reducer", reducer)
+    contractive = reducer.contractive
+    if feedback is not None and feedback.keeps_rest and not contractive:
+      raise feedback.divergence_error("reducer", reducer)
     # Without a feedback the part would be lost without a word.
     left = getattr(reducer, "owner_feedback", None) == "own_share"
     if left and feedback is None:

@@ -68,9 +68,9 @@ class MessageCodec:
         "state."
       )
     for each in own:
-      if self.feedback is not None:
-        if self.feedback.keeps_rest and not each.contractive:
-          raise self.feedback.divergence_error("codec", each)
+      feedback, contractive = self.feedback, each.contractive
+      if feedback is not None and feedback.keeps_rest and not contractive:
+        raise feedback.divergence_error("codec", each)
     # The receiver of a push does not know the sender's count of messages.
     if any(each.key == "shared" for each in own):
       raise ValueError(
