@@ -1,13 +1,12 @@
 """Runs the compiled steps of an older tree and of this one in one process.
 
-    python scripts/bench_programs.py b390ebc
+    python scripts/bench_programs.py COMMIT
 
-`bench_against.py` gives each tree a process of its own, which differ by a few
-per cent even with one tree.  Here each tree exports the steps of
-`bench_overhead.py` (`jax.export`, which needs the package flatbuffers), and one
-process compiles each of them twice and runs the four in turn, in blocks of one
-round in a random order.  What is printed is the median of new over old, and,
-as the noise, of old over old and new over new.  Run it alone.
+Two processes differ by a few per cent even with one tree.  Each tree therefore
+exports the steps of `bench_overhead.py` (`jax.export`, which needs the package
+flatbuffers), and one process compiles each of them twice and runs the four in
+turn, in blocks of one round in a random order.  It prints the median of new
+over old, and, as the noise, of old over old and new over new.  Run it alone.
 """
 
 import argparse

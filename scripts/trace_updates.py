@@ -72,35 +72,6 @@ def _cases() -> dict[str, Callable[[], Any]]:
   }
 
 
-def _cases_before_the_rebuild() -> dict[str, Callable[[], Any]]:
-  """Returns the cases of a tree of before issue 21, which has no `methods`."""
-  sgd = optax.sgd(_RATE, momentum=0.9)
-
-  def compression(bits: int) -> dict[str, Any]:
-    reducer = collectives.carry(codecs.Quantize(bits))
-    return {"reducer": reducer, "feedback": transforms.ErrorFeedback()}
-
-  def msdpu(**options: Any) -> Any:
-    return transforms.msdpu(
-      sgd,
-      intervals.fixed(_INTERVAL),
-      _RATE,
-      axis=_AXIS,
-      stream=transforms.Stream(),
-      **options,
-    )
-
-  return {
-    "local_sgd": lambda: transforms.local_sgd(sgd, _INTERVAL, axis=_AXIS),
-    "diloco": lambda: transforms.diloco(sgd, _INTERVAL, axis=_AXIS),
-    "diloco int4 + feedback": lambda: transforms.diloco(
-      sgd, _INTERVAL, axis=_AXIS, **compression(4)
-    ),
-    "msdpu streamed": msdpu,
-    "msdpu streamed int8 + feedback": lambda: msdpu(**compression(8)),
-  }
-
-
 def _entered_files(function: Callable[[], Any]) -> list[str]:
   """Returns the file of each call of a function of the library, in order."""
   files = []
@@ -173,10 +144,7 @@ def _traces_of_runs(cases: dict[str, Callable[[], Any]]) -> dict[str, int]:
 
 
 def main() -> None:
-  try:
-    cases = _cases()
-  except ImportError:
-    cases = _cases_before_the_rebuild()
+  cases = _cases()
   if "--runs" in sys.argv:
     print(json.dumps(_traces_of_runs(cases)))
     return
