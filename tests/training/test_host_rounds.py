@@ -368,7 +368,7 @@ def update(optimizer, **options):
 def test_invalid_controls_raise():
   team = _tiny.team("vmap")
   plain = transforms.local_steps(optax.sgd(1.0), 3, axis=None)
-  with _refusals.refused("round_ends", "shapes the program"):
+  with _refusals.refused("round_ends", "must be True, False or None"):
     update(plain, control=transforms.Control(round_ends=1))
   chain = methods.ssgd(optax.sgd(0.1), axis=team.axis)
   step = training.make_step(_tiny.loss_fn, chain, axis=team.axis)
