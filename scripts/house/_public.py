@@ -10,6 +10,8 @@ from house import _sources
 
 # A fenced block of Python or of shell on a page, and a name in one.
 _BLOCK = re.compile(r"^```(?:python|py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# A call in a line of text, as the table of methods writes it.
+_CALL = re.compile(r"`[\w.]*\.(\w+)\(")
 
 _GROUND = ("checks", "states", "storage", "_version", "__main__")
 
@@ -69,9 +71,9 @@ def unused_names(tree: pathlib.Path, sources: _sources.Sources) -> list[str]:
   """Returns the public names that only tests or their own room use.
 
   A use is the name as an attribute or an imported name in another room of the
-  library, in experiments or scripts, in a Python block of a page, or in the
-  signature (annotations, base classes) of another public name of its room: a
-  user who calls a function may need the class of its argument.
+  library, in experiments or scripts, in a Python block or a call on a page, or
+  in the signature (annotations, base classes) of another public name of its
+  room: a user who calls a function may need the class of its argument.
   """
   names = public_names(sources)
   used: dict[str, set[str]] = collections.defaultdict(set)
@@ -90,6 +92,8 @@ def unused_names(tree: pathlib.Path, sources: _sources.Sources) -> list[str]:
       used[name].add("outside")
   pages = [*tree.glob("*.md"), *tree.glob("docs/**/*.md")]
   for page in [*pages, *tree.glob("experiments/**/*.md")]:
+    for name in _CALL.findall(page.read_text()):
+      used[name].add("outside")
     for block in _BLOCK.findall(page.read_text()):
       for name in re.findall(r"\w+", block):
         used[name].add("outside")
