@@ -1,4 +1,4 @@
-"""What a run trains: its data, model, workers and programs, by its options.
+"""The parts of a run: its data, model, workers and programs, by its options.
 
 Nothing is written or trained here, so that wrong options are reported before
 anything is half done.
@@ -325,7 +325,7 @@ def of_trainer(
     "host_rounds": None if options.host_rounds else False
   }
   if options.stream:
-    # Whether a chain streams shows in the shapes of its state.
+    # The shapes of a chain's state show whether it streams.
     state = profiling.abstract_state(
       workers, optimizer, model.params, model.state
     )

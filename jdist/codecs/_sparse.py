@@ -36,7 +36,7 @@ class Sparse(_codec.Codec):
   """Base of codecs that send values and indices of chosen entries."""
 
   sparse: ClassVar[bool] = True
-  # Whether a chunk may use fewer entries than it has slots, which needs counts.
+  # A chunk may use fewer entries than it has slots, which then needs counts.
   _counted: ClassVar[bool] = False
 
   ratio: float | None

@@ -103,7 +103,7 @@ class Method:
 
   @property
   def in_rounds(self) -> bool:
-    """Whether the method needs the run's interval."""
+    """Returns whether the method needs the run's interval."""
     # MP² has a default, as published, and is not a method of rounds.
     return "interval" in self.required
 
@@ -135,5 +135,5 @@ class Method:
       found["interval"] = run.interval
     found = {k: v for k, v in found.items() if k in self.arguments}
     found |= {name: of(run) for name, of in self.from_run.items()}
-    # What a user sets explicitly takes precedence over the run.
+    # An explicit setting of the user takes precedence over the run.
     return self.factory(**(found | options), axis=axis)
