@@ -15,7 +15,10 @@ import pathlib
 import sys
 from typing import Any
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
 import config
+import protocol_problem
 import tyro
 
 from jdist import data, server
@@ -30,7 +33,7 @@ class Fit:
 
   def __init__(self, options: config.Config):
     self.options = options
-    self.problem = comparison.Problem(
+    self.problem = protocol_problem.Problem(
       options.dataset, options.model, options.batch_size,
       momentum=options.momentum,
     )  # fmt: skip
@@ -60,7 +63,7 @@ class Fit:
       seed=trial.seed,
     )
     learner.server.model = learner.model._replace(
-      opt_state=comparison.set_rate(
+      opt_state=protocol_problem.set_rate(
         learner.model.opt_state, trial.learning_rate
       )
     )

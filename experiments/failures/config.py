@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import random_failures
+
 from jdist import cluster, server
 from jdist.training import comparison
 
@@ -41,11 +43,11 @@ class Setting:
       seconds_per_sample=TASK_S / BATCH, pull_bytes=1e6, push_bytes=1e6
     )
 
-  def law(self, seed: int) -> cluster.Failures | None:
+  def law(self, seed: int) -> random_failures.Failures | None:
     """The law of failures, if there are any."""
     if not self.fraction:
       return None
-    return cluster.Failures.of(
+    return random_failures.Failures.of(
       self.fraction, self.cycle_s, restart_s=self.restart_s, seed=seed
     )
 

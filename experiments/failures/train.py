@@ -13,8 +13,11 @@ import pathlib
 import sys
 from typing import Any
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
 import config
 import optax
+import protocol_problem
 import run as clock
 import tyro
 
@@ -27,7 +30,7 @@ class Fit:
 
   def __init__(self, options: config.Config):
     self.options = options
-    self.problem = comparison.Problem(
+    self.problem = protocol_problem.Problem(
       options.dataset, options.model, options.workers * config.BATCH
     )
     self.outer = optax.sgd(

@@ -13,9 +13,12 @@ import pathlib
 import sys
 from typing import Any
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
 import config
 import jax
 import optax
+import protocol_problem
 import tyro
 
 from jdist import data, server, training
@@ -42,7 +45,7 @@ class Fit:
 
   def __init__(self, options: config.Config):
     self.options = options
-    self.problem = comparison.Problem(
+    self.problem = protocol_problem.Problem(
       options.dataset, options.model, options.batch_size,
       momentum=options.momentum,
     )  # fmt: skip
@@ -114,7 +117,7 @@ class Fit:
       local_step=step,
     )
     learner.server.model = learner.model._replace(
-      opt_state=comparison.set_rate(
+      opt_state=protocol_problem.set_rate(
         learner.model.opt_state, trial.learning_rate
       )
     )

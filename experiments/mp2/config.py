@@ -9,6 +9,7 @@ from typing import Any, cast, Literal
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
+import exchange
 import jax
 import nowcaster_fit
 import nowcasters
@@ -190,13 +191,13 @@ class Chains(optax_chains.Chains):
   ) -> dict[str, Any]:
     """Returns the bytes between a worker and a server, see `served`."""
     model = self.workload.model(0)
-    whole = prediction.exchange_bytes(cut_of(self.options, model, "published"))
+    whole = exchange.exchange_bytes(cut_of(self.options, model, "published"))
     rounds = record.rounds / record.step
     up, down = served(traffic, whole.whole_bytes, rounds)
     published = up
     if variant.startswith("mp2"):
       kind: Kind = "rich" if "1 conv" in variant else "published"
-      found = prediction.exchange_bytes(cut_of(self.options, model, kind))
+      found = exchange.exchange_bytes(cut_of(self.options, model, kind))
       # A server sends predictions back; in a ring each worker predicts itself.
       up, down = found.pushed_bytes, found.whole_bytes
       published = found.published_bytes

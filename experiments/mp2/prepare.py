@@ -25,6 +25,7 @@ from typing import Any
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import config
+import cut_choice
 import moving
 import nowcaster_fit
 import numpy as np
@@ -367,7 +368,7 @@ class Preparation:
     if target.exists() or not self.options.depths:
       return
     own = self.parameters(_TRAINED)
-    scores = prediction.score_cuts(
+    scores = cut_choice.score_cuts(
       [
         prediction.predictor(
           prediction.cut(self.model, depth, name=self.options.model)
@@ -382,7 +383,7 @@ class Preparation:
       **self.images(),
     )
     learned = any(score.accuracy > score.untrained for score in scores)
-    best = prediction.choose_cut(scores) if learned else None
+    best = cut_choice.choose_cut(scores) if learned else None
     for score in scores:
       self.note(
         "cut",

@@ -5,17 +5,12 @@ them the layers behind the cut, and other runs send only the layers in front of
 it: `experiments/mp2/example.py`.
 """
 
-from jdist.prediction._choose_cut import choose_cut as choose_cut
-from jdist.prediction._choose_cut import score_cuts as score_cuts
 from jdist.prediction._collector import choose_steps as choose_steps
 from jdist.prediction._collector import Collector as Collector
 from jdist.prediction._cut import Cut as Cut
 from jdist.prediction._cut import cut as cut
 from jdist.prediction._evaluate import (
   evaluate_predictor as evaluate_predictor,
-)
-from jdist.prediction._exchange_bytes import (
-  exchange_bytes as exchange_bytes,
 )
 from jdist.prediction._parameter_set import ParameterSet as ParameterSet
 from jdist.prediction._predictor import Predictor as Predictor

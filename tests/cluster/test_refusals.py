@@ -29,7 +29,6 @@ OUTAGES = (cluster.Outage(1.0, 3.0), cluster.Outage(2.0))
   ("latency_s", lambda: cluster.Link(1.0, -1), "in [0, inf]"),
   ("latency_s", lambda: cluster.Link(1.0, float("nan")), "a finite number"),
   ("latency_s", lambda: cluster.Link(1.0, float("inf")), "a finite number"),
-  ("cycle_s", lambda: cluster.Failures.of(0.2, -1.0), "in (0, inf]"),
   ("sharing", lambda: cluster.Link(1.0, sharing="even"), "'first_come' or"),
   (
     "pull_bytes",

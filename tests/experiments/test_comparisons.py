@@ -20,10 +20,11 @@ _OTHERS = {"msdpu": "msdpu H0=8", "compression": "int4 + feedback"}
 def copied(name, tmp_path):
   """An experiment's programs in a folder of their own, without results."""
   there = tmp_path / "experiments"
-  # Several experiments share `optax_chains`, which lies next to them.
-  for own in (name, "optax_chains"):
-    for path in (_ROOT / "experiments" / own).glob("*.py"):
-      target = there / own / path.name
+  # Several experiments share `optax_chains` and `protocol_problem`, which lie
+  # next to them.
+  for pattern in (f"{name}/*.py", "optax_chains/*.py", "*.py"):
+    for path in (_ROOT / "experiments").glob(pattern):
+      target = there / path.relative_to(_ROOT / "experiments")
       target.parent.mkdir(parents=True, exist_ok=True)
       shutil.copy(path, target)
   return there / name

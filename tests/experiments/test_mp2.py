@@ -211,7 +211,7 @@ def test_depths_are_studied_for_epochs_of_their_own(monkeypatch, tmp_path):
   def stop(*args, fit, **kwargs):
     raise _Stopped(fit.num_epochs)
 
-  monkeypatch.setattr(prepare.prediction, "score_cuts", stop)
+  monkeypatch.setattr(prepare.cut_choice, "score_cuts", stop)
   with pytest.raises(_Stopped, match="1"):
     preparation.score_cuts()
 

@@ -63,20 +63,6 @@ def evaluate(of=None, network=None, samples=None, images=0, **options):
   )
 
 
-def score_cuts(given, **change):
-  train = _tiny.digits("train")
-  others = {
-    "model": model(),
-    "samples": lambda of: fronts(3),
-    "images": train.images,
-    "labels": train.labels,
-    "held_out": lambda of: fronts(3),
-    "test_images": train.images,
-    "test_labels": train.labels,
-  }
-  return prediction.score_cuts(given, **(others | change))
-
-
 @_refusals.table(
   # Cuts.
   *(
@@ -104,7 +90,6 @@ def score_cuts(given, **change):
     )
     for name in ("norm", "width", "shortcut_size")
   ),
-  ("cut", lambda: prediction.exchange_bytes("lenet"), "num_layers)"),
   # Collecting.
   ("directory", lambda: prediction.ParameterSet(NOWHERE), "hold"),
   ("cuts", lambda: collect(cuts=[]), "of different depths"),
@@ -238,34 +223,6 @@ def score_cuts(given, **change):
   *(
     (name, lambda name=name: evaluate(images=9, **{name: 0}), "an int >= 1")
     for name in ("samples_per_batch", "images_per_batch")
-  ),
-  # The choice of a cut.
-  ("scores", lambda: prediction.choose_cut([]), "hold at least one"),
-  ("scores", lambda: prediction.choose_cut(None), "a list of"),
-  ("scores[0]", lambda: prediction.choose_cut([1]), "of `score_cuts`"),
-  ("scores[0]", lambda: prediction.choose_cut([(0.5, 1)]), "of `score_cuts`"),
-  ("predictors", lambda: score_cuts([]), "hold at least one"),
-  *(
-    ("predictors", lambda x=x: score_cuts(x), "a list of")
-    for x in (3, "a", {"a": 1})
-  ),
-  (
-    "predictors[1]",
-    lambda: score_cuts([predictor(), _tiny.cut()]),
-    "of `pred",
-  ),
-  (
-    "model",
-    lambda: score_cuts([predictor()], model=model().params),
-    "a network",
-  ),
-  *(
-    (
-      name,
-      lambda name=name: score_cuts([predictor()], **{name: 3}),
-      "a function of",
-    )
-    for name in ("samples", "held_out")
   ),
 )
 def test_invalid_arguments_raise(argument, call, rule):

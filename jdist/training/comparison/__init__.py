@@ -14,8 +14,6 @@ from jdist.training.comparison._differences import (
 from jdist.training.comparison._pictures import label_points as label_points
 from jdist.training.comparison._pictures import picture as picture
 from jdist.training.comparison._plot import plot_comparison as plot_comparison
-from jdist.training.comparison._problem import Problem as Problem
-from jdist.training.comparison._problem import set_rate as set_rate
 from jdist.training.comparison._report import accuracy_table as accuracy_table
 from jdist.training.comparison._report import best_runs as best_runs
 from jdist.training.comparison._report import by_accuracy as by_accuracy

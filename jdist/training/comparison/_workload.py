@@ -21,16 +21,6 @@ from jdist.training import (
 )
 
 
-def build_model(name: str, train: data.Dataset, seed: int) -> models.Model:
-  """Builds a model of `jdist.models` for the images of a training set."""
-  return models.build(
-    name,
-    input_shape=train.input_shape,
-    num_classes=train.num_classes,
-    seed=seed,
-  )
-
-
 @dataclasses.dataclass(frozen=True)
 class Workload:
   """A training problem, on which every variant of a comparison is run.

@@ -3,8 +3,7 @@
 import dataclasses
 import random
 
-from jdist import checks
-from jdist.cluster import _cluster, _node
+from jdist import checks, cluster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Failures:
   >>> law = Failures(up_s=80.0, down_s=20.0, restart_s=1.0)
   >>> law.down_fraction
   0.2
-  >>> machines = law.apply(_cluster.workers([1.0]), until_s=300.0)
+  >>> machines = law.apply(cluster.workers([1.0]), until_s=300.0)
   >>> [f"{x.start_s:.0f} to {x.end_s:.0f}" for x in machines.nodes[0].outages]
   ['6 to 12', '129 to 132', '158 to 163', '265 to 273']
   >>> round(law.up_seconds("worker0", 300.0))
@@ -110,9 +109,7 @@ class Failures:
       min(end, until_s) - start for start, end in self.down_times(name, until_s)
     )
 
-  def apply(
-    self, machines: _cluster.Cluster, until_s: float
-  ) -> _cluster.Cluster:
+  def apply(self, machines: cluster.Cluster, until_s: float) -> cluster.Cluster:
     """Returns the cluster with this model's outages in place of its own.
 
     Args:
@@ -121,12 +118,12 @@ class Failures:
     """
     nodes = []
     for node in machines.nodes:
-      outages: list[_node.Outage] = []
+      outages: list[cluster.Outage] = []
       for start, end in self.down_times(node.name, until_s):
         back = end + self.restart_s
         # A failure during a restart continues the same outage.
         if outages and start <= outages[-1].end_s:
           start = outages.pop().start_s
-        outages.append(_node.Outage(start, back))
+        outages.append(cluster.Outage(start, back))
       nodes.append(dataclasses.replace(node, outages=tuple(outages)))
     return dataclasses.replace(machines, nodes=tuple(nodes))

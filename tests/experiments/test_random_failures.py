@@ -1,4 +1,4 @@
-"""Random failures: their law, and what they leave of the time."""
+"""Machines of the failure experiment fail at exponential times."""
 
 import itertools
 import statistics
@@ -6,10 +6,18 @@ import statistics
 import pytest
 
 from jdist import cluster
+from tests.experiments import _loading
 
 
-def test_machines_are_up_and_down_for_exponential_times():
-  law = cluster.Failures.of(0.2, 100.0, restart_s=3.0, seed=1)
+@pytest.fixture
+def failures(monkeypatch):
+  """The failure model's class."""
+  path = "failures/random_failures.py"
+  return _loading.load("random_failures", path, monkeypatch).Failures
+
+
+def test_machines_are_up_and_down_for_exponential_times(failures):
+  law = failures.of(0.2, 100.0, restart_s=3.0, seed=1)
   assert (law.up_s, law.down_s) == (80.0, 20.0)
   downs = [law.down_times(str(i), 1e4) for i in range(100)]
   lasting = [end - start for each in downs for start, end in each]
@@ -23,8 +31,8 @@ def test_machines_are_up_and_down_for_exponential_times():
   assert 10 <= away <= 30
 
 
-def test_restarts_are_outages_but_no_time_down():
-  law = cluster.Failures(up_s=5.0, down_s=5.0, restart_s=4.0)
+def test_restarts_are_outages_but_no_time_down(failures):
+  law = failures(up_s=5.0, down_s=5.0, restart_s=4.0)
   (node,) = law.apply(cluster.workers([1.0]), 200.0).nodes
   away = sum(x.end_s - x.start_s for x in node.outages)
   downs = law.down_times("worker0", 200.0)
@@ -36,24 +44,30 @@ def test_restarts_are_outages_but_no_time_down():
   assert all(a.end_s < b.start_s for a, b in pairs)
 
 
-def test_machines_and_seeds_have_different_times():
-  law = cluster.Failures(up_s=5.0, down_s=5.0)
+def test_machines_and_seeds_have_different_times(failures):
+  law = failures(up_s=5.0, down_s=5.0)
   times = {law.down_times(name, 50.0) for name in "abc"}
-  other = cluster.Failures(up_s=5.0, down_s=5.0, seed=1)
+  other = failures(up_s=5.0, down_s=5.0, seed=1)
   assert len(times | {other.down_times("a", 50.0)}) == 4
   assert law.down_times("a", 50.0) == law.down_times("a", 50.0)
 
 
-BAD = {
-  "up_s": lambda: cluster.Failures(up_s=0.0, down_s=1.0),
-  "down_s": lambda: cluster.Failures(up_s=1.0, down_s=-1.0),
-  "restart_s": lambda: cluster.Failures(1.0, 1.0, restart_s=-1.0),
-  "seed": lambda: cluster.Failures(1.0, 1.0, seed=-1),
-  "fraction": lambda: cluster.Failures.of(1.0, 10.0),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_invalid_arguments_raise(name):
+@pytest.mark.parametrize(
+  ("name", "given"),
+  [
+    ("up_s", {"up_s": 0.0}),
+    ("down_s", {"down_s": -1.0}),
+    ("restart_s", {"restart_s": -1.0}),
+    ("seed", {"seed": -1}),
+  ],
+)
+def test_invalid_times_raise(name, given, failures):
   with pytest.raises(ValueError, match=f"`{name}` must"):
-    BAD[name]()
+    failures(**({"up_s": 1.0, "down_s": 1.0} | given))
+
+
+def test_invalid_fractions_and_cycles_raise(failures):
+  with pytest.raises(ValueError, match="`fraction` must"):
+    failures.of(1.0, 10.0)
+  with pytest.raises(ValueError, match="`cycle_s` must"):
+    failures.of(0.2, -1.0)

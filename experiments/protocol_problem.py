@@ -1,4 +1,8 @@
-"""The problem on which protocols are compared: data, model, loss, measures."""
+"""The problem on which protocols are compared: data, model, loss, measures.
+
+Several experiments share it. Their programs put the folder above theirs on the
+path to import it.
+"""
 
 import functools
 from collections.abc import Callable
@@ -6,9 +10,17 @@ from typing import Any
 
 import optax
 
-from jdist import collectives, data, models
-from jdist.training import _evaluation
-from jdist.training.comparison import _rows, _workload
+from jdist import collectives, data, models, training
+from jdist.training import comparison
+
+
+def _build(name: str, train: data.Dataset, seed: int) -> models.Model:
+  return models.build(
+    name,
+    input_shape=train.input_shape,
+    num_classes=train.num_classes,
+    seed=seed,
+  )
 
 
 class Problem:
@@ -33,9 +45,9 @@ class Problem:
   def __init__(
     self, dataset: str, model: str, batch_size: int, *, momentum: float = 0.0
   ):
-    whole = _workload.Workload.load(
+    whole = comparison.Workload.load(
       dataset,
-      functools.partial(_workload.build_model, model),
+      functools.partial(_build, model),
       collectives.workers(1),
       batch_size,
       evaluation_batch=2000,
@@ -48,12 +60,12 @@ class Problem:
     apply = whole.model(0).apply
     # Only the parameters depend on the seed: one `apply` serves all models.
     self.loss = whole.loss(apply)
-    self.evaluators: dict[str, _evaluation.Evaluator] = {
+    self.evaluators: dict[str, training.Evaluator] = {
       purpose: workload.evaluator(apply)
       for purpose, workload in self.workloads.items()
     }
 
-  def train_set(self, trial: _rows.Trial) -> data.Dataset:
+  def train_set(self, trial: comparison.Trial) -> data.Dataset:
     """Returns the samples on which a trial may train."""
     # Protocols draw single samples, which texts do not have.
     found = self.workloads[trial.purpose].train
@@ -64,7 +76,9 @@ class Problem:
     """Returns the model with the initial parameters of a seed."""
     return self.workloads["comparison"].model(seed)
 
-  def evaluate(self, trial: _rows.Trial) -> Callable[[Any], dict[str, float]]:
+  def evaluate(
+    self, trial: comparison.Trial
+  ) -> Callable[[Any], dict[str, float]]:
     """Returns a function that measures a server's model in a trial."""
     # One evaluator for all runs, whose program is compiled once.
     evaluator = self.evaluators[trial.purpose]

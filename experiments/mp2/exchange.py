@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 
-from jdist.prediction import _cut
+from jdist import prediction
 
 # The authors' messages have a header in front of their numbers.
 _HEADER_BYTES = 161
@@ -26,10 +26,9 @@ class ExchangeBytes(NamedTuple):
   published_bytes: int
 
 
-def exchange_bytes(cut: _cut.Cut) -> ExchangeBytes:
+def exchange_bytes(cut: prediction.Cut) -> ExchangeBytes:
   """Counts the bytes of a round's messages at a cut, for one worker.
 
-  >>> from jdist import prediction
   >>> found = exchange_bytes(prediction.published_cut("vgg15"))
   >>> found.published_bytes
   2081441
@@ -42,7 +41,6 @@ def exchange_bytes(cut: _cut.Cut) -> ExchangeBytes:
     MP², model parameter prediction: "88.98 %" for VGG-15 is the first of these
     shares.  It compares float64 with float32 and leaves out the downlink.
   """
-  _cut.check_cut("cut", cut)
   whole = sum(
     x.size * x.dtype.itemsize for x in jax.tree.leaves(cut.abstract())
   )

@@ -1,16 +1,14 @@
 """Scores of cuts by the accuracy of predicted networks, and a choice."""
 
-import os
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdist import checks, models
-from jdist.prediction import _cut, _evaluate, _predictor, _predictor_fit
-from jdist.storage import array_files
+from jdist import models, prediction
 
-Fronts = Callable[[_cut.Cut], np.ndarray]
+Fronts = Callable[[prediction.Cut], np.ndarray]
 
 
 class ScoredCut(NamedTuple):
@@ -25,7 +23,7 @@ class ScoredCut(NamedTuple):
     pushed_bytes: The bytes that a worker sends in a round.
   """
 
-  predictor: _predictor.Predictor
+  predictor: prediction.Predictor
   params: Any
   accuracy: float
   untrained: float
@@ -33,14 +31,14 @@ class ScoredCut(NamedTuple):
 
 
 def score_cuts(
-  predictors: Sequence[_predictor.Predictor],
+  predictors: Sequence[prediction.Predictor],
   model: models.Model,
   samples: Fronts,
   images: Any,
   labels: Any,
   *,
   held_out: Fronts,
-  directory: str | os.PathLike[str] | None = None,
+  directory: pathlib.Path | None = None,
   **options: Any,
 ) -> tuple[ScoredCut, ...]:
   """Trains a predictor for each of several cuts and measures their accuracy.
@@ -62,34 +60,19 @@ def score_cuts(
   Returns:
     One score for each predictor, in their order.
   """
-  predictors = checks.check_list(
-    "predictors", predictors, "`prediction.predictor(cut)`, one for each cut"
-  )
-  if not predictors:
-    raise ValueError(
-      "`predictors` must hold at least one, got none. Make them with "
-      "`prediction.predictor(cut)`."
-    )
-  # Check all predictors before the first training, which takes long.
-  for number, each in enumerate(predictors):
-    _predictor.check_predictor(f"predictors[{number}]", each)
-    _evaluate.check_model(each, model)
-  for name, given in (("samples", samples), ("held_out", held_out)):
-    checks.check_function(name, given, "a cut, as `ParameterSet.fronts`")
-  folder = None if directory is None else array_files.folder(directory)
   fronts = [(samples(each.cut), held_out(each.cut)) for each in predictors]
   scores = []
   for number, (each, (own, others)) in enumerate(
     zip(predictors, fronts, strict=True)
   ):
-    fitted = _predictor_fit.fit_predictor(
+    fitted = prediction.fit_predictor(
       each,
       model,
       own,
       images,
       labels,
       held_out=np.asarray(others),
-      directory=None if folder is None else folder / f"{number:02}",
+      directory=None if directory is None else directory / f"{number:02}",
       **options,
     )
     accuracy, untrained = fitted.best.accuracy, fitted.curve[0].accuracy
@@ -117,14 +100,6 @@ def choose_cut(
   Raises:
     ValueError: If no predictor has learned anything, and no cut is better.
   """
-  max_lost = checks.check_number("max_lost", max_lost, high=1)
-  scores = checks.check_list("scores", scores, "`ScoredCut`s")
-  if not scores:
-    raise ValueError("`scores` must hold at least one, got none.")
-  for number, score in enumerate(scores):
-    name = f"scores[{number}]"
-    checks.check_type(name, score, ScoredCut, "of `score_cuts`")
-    checks.check_number(f"{name}.accuracy", score.accuracy, high=1)
   best = max(score.accuracy for score in scores)
   # Without this check the smallest cut would win among predictors at chance.
   if all(score.accuracy <= score.untrained for score in scores):
