@@ -7,9 +7,9 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import optax
 from optax_chains import ChainRun, Config, Variant
+from studies import Presets
 
 from jdist import codecs, methods, reducers, transforms
-from jdist.training.comparison import Presets
 from jdist.transforms import intervals
 
 Chain = optax.GradientTransformationExtraArgs

@@ -12,6 +12,7 @@ from typing import Any
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import optax_chains
+import studies
 
 from jdist import cluster, training
 from jdist.training import comparison
@@ -26,13 +27,13 @@ _LINKS = {
 }
 
 
-def against(runs: comparison.Runs, base: str) -> str:
+def against(runs: studies.Runs, base: str) -> str:
   """Returns a table of differences to the base, paired by seeds."""
   others = {row["seed"]: row for row in runs[base]}
   sent = comparison.mean(runs[base], "sent_bytes")
   lines = []
-  for name, rows in comparison.by_accuracy(runs):
-    mean, spread = comparison.mean_accuracy(rows)
+  for name, rows in studies.by_accuracy(runs):
+    mean, spread = studies.mean_accuracy(rows)
     found = comparison.paired_difference(rows, runs[base])
     points = ""
     if found is not None and name != base:
@@ -46,7 +47,7 @@ def against(runs: comparison.Runs, base: str) -> str:
       f"| {sent / comparison.mean(rows, 'sent_bytes'):.1f}x "
       f"| {rows[0]['learning_rate']:g}"
     )
-  table = comparison.table(
+  table = studies.table(
     f"variant | test accuracy, % | seeds | points more than {base} (mean, "
     "95 % interval) | fewer bytes | learning rate",
     lines,
@@ -70,14 +71,14 @@ def by_rate(rows: Sequence[comparison.Row]) -> str:
       f"{comparison.accuracy(x):.2f}" for x in own if x["purpose"] == "tuning"
     )
     if tests:
-      found += f" (test {comparison.mean_accuracy(tests)[0]:.2f})"
+      found += f" (test {studies.mean_accuracy(tests)[0]:.2f})"
     return found
 
-  return comparison.table(
+  return studies.table(
     " | ".join(["variant", *(f"{rate:g}" for rate in rates)]),
     (
       (name, *(cell(own, rate) for rate in rates))
-      for name, own in comparison.group(rows, lambda x: x["method"]).items()
+      for name, own in studies.group(rows, lambda x: x["method"]).items()
     ),
   )
 
@@ -95,12 +96,12 @@ def codec_table(row: comparison.Row) -> str:
     lines.append((name, f"{one['compression']:.1f}x", *times))
   if "sort" in row:
     lines.append(("a sort of all entries", "", copies(row["sort"]), ""))
-  return comparison.table(
+  return studies.table(
     "codec | smaller by | encode, copies (quartiles) | decode", lines
   )
 
 
-def speedups(runs: comparison.Runs, times: Mapping[str, comparison.Row]) -> str:
+def speedups(runs: studies.Runs, times: Mapping[str, comparison.Row]) -> str:
   """Returns a table of speedups over synchronous SGD, by bandwidth.
 
   Nothing is sent during computation: a step takes the sum of its computation,
@@ -128,7 +129,7 @@ def speedups(runs: comparison.Runs, times: Mapping[str, comparison.Row]) -> str:
     own = f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
     lines.append([method, own, *(f"{x:.2f}" for x in ratios)])
   titles = "variant | computation of a step, of ssgd's (quartiles)"
-  return comparison.table(" | ".join([titles, *_LINKS]), lines)
+  return studies.table(" | ".join([titles, *_LINKS]), lines)
 
 
 def main(folder: pathlib.Path) -> None:
@@ -139,7 +140,7 @@ def main(folder: pathlib.Path) -> None:
   if name == "codecs":
     print("\n\n".join(map(codec_table, rows)))
     return
-  runs = comparison.best_runs(rows)
+  runs = studies.best_runs(rows)
   if runs:
     optax_chains.report_experiment(folder, ours="powersgd rank 6")
   if "ssgd" in runs:

@@ -2,11 +2,16 @@
 
 import dataclasses
 import itertools
+import pathlib
+import sys
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import studies
+
 from jdist import cluster, server
-from jdist.training import comparison
 
 Sharing: TypeAlias = Literal["shared", "owned", "skewed"]
 
@@ -26,10 +31,10 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(comparison.Options):
+class Config(studies.Options):
   """One comparison, or several: one for each speed and each sharing."""
 
-  FREE = (*comparison.Options.FREE, "speeds", "data")
+  FREE = (*studies.Options.FREE, "speeds", "data")
 
   dataset: str = "mnist"
   """A name of `jdist.data`."""
@@ -123,7 +128,7 @@ def machines(options: Config, speed: float) -> cluster.Cluster:
 COSTS = cluster.Profile(seconds_per_sample=1e-3, pull_bytes=1.0, push_bytes=1.0)
 
 # Under these names on the command line.
-PRESETS: comparison.Presets = {
+PRESETS: studies.Presets = {
   "mnist": ("MNIST, an MLP: seconds a run on one core", Config()),
   "cifar10": (
     "CIFAR-10, an MLP, speeds of 8x: seconds a run on one core",

@@ -9,6 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import studies
+
 from jdist import training
 from jdist.training import comparison
 
@@ -33,11 +37,11 @@ def _relative(runs: Runs, name: str, other: str) -> str:
   if other not in runs:
     return ""
   rows, base = runs[name], runs[other]
-  if float("inf") in map(comparison.loss, (*rows, *base)):
+  if float("inf") in map(studies.loss, (*rows, *base)):
     return "diverged"
-  mean = comparison.mean(base, comparison.loss)
+  mean = comparison.mean(base, studies.loss)
   found = comparison.paired_difference(
-    rows, base, value=lambda row: 100 * comparison.loss(row) / mean
+    rows, base, value=lambda row: 100 * studies.loss(row) / mean
   )
   return "" if found is None else found.plus_minus(0)
 
@@ -51,20 +55,20 @@ def table(runs: Runs, tuned: Mapping[str, comparison.Tuned]) -> str:
     if name in tuned and tuned[name].end is not None:
       rate += f" ({tuned[name].end})"
     ages = (f"{_staleness(rows, key):.{digits}f}" for key, digits in _AGES)
-    spread = comparison.mean_and_spread(rows, comparison.loss)
+    spread = comparison.mean_and_spread(rows, studies.loss)
     lines.append(
       (
         name,
         rate,
         "{:.4f} ± {:.4f}".format(*spread),
         "" if name == _BASE else _relative(runs, name, _BASE),
-        "{:.2f} ± {:.2f}".format(*comparison.mean_accuracy(rows)),
+        "{:.2f} ± {:.2f}".format(*studies.mean_accuracy(rows)),
         " / ".join(ages),
         f"{comparison.mean(rows, 'samples'):,.0f}",
         f"{comparison.mean(rows, 'discarded'):,.0f}",
       )
     )
-  return comparison.table(
+  return studies.table(
     "variant | rate | test loss | loss, % more than asgd (95 % interval) "
     "| test accuracy, % | staleness: updates / nodes / maximum | samples "
     "| discarded",
@@ -95,7 +99,7 @@ def summary(found: Found) -> str:
         f"{rates[0] / rates[1]:.3f}",
       )
     )
-  return comparison.table(
+  return studies.table(
     "data | speeds | dbs, % more loss than asgd | than n-softsync "
     "| than n-softsync, rate/staleness | points more accurate than asgd "
     "| samples a second, of asgd's",
@@ -119,7 +123,7 @@ def balance(found: Found) -> str:
         for key, digits in _AGES[1:]
       ]
       lines.append((f"{speed:g}x", both(spreads, 1), *ages))
-  return comparison.table(
+  return studies.table(
     "speeds | slowest iteration over fastest: asgd / dbs "
     "| staleness, mean over nodes: asgd / dbs | maximum: asgd / dbs",
     lines,
@@ -145,7 +149,7 @@ def draw(found: Found, path: pathlib.Path) -> None:
       place = sharings.index(sharing), speeds.index(speed)
       axes = grid[place if upright else place[::-1]]
       for name in [x for x in _COLOURS if x in runs]:
-        curve = comparison.mean_curve(runs[name], "loss", "train_s")
+        curve = studies.mean_curve(runs[name], "loss", "train_s")
         axes.plot(
           *zip(*curve, strict=True), color=_COLOURS[name], label=name,
           lw=2.2 if name == "dbs" else 1.2, ls="--" if name == "bsp" else "-",
@@ -202,16 +206,14 @@ def main(folder: pathlib.Path) -> None:
   results = folder / "results"
   rows = training.read_rows(results / f"{preset}.jsonl")
   found, one_rate, parts = {}, {}, []
-  for setting, own in sorted(
-    comparison.group(rows, _setting).items(), key=_place
-  ):
-    tuned = comparison.tuned_rates(own, comparison.by_loss)
-    runs = found[setting] = comparison.best_runs(own, comparison.by_loss)
+  for setting, own in sorted(studies.group(rows, _setting).items(), key=_place):
+    tuned = studies.tuned_rates(own, comparison.by_loss)
+    runs = found[setting] = studies.best_runs(own, comparison.by_loss)
     sharing, speed = setting
     parts.append(f"\n### {sharing}, {speed:g}x\n\n{table(runs, tuned)}")
     if _BASE in tuned:
       rates = dict.fromkeys((row["method"] for row in own), tuned[_BASE].best)
-      same = one_rate[setting] = comparison.runs_at(own, rates)
+      same = one_rate[setting] = studies.runs_at(own, rates)
       parts.append(f"\nAll with asgd's best rate:\n\n{table(same, {})}")
   print(f"Each variant at its best rate:\n\n{summary(found)}\n")
   print(f"All with asgd's best rate:\n\n{summary(one_rate)}\n")

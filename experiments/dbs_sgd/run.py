@@ -18,7 +18,7 @@ from typing import Any
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import config
-import protocol_problem
+import studies
 import tyro
 
 from jdist import data, server
@@ -33,7 +33,7 @@ class Fit:
 
   def __init__(self, options: config.Config):
     self.options = options
-    self.problem = protocol_problem.Problem(
+    self.problem = studies.Problem(
       options.dataset, options.model, options.batch_size,
       momentum=options.momentum,
     )  # fmt: skip
@@ -63,9 +63,7 @@ class Fit:
       seed=trial.seed,
     )
     learner.server.model = learner.model._replace(
-      opt_state=protocol_problem.set_rate(
-        learner.model.opt_state, trial.learning_rate
-      )
+      opt_state=studies.set_rate(learner.model.opt_state, trial.learning_rate)
     )
     run = server.Simulation(
       machines,
@@ -125,7 +123,7 @@ def compare(
     functools.partial(fit, setting),
     rank=comparison.by_loss,
     on_row=show,
-    on_tuned=comparison.warn_of_end,
+    on_tuned=studies.warn_of_end,
   )
   # Once more with one rate for all: that which is best for the baseline.
   if config.BASE in found.tuned and len(options.rates) > 1:

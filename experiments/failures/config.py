@@ -1,11 +1,15 @@
 """Says what is compared: protocols, and machines that fail at random."""
 
 import dataclasses
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import random_failures
+import studies
 
 from jdist import cluster, server
-from jdist.training import comparison
 
 FRACTIONS = (0.0, 0.1, 0.2, 0.3)
 # Samples of a task, and its seconds; all machines are alike.
@@ -109,10 +113,10 @@ def build(variant: str, setting: Setting) -> server.Protocol:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(comparison.Options):
+class Config(studies.Options):
   """A comparison with gradients."""
 
-  FREE = (*comparison.Options.FREE, "fractions")
+  FREE = (*studies.Options.FREE, "fractions")
 
   dataset: str = "mnist"
   """A name of `jdist.data`."""
@@ -145,7 +149,7 @@ class Config(comparison.Options):
 
 
 # Under these names on the command line.
-PRESETS: comparison.Presets = {
+PRESETS: studies.Presets = {
   "mnist": ("MNIST, an MLP, 100 workers: seconds a run", Config()),
   "smoke": (
     "digits, a few updates: that it runs",

@@ -9,7 +9,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
 import config
+import studies
 
 from jdist import training
 from jdist.training import comparison
@@ -28,7 +31,7 @@ def goodputs(rows: Sequence[comparison.Row]) -> str:
     (row["method"], row["config"]["fraction"]): f"{100 * row['goodput']:.1f}"
     for row in rows
   }
-  return comparison.table(
+  return studies.table(
     " | ".join(["goodput, %", *(f"{100 * x:g} % down" for x in fractions)]),
     ((name, *(found.get((name, x), "") for x in fractions))
      for name in config.VARIANTS),
@@ -39,7 +42,7 @@ def _by_variant(
   rows: Sequence[comparison.Row], fraction: float
 ) -> dict[str, list[comparison.Row]]:
   own = [row for row in rows if row["config"]["fraction"] == fraction]
-  return comparison.runs_at(own, {})
+  return studies.runs_at(own, {})
 
 
 def trained(rows: Sequence[comparison.Row], fraction: float) -> str:
@@ -51,7 +54,7 @@ def trained(rows: Sequence[comparison.Row], fraction: float) -> str:
     more = comparison.paired_difference(after, before)
     accuracies = list(map(comparison.accuracy, before))
     means = [
-      "{:.2f} ± {:.2f}".format(*comparison.mean_accuracy(x))
+      "{:.2f} ± {:.2f}".format(*studies.mean_accuracy(x))
       for x in (before, after)
     ]
     lines.append(
@@ -61,7 +64,7 @@ def trained(rows: Sequence[comparison.Row], fraction: float) -> str:
       f"| {100 * comparison.mean(after, 'goodput'):.1f} "
       f"| {comparison.mean(after, 'failures'):.0f}"
     )
-  return comparison.table(
+  return studies.table(
     "variant | rate | undisturbed: accuracy, % | least to most "
     f"| {100 * fraction:g} % down: accuracy, % | points more (95 % interval) "
     "| goodput, % | failures in a run",
@@ -80,7 +83,7 @@ def draw(
     grid,
   ):
     for axes, (workers, rows) in zip(grid, by_size.items(), strict=False):
-      runs = comparison.group(rows, lambda row: row["method"])
+      runs = studies.group(rows, lambda row: row["method"])
       for name in config.VARIANTS:
         points = sorted(
           (100 * row["config"]["fraction"], 100 * row["goodput"])
@@ -119,7 +122,7 @@ def main(folder: pathlib.Path) -> None:
   """Prints and draws all results, those with gradients if a preset is named."""
   results = folder / "results"
   rows = training.read_rows(results / "clock.jsonl")
-  by_size = comparison.group(rows, lambda row: row["config"]["workers"])
+  by_size = studies.group(rows, lambda row: row["config"]["workers"])
   by_size = dict(sorted(by_size.items()))
   for workers, own in by_size.items():
     print(f"\n### {workers} workers\n\n{goodputs(own)}")

@@ -17,8 +17,8 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import config
 import optax
-import protocol_problem
 import run as clock
+import studies
 import tyro
 
 from jdist import data, server
@@ -30,7 +30,7 @@ class Fit:
 
   def __init__(self, options: config.Config):
     self.options = options
-    self.problem = protocol_problem.Problem(
+    self.problem = studies.Problem(
       options.dataset, options.model, options.workers * config.BATCH
     )
     self.outer = optax.sgd(
@@ -129,7 +129,7 @@ def main(folder: pathlib.Path) -> None:
       functools.partial(fit, setting),
       rank=comparison.by_loss,
       on_row=functools.partial(show, setting),
-      on_tuned=comparison.warn_of_end,
+      on_tuned=studies.warn_of_end,
     )
 
   first, *others = options.fractions

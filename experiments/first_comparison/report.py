@@ -4,9 +4,13 @@ python experiments/first_comparison/report.py
 """
 
 import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import studies
 
 from jdist import training
-from jdist.training import comparison
 
 if __name__ == "__main__":
   results = pathlib.Path(__file__).resolve().parent / "results"
@@ -14,7 +18,7 @@ if __name__ == "__main__":
   tried = training.read_rows(results / "tuning.jsonl")
   rows = [{"purpose": "comparison"} | row for row in compared]
   rows += [{"purpose": "tuning"} | row for row in tried]
-  print(comparison.accuracy_table(comparison.best_runs(rows)))
+  print(studies.accuracy_table(studies.best_runs(rows)))
   for row in training.read_rows(results / "bench_step.jsonl"):
     for name in ("step_ratio", "noise_ratio"):
       found = row[name]

@@ -1,10 +1,15 @@
 """Says what is compared: protocols, workers' speeds, and links."""
 
 import dataclasses
+import pathlib
+import sys
 from typing import Literal
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import studies
+
 from jdist import cluster, server
-from jdist.training import comparison
 
 SPEEDS: dict[str, tuple[float, ...]] = {
   "1x": (1.0, 1.0, 1.0, 1.0),
@@ -210,10 +215,10 @@ def shares() -> tuple[float, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(comparison.Options):
+class Config(studies.Options):
   """A comparison with gradients, in one or more settings."""
 
-  FREE = (*comparison.Options.FREE, "settings")
+  FREE = (*studies.Options.FREE, "settings")
 
   dataset: str = "mnist"
   """A name of `jdist.data`."""
@@ -263,7 +268,7 @@ class Config(comparison.Options):
 
 
 # Under these names on the command line.
-PRESETS: comparison.Presets = {
+PRESETS: studies.Presets = {
   "mnist": ("MNIST, LeNet, half a pass: half a minute a run", Config()),
   "smoke": (
     "digits, a few updates: that it runs",

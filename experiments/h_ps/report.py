@@ -10,7 +10,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
 import config
+import studies
 
 from jdist import training
 from jdist.training import comparison
@@ -87,7 +90,7 @@ def over_baselines(rows: Sequence[comparison.Row]) -> str:
       f"| {' | '.join(f'{x:.2f}' for x in over)} | {' / '.join(wanted)} "
       f"| {of_bound:.2f} | {of_clock:.2f}"
     )
-  return comparison.table(
+  return studies.table(
     "speeds | r | over BSP | over ASP | over SSP | by arithmetic, over BSP / "
     "ASP / SSP | of H-PS's bound | of the clock's",
     lines,
@@ -99,7 +102,7 @@ def gains(rows: Sequence[comparison.Row]) -> str:
   by_speeds: dict[str, list[list[float]]] = {}
   for row, over in _over(rows):
     by_speeds.setdefault(row["config"]["speeds"], []).append(over)
-  return comparison.table(
+  return studies.table(
     "speeds | over BSP | over ASP | over SSP | of H-PS's bound",
     [
       (
@@ -127,7 +130,7 @@ def ablation(rows: Sequence[comparison.Row]) -> str:
   """Returns a table of the gain over BSP by each part and each pair."""
   names = [x for x in config.VARIANTS if x != "bsp"]
   rates = _rates(rows)
-  return comparison.table(
+  return studies.table(
     " | ".join(["speeds", "r", *names]),
     [
       (
@@ -146,7 +149,7 @@ def ablation(rows: Sequence[comparison.Row]) -> str:
 def extremes(rows: Sequence[comparison.Row]) -> str:
   """Returns a table of the least gains by encoding time and jitter."""
   lines = []
-  for (encoding, jitter), found in comparison.group(
+  for (encoding, jitter), found in studies.group(
     rows, lambda row: (row["config"]["encoding"], row["config"]["jitter"])
   ).items():
     own = _over(found)
@@ -157,7 +160,7 @@ def extremes(rows: Sequence[comparison.Row]) -> str:
       f"{encoding:g} | {jitter:g} | {least} "
       f"| {min(parts):.2f} to {max(parts):.2f} | {100 * busy:.0f}"
     )
-  return comparison.table(
+  return studies.table(
     "encoding | jitter | least over BSP | over ASP | over SSP | of the bound, "
     "least to most | busy %, least of any worker",
     lines,
@@ -174,7 +177,7 @@ def utilisation(
     if _key(row) == (speeds, ratio)
   }
   workers = list(next(iter(found.values())))
-  return comparison.table(
+  return studies.table(
     " | ".join(["busy, %", *workers]),
     [
       (name, *(f"{100 * min(1.0, own[x]):.0f}" for x in workers))
@@ -222,13 +225,13 @@ def draw(rows: Sequence[comparison.Row], path: pathlib.Path) -> None:
 def _reached_s(row: comparison.Row, target: float) -> float | None:
   """Returns the virtual seconds to an accuracy."""
   curve = ((x["train_s"], x["accuracy"]) for x in row["curve"])
-  return comparison.reached_at(curve, target)
+  return studies.reached_at(curve, target)
 
 
 def trained(rows: Sequence[comparison.Row], target: float) -> str:
   """Returns a table of accuracies at equal samples, and of the time taken."""
-  runs = comparison.best_runs(rows, comparison.by_loss)
-  tuned = comparison.tuned_rates(rows, comparison.by_loss)
+  runs = studies.best_runs(rows, comparison.by_loss)
+  tuned = studies.tuned_rates(rows, comparison.by_loss)
   lines = []
   base: tuple[float, float] | None = None
   for name, own in runs.items():
@@ -246,7 +249,7 @@ def trained(rows: Sequence[comparison.Row], target: float) -> str:
     gradients = comparison.mean(
       own, lambda row: sum(row["staleness"]["counts"].values())
     )
-    mean, spread = comparison.mean_accuracy(own)
+    mean, spread = studies.mean_accuracy(own)
     points = "" if more is None or name == "bsp" else more.plus_minus()
     over = "" if base is None else f"{base[0] / seconds:.2f}"
     times = ("never", "")
@@ -258,7 +261,7 @@ def trained(rows: Sequence[comparison.Row], target: float) -> str:
       f"| {comparison.mean(own, 'test_loss'):.4f} | {seconds:.1f} | {over} "
       f"| {times[0]} | {times[1]} | {sent / (2 * 4e6 * gradients):.2f}"
     )
-  return comparison.table(
+  return studies.table(
     "variant | rate | accuracy, % | points more than bsp (95 % interval) "
     f"| test loss | virtual s | over bsp | s to {100 * target:g} % | over bsp "
     "| bytes, of exact ones",
@@ -273,9 +276,9 @@ def draw_trained(
   num = len(by_setting)
   with comparison.picture(path, 1, num, figsize=(5.2 * num, 4.0)) as (grid,):
     for axes, (setting, rows) in zip(grid, by_setting.items(), strict=True):
-      runs = comparison.best_runs(rows, comparison.by_loss)
+      runs = studies.best_runs(rows, comparison.by_loss)
       for name, own in runs.items():
-        curve = comparison.mean_curve(own, "accuracy", "train_s")
+        curve = studies.mean_curve(own, "accuracy", "train_s")
         axes.plot(
           [x for x, _ in curve], [100 * y for _, y in curve], marker="o", ms=3,
           color=_COLOURS[name], lw=2.2 if name == "h_ps" else 1.3, label=name,
@@ -298,7 +301,7 @@ def main(folder: pathlib.Path) -> None:
     preset = sys.argv[1]
     target = float(sys.argv[2]) if len(sys.argv) > 2 else 0.95
     setting_of = operator.itemgetter("speeds", "ratio", "epochs")
-    by_setting = comparison.group(
+    by_setting = studies.group(
       training.read_rows(results / f"{preset}.jsonl"),
       lambda row: setting_of(row["config"]),
     )

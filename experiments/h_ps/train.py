@@ -18,7 +18,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 import config
 import jax
 import optax
-import protocol_problem
+import studies
 import tyro
 
 from jdist import data, server, training
@@ -45,7 +45,7 @@ class Fit:
 
   def __init__(self, options: config.Config):
     self.options = options
-    self.problem = protocol_problem.Problem(
+    self.problem = studies.Problem(
       options.dataset, options.model, options.batch_size,
       momentum=options.momentum,
     )  # fmt: skip
@@ -117,9 +117,7 @@ class Fit:
       local_step=step,
     )
     learner.server.model = learner.model._replace(
-      opt_state=protocol_problem.set_rate(
-        learner.model.opt_state, trial.learning_rate
-      )
+      opt_state=studies.set_rate(learner.model.opt_state, trial.learning_rate)
     )
     samples = round(options.epochs * len(train))
     protocol = config.build(
@@ -169,7 +167,7 @@ def compare(
     functools.partial(fit, setting),
     rank=comparison.by_loss,
     on_row=show,
-    on_tuned=comparison.warn_of_end,
+    on_tuned=studies.warn_of_end,
   )
 
 

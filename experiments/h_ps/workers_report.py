@@ -6,10 +6,14 @@ python experiments/h_ps/workers_report.py
 import collections
 import pathlib
 import statistics
+import sys
 from typing import Any, TypeAlias
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import config
 import setups
+import studies
 
 from jdist import training
 from jdist.training import comparison
@@ -31,7 +35,7 @@ def gain(rows: list[Row]) -> str:
     return speeds, row["config"]["ratio"]
 
   lines = []
-  for (speeds, ratio), own in comparison.group(rows, key).items():
+  for (speeds, ratio), own in studies.group(rows, key).items():
     found = {
       name: [x["wall_s"] for x in own if x["config"]["variant"] == name]
       for name in ("h_ps", *config.BASELINES)
@@ -51,7 +55,7 @@ def gain(rows: list[Row]) -> str:
           " / ".join(f"{x:.2f}" for x in over),
         )
       )
-  return comparison.table(
+  return studies.table(
     "speeds | r | runs of each | H-PS, s | BSP | ASP | SSP | H-PS over BSP / "
     "ASP / SSP",
     lines,
@@ -65,7 +69,7 @@ def _an_update(row: Row) -> float:
 def clock(rows: list[Row]) -> str:
   """Returns a table of times per update, real and on the clock."""
   lines, wrong = [], []
-  for name, own in comparison.group(rows, lambda row: row["name"]).items():
+  for name, own in studies.group(rows, lambda row: row["name"]).items():
     first, virtual = own[0]["config"], own[0]["clock"]
     real = statistics.median(map(_an_update, own))
     wanted = virtual["virtual_s"] / virtual["updates"]
@@ -78,7 +82,7 @@ def clock(rows: list[Row]) -> str:
       f"| {real / wanted:.3f} | {stale:.2f} "
       f"| {virtual['staleness']['mean_over_updates']:.2f} | {100 * busy:.0f}"
     )
-  found = comparison.table(
+  found = studies.table(
     "set-up | r | protocol | ms an update, real (runs) | clock | real / clock "
     "| staleness, real | clock | server busy, %",
     lines,
@@ -93,7 +97,7 @@ def clock(rows: list[Row]) -> str:
 
 def draw(rows: list[Row], path: pathlib.Path) -> None:
   """Draws how stale each worker's gradients were: real above, clock below."""
-  runs = comparison.group(rows, lambda row: row["name"])
+  runs = studies.group(rows, lambda row: row["name"])
   columns = 3
   with comparison.picture(
     path, -(-len(runs) // columns), columns, figsize=(13, 10), dpi=110, grid={},
@@ -152,7 +156,7 @@ def scale(rows: list[Row]) -> str:
       f"| {1e3 * alone[num_bytes] / workers:.2f} | {rate:.0f} "
       f"| {100 * row['server_busy_s'] / row['wall_s']:.0f}"
     )
-  return comparison.table(
+  return studies.table(
     "workers | bytes a message | updates a second | ms an update | clock's "
     "| MB/s, push and pull | server busy, %",
     lines,
@@ -200,7 +204,7 @@ def faults() -> str:
       f"SIGSTOP of a worker under BSP, limit 3 s | {noticed_s:.1f} "
       f"| {row['lost_samples']} samples | {back_s:.1f} after SIGCONT"
     )
-  return comparison.table(
+  return studies.table(
     "fault | noticed after, s | lost | recovered after, s", lines
   )
 
@@ -226,7 +230,7 @@ def kept(rows: list[Row], undisturbed: list[Row]) -> str:
 
 def replays(rows: list[Row]) -> str:
   """Returns a table of recorded runs, and whether a replay ends equal."""
-  return comparison.table(
+  return studies.table(
     "protocol | updates | recorded, MB | the same bits again",
     [
       f"{x['config']['variant']} | {x['updates']} "

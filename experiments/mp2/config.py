@@ -15,6 +15,7 @@ import nowcaster_fit
 import nowcasters
 import optax
 import optax_chains
+import studies
 from optax_chains import ChainRun, Variant
 
 from jdist import (
@@ -29,7 +30,6 @@ from jdist import (
   transforms,
 )
 from jdist.storage import array_files
-from jdist.training import comparison
 
 Chain = optax.GradientTransformationExtraArgs
 # The network that is sent and the one that predicts: the paper's, or deeper
@@ -448,7 +448,7 @@ def _on_gpus(model: str, dataset: str) -> tuple[str, Config]:
 
 
 # Under these names on the command line.
-PRESETS: comparison.Presets = {
+PRESETS: studies.Presets = {
   "mnist": ("MNIST, LeNet: a minute a run on 2 cores", Config()),
   "cifar10": (
     "CIFAR-10, LeNet: minutes a run on 2 cores",

@@ -7,7 +7,12 @@ python experiments/mp2/report.py mnist --accuracy 96 97
 import argparse
 import pathlib
 import statistics
+import sys
 from typing import TypeAlias
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import studies
 
 from jdist import training
 from jdist.training import comparison
@@ -37,19 +42,19 @@ def traffic_table(runs: Runs) -> str:
   """Returns a table of accuracies, and of bytes saved over the baseline."""
   base = runs[_BASE]
   lines = []
-  for method, rows in comparison.by_accuracy(runs):
+  for method, rows in studies.by_accuracy(runs):
     saved = [1 - _mean(rows, key) / _mean(base, key) for key in _COUNTS]
     lines.append(
       (
         method,
-        "{:.2f} ± {:.2f}".format(*comparison.mean_accuracy(rows)),
+        "{:.2f} ± {:.2f}".format(*studies.mean_accuracy(rows)),
         len(rows),
         f"{rows[0]['learning_rate']:g}",
         *(f"{100 * x:.2f} %" for x in saved),
       )
     )
   titles = [f"saved: {name}" for name in _COUNTS.values()]
-  return comparison.table(
+  return studies.table(
     " | ".join(["variant | test accuracy, % | seeds | learning rate", *titles]),
     lines,
   )
@@ -59,7 +64,7 @@ def paired_tables(runs: Runs) -> str:
   """Markdown: differences of the same seeds, to what each has to beat."""
   bases = (_BASE, "mp2, borrowed rear", "ours, 2 bits, borrowed rear")
   return "\n\n".join(
-    comparison.difference_table(runs, base, _PAIRED)
+    studies.difference_table(runs, base, _PAIRED)
     for base in bases
     if base in runs
   )
@@ -67,8 +72,8 @@ def paired_tables(runs: Runs) -> str:
 
 def steps_to(rows: list[comparison.Row], accuracy: float) -> float | None:
   """Returns the steps until the mean over seeds has an accuracy, in percent."""
-  curve = ((x, 100 * y) for x, y in comparison.mean_curve(rows))
-  return comparison.reached_at(curve, accuracy)
+  curve = ((x, 100 * y) for x, y in studies.mean_curve(rows))
+  return studies.reached_at(curve, accuracy)
 
 
 def seconds_to(
@@ -108,7 +113,7 @@ def time_table(
   for method, rows in runs.items():
     steps = steps_to(rows, accuracy)
     if steps is None:
-      highest = 100 * max(y for _, y in comparison.mean_curve(rows))
+      highest = 100 * max(y for _, y in studies.mean_curve(rows))
       empty = [""] * (len(counts) * len(_LINKS))
       lines.append([method, f"not reached, highest {highest:.2f} %", *empty])
       continue
@@ -121,7 +126,7 @@ def time_table(
           cells[-1] += f" ({100 * (own / base[i] - 1):+.0f} %)"
     lines.append([method, f"{steps:.0f}", *cells])
   titles = [f"{_COUNTS[key]}, {link}" for key in counts for link in _LINKS]
-  return comparison.table(" | ".join(["variant", "steps", *titles]), lines)
+  return studies.table(" | ".join(["variant", "steps", *titles]), lines)
 
 
 def link_table(
@@ -145,7 +150,7 @@ def link_table(
       f"{method} | {1e3 * row['step_s']:.1f} | {row['ratio']:.3f} ({low:.3f} "
       f"to {high:.3f}) | {1e3 * row['modelled_s']:.1f} | {run}"
     )
-  return comparison.table(
+  return studies.table(
     f"variant, {some['hosts']} hosts, links of {some['bits_per_s'] / 1e6:g} "
     f"Mbit/s | ms a step | of {_BASE}'s | modelled ms | to {accuracy:g} %",
     lines,
@@ -156,9 +161,7 @@ def draw(runs: Runs, path: pathlib.Path) -> None:
   """Draws accuracy against the bytes of a step in both directions."""
   # A variant far below the best would compress the others into a line, so it is
   # drawn at the lower edge.
-  means = {
-    method: comparison.mean_accuracy(rows) for method, rows in runs.items()
-  }
+  means = {method: studies.mean_accuracy(rows) for method, rows in runs.items()}
   best = max(mean for mean, _ in means.values())
   shown = [found for found in means.values() if found[0] >= best - _SHOWN]
   lowest = min(mean - spread for mean, spread in shown)
@@ -192,7 +195,7 @@ def draw(runs: Runs, path: pathlib.Path) -> None:
       "deviation",
       fontsize=11,
     )
-    comparison.label_points(axes, labels)
+    studies.label_points(axes, labels)
 
 
 # A line for each purpose of the rows of what was prepared.
@@ -255,8 +258,8 @@ def by_setting(rows: list[comparison.Row]) -> dict[str, Runs]:
     return name
 
   return {
-    name: comparison.best_runs(own)
-    for name, own in comparison.group(rows, setting).items()
+    name: studies.best_runs(own)
+    for name, own in studies.group(rows, setting).items()
   }
 
 
@@ -282,7 +285,7 @@ def main(folder: pathlib.Path) -> None:
   times = {}
   if measured.exists():
     times = {row["method"]: row for row in training.read_rows(measured)}
-  mean, spread = comparison.mean_accuracy(runs[_BASE])
+  mean, spread = studies.mean_accuracy(runs[_BASE])
   links = [training.read_rows(p) for p in results.glob(f"{name}-*bit.jsonl")]
   for accuracy in chosen.accuracy or [mean - spread]:
     print(f"\nTo {accuracy:.2f} %:\n")
@@ -295,7 +298,7 @@ def main(folder: pathlib.Path) -> None:
     if _BASE in found:
       print(f"{traffic_table(found)}\n\nPaired:\n\n{paired_tables(found)}")
       for accuracy in chosen.accuracy or [
-        comparison.mean_accuracy(found[_BASE])[0]
+        studies.mean_accuracy(found[_BASE])[0]
       ]:
         print(f"\nTo {accuracy:.2f} %:\n\n{time_table(found, times, accuracy)}")
     else:
@@ -303,9 +306,7 @@ def main(folder: pathlib.Path) -> None:
   before = results / f"{name}-untuned-source.jsonl"
   if before.exists():
     _, old = next(iter(by_setting(training.read_rows(before)).items()))
-    table = comparison.difference_table(
-      old | {_BASE: runs[_BASE]}, _BASE, _PAIRED
-    )
+    table = studies.difference_table(old | {_BASE: runs[_BASE]}, _BASE, _PAIRED)
     print(f"\nOf a source whose rate was not tuned:\n\n{table}")
   made = results / f"{name}-prepare.jsonl"
   if made.exists():

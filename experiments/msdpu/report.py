@@ -10,6 +10,7 @@ import sys
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import optax_chains
+import studies
 
 from jdist import training
 from jdist.training import comparison
@@ -28,7 +29,7 @@ _BASES = (
 def validation_table(tried: list[comparison.Row]) -> str:
   """Returns a table of runs on held-out images, one for each rate."""
   most = max(row["sent_bytes"] for row in tried)
-  return comparison.table(
+  return studies.table(
     "variant | learning rate | held-out accuracy, % | rounds | fewer bytes",
     [
       f"{row['method']} | {row['learning_rate']:g} "
@@ -55,7 +56,7 @@ def overlap_table(rows: list[comparison.Row]) -> str:
         f"| {step['over_all_hidden']:.2f} | {step['over_none_hidden']:.2f} "
         f"| {100 * hidden:.0f}"
       )
-  return comparison.table(
+  return studies.table(
     "run | step | ms | computation / communication, ms | over the longer of "
     "both | over their sum | hidden of the shorter, %",
     lines,
@@ -70,12 +71,12 @@ def main(folder: pathlib.Path) -> None:
     print(overlap_table(rows))
     return
   optax_chains.report_experiment(folder, ours="msdpu")
-  runs = comparison.best_runs(rows)
+  runs = studies.best_runs(rows)
   # Without synchronous SGD, the variants are parts of MSDPU.
   for base in _BASES if "ssgd" in runs else ("msdpu, int4",):
     if base not in runs:
       continue
-    table = comparison.difference_table(runs, base, _FRESH)
+    table = studies.difference_table(runs, base, _FRESH)
     if table.count("\n") > 1:
       print(f"\nPaired with {base}, seeds from {_FRESH[0]} on:\n\n{table}")
   if tried := [row for row in rows if row["purpose"] == "tuning"]:

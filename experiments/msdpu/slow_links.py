@@ -24,6 +24,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import config
 import optax_chains
+import studies
 
 from jdist import training
 from jdist.training import comparison
@@ -142,7 +143,7 @@ def table(rows: list[dict[str, Any]]) -> str:
       runs = [x for x in own if x["method"] == name and x["seed"] in base]
       if runs:
         lines.append(_line([preset, f"{rate / 1e6:g}", name], runs, base))
-  return comparison.table(
+  return studies.table(
     "on | Mbit/s | variant | seeds | ms a step | seconds of the run | times "
     "sooner than ssgd | test accuracy, % | seconds to ssgd's less 0.3 points "
     "| times sooner | less 1 point | times sooner | MB sent",
@@ -164,14 +165,14 @@ def bounds(rows: list[dict[str, Any]]) -> str:
     others = [x for x in own if not _is_ssgd(x)]
     quickest = statistics.mean(
       min(map(_quickest_ms, runs))
-      for runs in comparison.group(others, lambda row: row["seed"]).values()
+      for runs in studies.group(others, lambda row: row["seed"]).values()
     )
     step = statistics.mean(base)
     lines.append(
       f"{preset} | {rate / 1e6:g} | {step:.0f} | {quickest:.1f} "
       f"| {step / quickest:.1f}"
     )
-  return comparison.table(
+  return studies.table(
     "on | Mbit/s | ms a step of ssgd | ms a step that waits for nothing | the "
     "bound",
     lines,

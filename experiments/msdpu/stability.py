@@ -7,9 +7,13 @@ again.  Nothing is trained, and it takes some seconds.
 """
 
 import pathlib
+import sys
 from typing import Any
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
 import numpy as np
+import studies
 
 from jdist import checks, training
 from jdist.training import comparison
@@ -157,7 +161,7 @@ def draw(found: list[dict[str, Any]], path: pathlib.Path) -> None:
     (axes,),
   ):
     axes.spines[["top", "right"]].set_visible(True)
-    for name, own in comparison.group(found, lambda row: row["case"]).items():
+    for name, own in studies.group(found, lambda row: row["case"]).items():
       points = [(row["config"]["interval"], row["limit"]) for row in own]
       axes.plot(*zip(*points, strict=True), marker="o", label=name)
     axes.set_xscale("log", base=2)
@@ -176,7 +180,7 @@ def table(found: list[dict[str, Any]]) -> str:
     (row["case"], row["config"]["interval"]): f"{row['limit']:.3f}"
     for row in found
   }
-  return comparison.table(
+  return studies.table(
     " | ".join(["the mean comes", *(f"H={h}" for h in shown)]),
     [(name, *(limits.get((name, h), "") for h in shown)) for name in _CASES],
   )

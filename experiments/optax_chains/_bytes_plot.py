@@ -4,11 +4,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import studies
+
 from jdist.training import comparison
 
 
 def plot_bytes(
-  runs: comparison.Runs, path: str | os.PathLike[str], *, ours: str
+  runs: studies.Runs, path: str | os.PathLike[str], *, ours: str
 ) -> None:
   """Draws accuracy over bytes, with the Pareto front.
 
@@ -27,7 +29,7 @@ def plot_bytes(
     axes.spines[["top", "right"]].set_visible(True)
     labels = []
     for method, rows in runs.items():
-      mean, spread = comparison.mean_accuracy(rows)
+      mean, spread = studies.mean_accuracy(rows)
       sent = comparison.mean(rows, "sent_bytes") / 1e6
       labels.append((sent, mean, method))
       marked = method.startswith(ours)
@@ -58,7 +60,7 @@ def plot_bytes(
       f"{some['config']['epochs']:g} epochs; bars: standard deviation",
       fontsize=11,
     )
-    comparison.label_points(axes, labels)
+    studies.label_points(axes, labels)
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

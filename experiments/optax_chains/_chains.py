@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import optax
+import studies
 
 from jdist import collectives, data, models, training
 from jdist.training import comparison
@@ -13,7 +14,7 @@ from optax_chains import _step_times
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(comparison.Options):
+class Config(studies.Options):
   """One comparison of chains, and the options of its command."""
 
   dataset: str = "cifar10"
@@ -294,7 +295,7 @@ def compare_chains(path: Any, chains: Chains) -> comparison.Compared:
     rows,
     fit,
     on_row=_print_row,
-    on_tuned=comparison.warn_of_end,
+    on_tuned=studies.warn_of_end,
   )
 
 

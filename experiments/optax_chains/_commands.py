@@ -4,6 +4,8 @@ import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 
+import studies
+
 from jdist import training
 from jdist.training import comparison
 from optax_chains import _bytes_plot, _chains, _step_times
@@ -11,7 +13,7 @@ from optax_chains import _bytes_plot, _chains, _step_times
 
 def run_experiment(
   folder: str | pathlib.Path,
-  presets: comparison.Presets,
+  presets: studies.Presets,
   variants: Mapping[str, _chains.Variant],
   chains: type[_chains.Chains] = _chains.Chains,
   *,
@@ -68,10 +70,10 @@ def report_experiment(folder: str | pathlib.Path, *, ours: str) -> None:
   preset = sys.argv[1] if len(sys.argv) > 1 else "cifar10"
   results = pathlib.Path(folder) / "results"
   rows = training.read_rows(results / f"{preset}.jsonl")
-  runs = comparison.best_runs(rows)
+  runs = studies.best_runs(rows)
   if not runs:
     raise SystemExit(f"There is no compared run of {preset} yet.")
-  print(comparison.accuracy_table(runs))
+  print(studies.accuracy_table(runs))
   for line in _end_warnings(rows):
     print(f"\n{line}")
   _bytes_plot.plot_bytes(runs, results / f"{preset}.png", ours=ours)
@@ -79,7 +81,7 @@ def report_experiment(folder: str | pathlib.Path, *, ours: str) -> None:
 
 def _end_warnings(rows: Sequence[comparison.Row]) -> list[str]:
   """Returns a line for each end of the grid where a best rate lies."""
-  tuned = comparison.tuned_rates(rows).items()
+  tuned = studies.tuned_rates(rows).items()
   found = []
   for end in ("lowest", "highest"):
     methods = [method for method, one in tuned if one.end == end]

@@ -17,11 +17,14 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
 import delay_remedies
 import jax.numpy as jnp
 import late_starts
 import numpy as np
 import optax
+import studies
 import tyro
 
 from jdist import collectives, data, models, training, transforms
@@ -29,7 +32,7 @@ from jdist.training import comparison
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(comparison.Options):
+class Config(studies.Options):
   """One comparison, and the options of its command."""
 
   dataset: str = "cifar10"
@@ -301,7 +304,7 @@ VARIANTS: dict[str, Variant] = {
 BASE = "sync"
 
 # Under these names on the command line.
-PRESETS: comparison.Presets = {
+PRESETS: studies.Presets = {
   "cifar10": (
     "12,800 images of CIFAR-10, LeNet, 5 epochs: half a minute a run on a core",
     Config(),
@@ -474,7 +477,7 @@ def main(folder: pathlib.Path) -> None:
     Fit(options),
     rank=comparison.by_loss,
     on_row=_show,
-    on_tuned=comparison.warn_of_end,
+    on_tuned=studies.warn_of_end,
   )
 
 

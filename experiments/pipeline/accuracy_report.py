@@ -9,6 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import studies
+
 from jdist import cluster, pipeline, training
 from jdist.training import comparison
 
@@ -36,13 +40,13 @@ def differences(
 ) -> tuple[comparison.Difference | None, comparison.Difference | None]:
   """Returns the gain in accuracy and in loss; None if a run diverged."""
   common = [row for row in base if row["seed"] in {x["seed"] for x in rows}]
-  if not common or math.inf in map(comparison.loss, (*rows, *common)):
+  if not common or math.inf in map(studies.loss, (*rows, *common)):
     return None, None
-  mean = comparison.mean(common, comparison.loss)
+  mean = comparison.mean(common, studies.loss)
   return (
     comparison.paired_difference(rows, base),
     comparison.paired_difference(
-      rows, base, value=lambda row: 100 * comparison.loss(row) / mean
+      rows, base, value=lambda row: 100 * studies.loss(row) / mean
     ),
   )
 
@@ -52,7 +56,7 @@ def within(found: comparison.Difference, base: Sequence[comparison.Row]) -> str:
 
   "yes, surely" means that the whole 95 % interval is.
   """
-  spread = comparison.mean_accuracy(base)[1]
+  spread = studies.mean_accuracy(base)[1]
   if found.mean < -spread:
     return "no"
   return "yes, surely" if found.low >= -spread else "yes, on average"
@@ -62,7 +66,7 @@ def table(runs: Runs, tuned: Mapping[str, comparison.Tuned]) -> str:
   """Returns a table of accuracies and losses, paired with synchronous runs."""
   lines = []
   for name, rows in runs.items():
-    accuracy, spread = comparison.mean_accuracy(rows)
+    accuracy, spread = studies.mean_accuracy(rows)
     rate = f"{rows[0]['learning_rate']:g}"
     if name in tuned and tuned[name].end is not None:
       rate += f" ({tuned[name].end} tried)"
@@ -75,9 +79,9 @@ def table(runs: Runs, tuned: Mapping[str, comparison.Tuned]) -> str:
     lines.append(
       f"{name} | {rate} | {len(rows)} | {accuracy:.2f} ± {spread:.2f} "
       f"| {cells[0]} | {cells[1]} "
-      f"| {comparison.mean(rows, comparison.loss):.4f} | {cells[2]}"
+      f"| {comparison.mean(rows, studies.loss):.4f} | {cells[2]}"
     )
-  return comparison.table(
+  return studies.table(
     "variant | rate | seeds | test accuracy, % | points more than sync (95 % "
     "interval) | within its spread | test loss | loss, % more (95 % interval)",
     lines,
@@ -89,10 +93,10 @@ def sensitivity(rows: Sequence[comparison.Row]) -> str:
   tuning = [row for row in rows if row["purpose"] == "tuning"]
   rates = sorted({row["learning_rate"] for row in tuning})
   found = {
-    (row["method"], row["learning_rate"]): f"{comparison.loss(row):.4f}"
+    (row["method"], row["learning_rate"]): f"{studies.loss(row):.4f}"
     for row in tuning
   }
-  return comparison.table(
+  return studies.table(
     " | ".join(["variant", *(f"{rate:g}" for rate in rates)]),
     [
       (name, *(found.get((name, rate), "") for rate in rates))
@@ -132,14 +136,14 @@ def seconds(
 
 def steps_to(rows: Sequence[comparison.Row], accuracy: float) -> float | None:
   """Returns the updates until the mean has an accuracy, in percent."""
-  curve = ((x, 100 * y) for x, y in comparison.mean_curve(rows))
-  return comparison.reached_at(curve, accuracy)
+  curve = ((x, 100 * y) for x, y in studies.mean_curve(rows))
+  return studies.reached_at(curve, accuracy)
 
 
 def fastest(runs: Runs, window: str) -> str | None:
   """Returns the variant of a window with the least mean loss, if any."""
   found = {
-    name: comparison.mean(rows, comparison.loss)
+    name: comparison.mean(rows, studies.loss)
     for name, rows in runs.items()
     if name.partition(",")[0] == window
   }
@@ -150,7 +154,7 @@ def time_table(
   runs: Runs, stages: int, microbatches: Sequence[int] = (2, 4, 8)
 ) -> str:
   """Returns a table of the time to an accuracy relative to GPipe's."""
-  target = 0.95 * comparison.mean_accuracy(runs[_BASE])[0]
+  target = 0.95 * studies.mean_accuracy(runs[_BASE])[0]
   steps = steps_to(runs[_BASE], target)
   assert steps is not None
   lines = []
@@ -180,7 +184,7 @@ def time_table(
   titles = " | ".join(["table", "variant", "updates to it", *head])
   return (
     f"To {target:.1f} %, 95 % of the synchronous accuracy, with {stages} equal "
-    f"stages:\n\n{comparison.table(titles, lines)}"
+    f"stages:\n\n{studies.table(titles, lines)}"
   )
 
 
@@ -205,7 +209,7 @@ def draw(runs: Runs, path: pathlib.Path) -> None:
         shown[f"{window}, {fix}" if fix else window] = (colour, "-")
       for name, (colour, style) in shown.items():
         if name in runs:
-          curve = comparison.mean_curve(runs[name], "loss")
+          curve = studies.mean_curve(runs[name], "loss")
           axes.plot(
             [epochs * x / curve[-1][0] for x, _ in curve],
             [y for _, y in curve], style, color=colour, label=name,
@@ -233,7 +237,7 @@ def _draw_time(axes: Any, runs: Runs, stages: int) -> None:
     variant = window if window == _BASE else fastest(runs, window)
     if variant is None or variant not in runs:
       continue
-    curve = comparison.mean_curve(runs[variant])
+    curve = studies.mean_curve(runs[variant])
     num_steps = runs[variant][0]["steps"]
     axes.plot(
       [seconds(name, stages, stages, step, num_steps) for step, _ in curve],
@@ -251,14 +255,14 @@ def main(folder: pathlib.Path) -> None:
   preset = sys.argv[1] if len(sys.argv) > 1 else "cifar10"
   results = folder / "results"
   rows = training.read_rows(results / f"accuracy_{preset}.jsonl")
-  tuned = comparison.tuned_rates(rows, comparison.by_loss)
-  runs = comparison.best_runs(rows, comparison.by_loss)
+  tuned = studies.tuned_rates(rows, comparison.by_loss)
+  runs = studies.best_runs(rows, comparison.by_loss)
   if _BASE not in runs:
     raise SystemExit(f"There is no synchronous run of {preset} yet.")
   stages = runs[_BASE][0]["config"]["stages"]
   print(f"Each variant at its best rate:\n\n{table(runs, tuned)}\n")
   if _BASE in tuned:
-    same = comparison.runs_at(rows, dict.fromkeys(tuned, tuned[_BASE].best))
+    same = studies.runs_at(rows, dict.fromkeys(tuned, tuned[_BASE].best))
     print(f"All with sync's best rate, as far as run:\n\n{table(same, {})}\n")
     print(f"Held-out loss by rate:\n\n{sensitivity(rows)}\n")
   print(time_table(runs, stages))

@@ -15,13 +15,15 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
 import config
 import methods
 import report
 import run
+import studies
 
 from jdist import pipeline, training
-from jdist.training import comparison
 
 FLUSHED = (
   *(name for name, x in pipeline.TABLES.items() if not x.asynchronous),
@@ -68,7 +70,7 @@ def table(
             every["equal"] += [ours / other] * (cell[1] == "equal")
       means = [f"{statistics.mean(x):.2f}" for x in every.values()]
       lines.append((stages, words, *means, f"{min(every['']):.3f}"))
-  return comparison.table(
+  return studies.table(
     "stages | ours with | mean | without naive | equal machines | least of any",
     lines,
   )

@@ -14,18 +14,21 @@ import argparse
 import itertools
 import json
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
 import jax
 import jax.numpy as jnp
 import optax
+import studies
 
 import jdist
 from jdist import cluster, collectives, models, pipeline, profiling, training
 from jdist.pipeline import Op
-from jdist.training import comparison
 
 _FOLDER = pathlib.Path(__file__).resolve().parent
 ROWS = _FOLDER / "results" / "late_sends.jsonl"
@@ -306,9 +309,9 @@ def _rows() -> list[dict[str, Any]]:
 
 def report() -> None:
   """Prints the tables of LATE_SENDS.md, and of TABLES.md."""
-  rows = comparison.group(_rows(), lambda row: row["config"]["kind"])
+  rows = studies.group(_rows(), lambda row: row["config"]["kind"])
   lines = []
-  for (name, stages, number), found in comparison.group(
+  for (name, stages, number), found in studies.group(
     rows["ratio"],
     lambda row: tuple(
       row["config"][x] for x in ("table", "stages", "microbatches")
@@ -319,7 +322,7 @@ def report() -> None:
     ticks = between["ticks"], late["ticks"]
     lines.append((name, stages, number, *ticks, *(f"{x:.2f}" for x in gains)))
   titles = "table | S | M | ticks | late | r = 0 | 0.1 | 0.25 | 0.5 | 1 | 2"
-  print(comparison.table(titles, lines))
+  print(studies.table(titles, lines))
   lines = []
   for row in rows["program"]:
     config, late, between = row["config"], row["late"], row["between"]
@@ -333,7 +336,7 @@ def report() -> None:
       f"| {100 * late['hidden_share']:.0f} % "
       f"| {between['step'] / late['step']:.2f}"
     )
-  table = comparison.table(
+  table = studies.table(
     "model | GPUs | table | M | send, ms | longest pass, ms | between, ms "
     "| hidden | late, ms | hidden | gain",
     lines,

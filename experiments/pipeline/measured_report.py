@@ -5,20 +5,23 @@ python experiments/pipeline/measured_report.py
 
 import pathlib
 import statistics
+import sys
 from typing import Any
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import matplotlib.figure
 import measured
+import studies
 
 from jdist import cluster, pipeline, training
-from jdist.training import comparison
 
 Row = dict[str, Any]
 
 
 def timeline_table(rows: list[Row]) -> str:
   """Returns a table of measured over simulated times."""
-  return comparison.table(
+  return studies.table(
     "stages, forward | table | makespan, s | simulated, s | ratio "
     "| iteration, s | simulated, s | ratio | load",
     [
@@ -41,7 +44,7 @@ def ratio_table(rows: list[Row]) -> str:
     ratios = {row["table"]: f"{row['iteration_ratio']:.3f}" for row in own}
     cells = [ratios[name] for name in ("gpipe", "1f1b", "ours")]
     lines.append((_stages(own[0]), *cells, _load(own[-1])))
-  return comparison.table("stages, forward | gpipe | 1f1b | ours | load", lines)
+  return studies.table("stages, forward | gpipe | 1f1b | ours | load", lines)
 
 
 def machine(rows: list[Row]) -> str:
@@ -135,7 +138,7 @@ def runtime_table(rows: list[Row]) -> str:
       f"{config['samples']} samples | {row['table']} | {' | '.join(times)} "
       f"| {row['ratio']:.2f} | {_load(row)}"
     )
-  return comparison.table(
+  return studies.table(
     "model | table | one program, ms | two processes, ms | ratio | load", lines
   )
 
@@ -160,7 +163,7 @@ def adaptive_table(rows: list[Row]) -> str:
       f"({row['undisturbed_updates']}) | {max(row['differences']):g} "
       f"| {_load(row)}"
     )
-  return comparison.table(
+  return studies.table(
     "layer's forward, ms | damping | before, samples/s | slow, samples/s | at "
     "the end | a fresh plan | recovered | moves after steps | updates "
     "(undisturbed) | parameters differ by | load",

@@ -16,8 +16,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import studies
+
 from jdist import cluster, pipeline, training
-from jdist.training import comparison
 
 _PATH = pathlib.Path(__file__).resolve().parent / "results" / "planner.jsonl"
 _SIZES = ((2, 2), (4, 8), (8, 8), (8, 32))
@@ -198,7 +201,7 @@ def report() -> None:
     (name, *(f"{100 * a:.1f} ({100 * b:.1f})" for a, b in found))
     for name, found in rows["bubbles"]["bubbles"].items()
   ]
-  print(comparison.table(" | ".join(["table", *sizes]), lines))
+  print(studies.table(" | ".join(["table", *sizes]), lines))
   small, big = rows["cases"], rows["large"]
   print(
     f"{small['cases']} cases, worst ratio {small['worst_ratio']:.4f}, "

@@ -9,8 +9,11 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import studies
+
 from jdist import training
-from jdist.training import comparison
 
 Row: TypeAlias = dict[str, Any]
 # Network, topology, stages; method and partition.
@@ -61,7 +64,7 @@ def share(runs: Mapping[Run, Row]) -> float:
 
 
 def _table(titles: str, lines: Iterable[str | Iterable[Any]]) -> str:
-  return comparison.table(titles, lines) + "\n"
+  return studies.table(titles, lines) + "\n"
 
 
 def _number(value: float | None) -> str:

@@ -27,8 +27,8 @@ def enter(name, monkeypatch):
     del sys.modules[path.stem]
 
 
-def optax_chains():
-  """Imports the package that several experiments share."""
+def shared(name):
+  """Imports a package that several experiments share."""
   if str(FOLDER) not in sys.path:
     sys.path.append(str(FOLDER))
-  return importlib.import_module("optax_chains")
+  return importlib.import_module(name)

@@ -20,11 +20,10 @@ _OTHERS = {"msdpu": "msdpu H0=8", "compression": "int4 + feedback"}
 def copied(name, tmp_path):
   """An experiment's programs in a folder of their own, without results."""
   there = tmp_path / "experiments"
-  # Several experiments share `optax_chains` and `protocol_problem`, which lie
-  # next to them.
-  for pattern in (f"{name}/*.py", "optax_chains/*.py", "*.py"):
-    for path in (_ROOT / "experiments").glob(pattern):
-      target = there / path.relative_to(_ROOT / "experiments")
+  # Experiments share `optax_chains` and `studies`, which lie next to them.
+  for own in (name, "optax_chains", "studies"):
+    for path in (_ROOT / "experiments" / own).glob("*.py"):
+      target = there / own / path.name
       target.parent.mkdir(parents=True, exist_ok=True)
       shutil.copy(path, target)
   return there / name

@@ -7,7 +7,7 @@ import pytest
 from jdist import methods
 from tests.experiments import _loading
 
-optax_chains = _loading.optax_chains()
+optax_chains = _loading.shared("optax_chains")
 
 VARIANTS = {"ssgd": lambda run: methods.ssgd(run.inner, axis=run.axis)}
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.experiments import _loading
 
-_loading.optax_chains()
+_loading.shared("optax_chains")
 
 
 def test_best_rate_at_an_end_of_the_grid_is_reported():

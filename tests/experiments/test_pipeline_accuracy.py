@@ -10,8 +10,10 @@ import pytest
 
 from jdist import training, transforms
 from jdist.training import comparison
+from tests.experiments import _loading
 from tests.experiments._loading import FOLDER, load
 
+studies = _loading.shared("studies")
 _RATE = 0.1
 
 
@@ -153,8 +155,8 @@ def test_the_report_runs_over_the_rows(preset, report, tmp_path):
   rows = training.read_rows(
     FOLDER / "pipeline" / "results" / f"accuracy_{preset}.jsonl"
   )
-  runs = comparison.best_runs(rows, comparison.by_loss)
-  tuned = comparison.tuned_rates(rows, comparison.by_loss)
+  runs = studies.best_runs(rows, comparison.by_loss)
+  tuned = studies.tuned_rates(rows, comparison.by_loss)
   for name in runs:
     own = [row for row in rows if row["method"] == name]
     tried = {r["learning_rate"] for r in own if r["purpose"] == "tuning"}

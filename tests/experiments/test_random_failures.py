@@ -1,7 +1,9 @@
 """Machines of the failure experiment fail at exponential times."""
 
+import doctest
 import itertools
 import statistics
+import sys
 
 import pytest
 
@@ -14,6 +16,12 @@ def failures(monkeypatch):
   """The failure model's class."""
   path = "failures/random_failures.py"
   return _loading.load("random_failures", path, monkeypatch).Failures
+
+
+def test_example_of_the_model_holds(failures):
+  module = sys.modules["random_failures"]
+  assert doctest.testmod(module).attempted
+  assert not doctest.testmod(module).failed
 
 
 def test_machines_are_up_and_down_for_exponential_times(failures):

@@ -6,7 +6,7 @@ import pytest
 from jdist import methods
 from tests.experiments import _loading
 
-optax_chains = _loading.optax_chains()
+optax_chains = _loading.shared("optax_chains")
 
 
 class Turn:

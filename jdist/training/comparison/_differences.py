@@ -1,10 +1,10 @@
 """Paired differences between variants, with intervals."""
 
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jdist.training.comparison import _rows, _tables
+from jdist.training.comparison import _means, _rows
 
 
 class Difference(NamedTuple):
@@ -46,7 +46,7 @@ def paired_difference(
   rows: Sequence[_rows.Row],
   base: Sequence[_rows.Row],
   *,
-  value: Callable[[_rows.Row], float] = _tables.accuracy,
+  value: Callable[[_rows.Row], float] = _means.accuracy,
   confidence: float = 0.95,
 ) -> Difference | None:
   """Compares two variants by the seeds that both were run with.
@@ -101,37 +101,3 @@ def paired_difference(
   t = float(special.stdtrit(n - 1, (1 + confidence) / 2))
   half = t * statistics.stdev(found) / n**0.5
   return Difference(mean, mean - half, mean + half, n)
-
-
-def difference_table(
-  runs: Mapping[str, Sequence[_rows.Row]],
-  base: str,
-  seeds: Collection[int] | None = None,
-) -> str:
-  """Returns a Markdown table of the differences to a variant, in points.
-
-  Args:
-    runs: The rows of each variant.
-    base: The variant with which the others are compared.
-    seeds: The seeds that count, for instance fresh ones; by default all.
-  """
-  rows_of_base = [
-    row for row in runs[base] if seeds is None or row["seed"] in seeds
-  ]
-  lines = []
-  for variant, rows in runs.items():
-    found = paired_difference(rows, rows_of_base)
-    if variant == base or found is None:
-      continue
-    sent = {row["seed"]: row["sent_bytes"] for row in rows}
-    fewer = statistics.mean(
-      row["sent_bytes"] / sent[row["seed"]]
-      for row in rows_of_base
-      if row["seed"] in sent
-    )
-    lines.append((variant, found.interval(), found.num_pairs, f"{fewer:.1f}x"))
-  return _tables.table(
-    f"variant | points more than {base} (mean, 95 % interval) | paired seeds "
-    "| fewer bytes",
-    lines,
-  )

@@ -54,14 +54,3 @@ def test_single_pair_has_no_interval():
 )
 def test_invalid_pairs_raise(argument, call, rule):
   _refusals.check(argument, call, rule)
-
-
-def test_table_counts_the_given_seeds():
-  runs = {
-    "ssgd": _rows({0: 0.5, 10: 0.5, 11: 0.5}),
-    "int4": _rows({0: 0.9, 10: 0.51, 11: 0.51}, sent=10),
-  }
-  table = comparison.difference_table(runs, "ssgd", range(10, 20))
-  assert table.splitlines()[2] == (
-    "| int4 | +1.00 (+1.00 to +1.00) | 2 | 10.0x |"
-  )

@@ -1,7 +1,5 @@
 """Rows of trials are found again, where everything that matters agrees."""
 
-import dataclasses
-
 import pytest
 
 from jdist import training
@@ -25,7 +23,7 @@ def path(tmp_path):
 
 
 def test_rows_of_this_comparison_are_found_again(path):
-  config = dataclasses.asdict(comparison.Options())
+  config = {"rates": (0.0125, 0.025, 0.05)}
   _write(path, config)
   found = comparison.Rows(path, config).find(_TRIAL)
   assert found["config"]["rates"] == [0.0125, 0.025, 0.05]  # Now a list.

@@ -1,8 +1,4 @@
-"""The problem on which protocols are compared: data, model, loss, measures.
-
-Several experiments share it. Their programs put the folder above theirs on the
-path to import it.
-"""
+"""The problem on which protocols are compared: data, model, loss, measures."""
 
 import functools
 from collections.abc import Callable

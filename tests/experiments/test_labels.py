@@ -1,11 +1,12 @@
-"""Names beside points."""
+"""Labels of points overlap neither one another nor error bars."""
 
 import itertools
 
 import pytest
 
-from jdist.training import comparison
+from tests.experiments import _loading
 
+studies = _loading.shared("studies")
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
 pyplot = pytest.importorskip("matplotlib.pyplot")
@@ -18,7 +19,7 @@ def test_labels_neither_overlap_nor_leave_the_axes():
   axes.plot(*zip(*at, strict=True), "o")
   labels = [(x, y, f"a method of name {i}") for i, (x, y) in enumerate(at)]
   try:
-    comparison.label_points(axes, labels)
+    studies.label_points(axes, labels)
     figure.canvas.draw()
     renderer = figure.canvas.get_renderer()
     inside = axes.get_window_extent(renderer)
@@ -36,7 +37,7 @@ def test_labels_neither_overlap_nor_leave_the_axes():
 
 def _boxes(figure, axes, at):
   """Labels points, and returns the boxes of the texts."""
-  comparison.label_points(axes, [(x, y, f"a method at {x}") for x, y in at])
+  studies.label_points(axes, [(x, y, f"a method at {x}") for x, y in at])
   figure.canvas.draw()
   renderer = figure.canvas.get_renderer()
   return [pyplot.Text.get_window_extent(x, renderer) for x in axes.texts]

@@ -1,14 +1,13 @@
-"""Markdown tables of rows, and the means that stand in them."""
+"""Tables and curves of rows."""
 
 import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-from jdist.training.comparison import _rows
+from jdist.training import comparison
 
 Key = TypeVar("Key", bound=Hashable)
-Value = str | Callable[[_rows.Row], float]
 
 
 def table(titles: str, lines: Iterable[str | Iterable[object]]) -> str:
@@ -33,56 +32,26 @@ def table(titles: str, lines: Iterable[str | Iterable[object]]) -> str:
 
 
 def group(
-  rows: Iterable[_rows.Row], key: Callable[[_rows.Row], Key]
-) -> dict[Key, list[_rows.Row]]:
+  rows: Iterable[comparison.Row], key: Callable[[comparison.Row], Key]
+) -> dict[Key, list[comparison.Row]]:
   """Returns the rows by a key of each, in the order of first appearance.
 
   >>> group([{"n": 1}, {"n": 2}, {"n": 3}], lambda row: row["n"] % 2)
   {1: [{'n': 1}, {'n': 3}], 0: [{'n': 2}]}
   """
-  found: dict[Key, list[_rows.Row]] = {}
+  found: dict[Key, list[comparison.Row]] = {}
   for row in rows:
     found.setdefault(key(row), []).append(row)
   return found
 
 
-def _values(rows: Sequence[_rows.Row], value: Value) -> list[float]:
-  if isinstance(value, str):
-    return [row[value] for row in rows]
-  return [value(row) for row in rows]
-
-
-def mean(rows: Sequence[_rows.Row], value: Value) -> float:
-  """Returns the mean over rows of an entry or of a function of the row."""
-  return statistics.mean(_values(rows, value))
-
-
-def mean_and_spread(
-  rows: Sequence[_rows.Row], value: Value
-) -> tuple[float, float]:
-  """Returns the mean over rows and the standard deviation.
-
-  The deviation is 0 for a single row and where a value is infinite.
-  """
-  found = _values(rows, value)
-  # The deviation of a single value, or of infinity, is not defined.
-  if len(found) < 2 or math.inf in found:
-    return statistics.mean(found), 0.0
-  return statistics.mean(found), statistics.stdev(found)
-
-
-def accuracy(row: _rows.Row) -> float:
-  """Returns a row's test accuracy in percent."""
-  return 100 * float(row["accuracy"])
-
-
-def loss(row: _rows.Row) -> float:
+def loss(row: comparison.Row) -> float:
   """Returns a row's test loss; a diverged run, null in rows, has infinity."""
   return math.inf if row["test_loss"] is None else float(row["test_loss"])
 
 
 def mean_curve(
-  rows: Sequence[_rows.Row], y: str = "accuracy", x: str = "step"
+  rows: Sequence[comparison.Row], y: str = "accuracy", x: str = "step"
 ) -> list[tuple[float, float]]:
   """Returns the points (x, y) of the rows' mean curve; NaN stands for null.
 
@@ -97,7 +66,7 @@ def mean_curve(
   """
 
   # A diverged run has null in its curve; NaN leaves a gap in a picture.
-  def average(points: Sequence[_rows.Row], name: str) -> float:
+  def average(points: Sequence[comparison.Row], name: str) -> float:
     values = (math.nan if p[name] is None else p[name] for p in points)
     return statistics.mean(values)
 
