@@ -237,16 +237,9 @@ def build_method(
 ) -> optax.GradientTransformationExtraArgs:
   """Builds a method's chain around the worker's optimizer.
 
-  Args:
-    name: The method.
-    options: The options of the run.
-    run: The length of the run and its learning rates.
-    axis: The axis of the workers.
-    model: The model, which trained networks must suit.
-    networks: The arguments from a trained network; None loads it if needed.
-    predicted_steps: The delay of a pipeline's gradients for which weights are
-      predicted; None predicts none.
-    **fixed: The arguments of the factory that no option fills.
+  A trained network must suit `model`, and is loaded unless `networks` has its
+  arguments. Weights are predicted for gradients that are late by
+  `predicted_steps`, and `fixed` arguments are filled by no option.
   """
   method = methods.registry[name]
   given = _arguments(method, options)

@@ -195,13 +195,10 @@ def check_used(
 ) -> None:
   """Raises a ValueError that names all given options without any effect.
 
-  Values of the preset do not count as given: presets are for all methods.
-
-  Args:
-    options: The parsed options of a command.
-    chosen: The methods or protocols that run with them.
-    known: All methods or protocols, to say which of them use an option.
-    takes: Returns the arguments of the factory of a name that can be filled.
+  Values of the preset do not count as given: presets are for all methods. The
+  `chosen` methods or protocols run, and the error names which of the `known`
+  ones use an option. `takes` returns the arguments of a name's factory that can
+  be filled.
   """
   fields = options.__dataclass_fields__
   fills = {

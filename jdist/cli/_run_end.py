@@ -84,11 +84,8 @@ def explained(
 ) -> Iterator[None]:
   """Explains in words of the command line why the training within has ended.
 
-  Args:
-    folder: The directory of checkpoints, if there is one.
-    newest: Names the newest checkpoint; None if there is none.
-    unit: What the run counts, in the singular.
-    total: The length of the run, as it is printed behind the last step.
+  `newest` names the newest checkpoint in the folder, `unit` is the singular of
+  what the run counts, and `total` is printed behind the last step.
   """
   from jdist import server, training
 

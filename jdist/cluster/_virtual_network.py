@@ -215,13 +215,7 @@ class Network:
     topology: _topology.Topology | None,
     trace: _trace.Trace | None = None,
   ):
-    """Makes a network without messages.
-
-    Args:
-      environment: A `simpy.Environment`.
-      topology: The links; messages take no time if None.
-      trace: A trace that records when each direction of a link is busy.
-    """
+    """Makes a network on SimPy's clock; without links messages take no time."""
     self._environment, self._topology = environment, topology
     self._trace = trace
     self._first_come: dict[_topology.Hop, _FirstCome] = {}

@@ -23,11 +23,8 @@ def update_as_varying(
 ) -> tuple[PyTree, PyTree]:
   """Runs an update in which every value varies as the arguments do.
 
-  Args:
-    optimizer: any optimizer.
-    varying_like: types a tree as another one is.
-    given: updates, state and parameters.
-    extra_args: keyword arguments of the update.
+  `given` are updates, state and parameters, and `varying_like` types a tree as
+  another one is.
   """
   arrays = {k: v for k, v in extra_args.items() if _is_array_tree(v)}
   static = {k: v for k, v in extra_args.items() if k not in arrays}

@@ -117,11 +117,8 @@ class FitFolder:
   ):
     """Refuses a directory with other arrays, before anything is trained.
 
-    Args:
-      directory: The directory, or None.
-      predictor: The predictor that is trained.
-      settings: The settings of the training, JSON values by name.
-      data: The arrays that it uses, by the names of arguments.
+    The training has settings, JSON values by name, and data, arrays by the
+    names of arguments.
     """
     self._directory = directory
     if directory is None:

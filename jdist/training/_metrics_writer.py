@@ -16,15 +16,7 @@ class MetricsWriter:
   """
 
   def __init__(self, directory: str | os.PathLike[str]):
-    """Opens or makes the directory.
-
-    Args:
-      directory: The directory of the events, which `tensorboard --logdir
-        DIRECTORY` shows.
-
-    Raises:
-      ImportError: If tensorboardX is not installed.
-    """
+    """Opens or makes the directory, which `tensorboard --logdir` shows."""
     board = checks.import_extra("tensorboardX", "metrics")
     self._directory = os.fspath(directory)
     self._writer = board.SummaryWriter(self._directory)

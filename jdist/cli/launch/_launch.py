@@ -9,11 +9,7 @@ from jdist.cli.launch import _cluster_file, _local_run
 
 
 def launch(options: _commands.Launch) -> int:
-  """Starts the processes of a run, or prints a file that starts them elsewhere.
-
-  Returns:
-    The exit status of the run.
-  """
+  """Starts a run, or prints a file that does; returns its exit status."""
   _check(options)
   train = options.train
   assert train is not None

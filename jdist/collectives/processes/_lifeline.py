@@ -42,13 +42,7 @@ class Lifeline:
   """The connections of one process, served by a thread of their own."""
 
   def __init__(self, address: str, num_processes: int, process_id: int):
-    """Prepares the connections, which `join` opens.
-
-    Args:
-      address: `host:port` of process 0.
-      num_processes: the number of processes.
-      process_id: the number of this one.
-    """
+    """Prepares the connections to `host:port` of process 0 for `join`."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
       raise ValueError(
@@ -100,10 +94,7 @@ class Lifeline:
   def leave(self, status: int, reason: str = "") -> None:
     """Announces that this process exits; after an error the others exit, too.
 
-    Args:
-      status: the exit status; after 1, an unexpected error, the others exit at
-        once.
-      reason: the reason, in one line.
+    After status 1, an unexpected error, they exit at once.
     """
     if self._leaving:
       return
@@ -117,10 +108,7 @@ class Lifeline:
 
     Once one of them wants to stop, each reports the last step for which it has
     asked, and waits until all know the highest.  They stop one step later.
-
-    Args:
-      step: the number of the step; every process asks for each, in order.
-      wanted: whether this process wants to stop.
+    Every process asks for each step, in order.
     """
     if wanted and self._agreement.want():
       self._wait(self._agreement.begin(), 10.0)

@@ -27,13 +27,7 @@ class StopAgreement:
     process_id: int,
     send: Callable[[Note], Awaitable[None]],
   ):
-    """Prepares one process's part.
-
-    Args:
-      num_processes: the number of processes.
-      process_id: the number of this process.
-      send: sends a note to process 0, and from there to all others.
-    """
+    """Prepares a process's part; `send` passes a note on by process 0."""
     self._num, self._id, self._send = num_processes, process_id, send
     self._lock = threading.Lock()
     self._step, self._stop_step, self._wanted = 0, 0, False
@@ -63,11 +57,8 @@ class StopAgreement:
   def stops_after(self, step: int) -> bool:
     """Returns whether all stop after this step, once that is known.
 
-    Args:
-      step: the number of the step; every process asks for each, in order.
-
-    Raises:
-      TimeoutError: when the others do not answer.
+    Every process asks for each step, in order; a TimeoutError is raised when
+    the others do not answer.
     """
     while True:
       with self._lock:

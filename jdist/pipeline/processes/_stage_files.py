@@ -11,7 +11,6 @@ the processes' lists.
 import contextlib
 import os
 import pathlib
-import re
 import warnings
 from typing import Any
 
@@ -19,13 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.pipeline.processes import _device_part, _peers
-from jdist.storage import array_files, hashes
+from jdist.storage import array_files, hashes, numbered_files
 
 PyTree = Any
 _WHAT = "a pipeline's stage"
 # The newest steps that processes compare; a message has a fixed size.
 _MAX_STEPS = 16
-_STEP = re.compile(r"step_(\d{8,})")
 
 
 def save_stages(
@@ -122,9 +120,7 @@ def restore_stages(
 
 def _steps(directory: str | os.PathLike[str]) -> list[int]:
   folder = array_files.folder(directory)
-  paths = folder.iterdir() if folder.exists() else ()
-  found = (_STEP.fullmatch(path.name) for path in paths)
-  return sorted((int(x[1]) for x in found if x), reverse=True)
+  return list(numbered_files.find(folder, r"step_(\d{8,})"))
 
 
 def _is_whole(

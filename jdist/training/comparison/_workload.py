@@ -206,16 +206,7 @@ class VariantPrograms:
   def run(
     self, seed: int, num_steps: int, **fit: Any
   ) -> tuple[_train_state.TrainState, list[loop.Record]]:
-    """Trains from a seed's initial parameters.
-
-    Args:
-      seed: The seed of the parameters and of the batches.
-      num_steps: The number of local steps.
-      **fit: Arguments of `Trainer.fit`, for instance `evaluate_every`.
-
-    Returns:
-      The trained state, and the records of the evaluations.
-    """
+    """Trains from a seed's parameters and batches, see `Trainer.fit`."""
     return self.trainer.fit(
       self.init(self.workload.model(seed), seed),
       self.workload.batches(seed).iterate,
