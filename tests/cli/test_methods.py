@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jdist import methods, training, transforms
@@ -136,6 +137,31 @@ def test_options_reach_the_method(name, options):
   )
   assert ("Flight" in kinds) == (options.overlap or options.stream)
   assert transforms.streams(state) == options.stream
+
+
+@pytest.mark.parametrize("given", [{}, {"learning_rate": 0.3, "momentum": 0.5}])
+@pytest.mark.parametrize("outer", [None, "sgd", "momentum", "nesterov", "adam"])
+def test_outer_optimizer_has_the_defaults_of_the_help(outer, given):
+  def rate(default):
+    return given.get("learning_rate", default)
+
+  momentum = given.get("momentum", 0.9)
+  nesterov = optax.sgd(rate(0.7), momentum, nesterov=True)
+  wanted = {
+    None: nesterov,
+    "sgd": optax.sgd(rate(1.0)),
+    "momentum": optax.sgd(rate(0.7), momentum),
+    "nesterov": nesterov,
+    "adam": optax.adam(rate(0.01), b1=momentum),
+  }[outer]
+  options = {f"outer_{key}": value for key, value in given.items()}
+  found = _methods.outer_optimizer(_groups.OuterOptions(outer, **options))
+  one, other = found.init(1.0), wanted.init(1.0)
+  for gradient in (1.0, 0.5, -2.0):
+    gradient = jnp.float32(gradient)
+    update, one = found.update(gradient, one)
+    expected, other = wanted.update(gradient, other)
+    np.testing.assert_allclose(update, expected, rtol=1e-6)
 
 
 def _all(tree):

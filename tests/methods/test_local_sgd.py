@@ -185,6 +185,24 @@ def test_control_variates_remove_drift():
   assert steady[34].std() < 1e-3
 
 
+def test_control_variate_is_a_mean_weighted_by_the_rates():
+  rates = jnp.array([0.5, 0.25, 0.125, 1.0, 0.0])
+  optimizer = methods.scaffold(
+    optax.sgd(lambda step: rates[step]), 2, lambda step: rates[step],
+    axis="worker",
+  )  # fmt: skip
+  targets = np.array([[1.0, 3.0]] * 4, np.float32)
+  params, states = train(optimizer, targets)
+  memory = states.sync.memory
+  # The gradients of each step, which are corrected afterwards.
+  before = np.concatenate([np.zeros((1, 2)), params[:-1]])
+  slopes = before - targets
+  for end, (first, last) in {1: (0.5, 0.25), 3: (0.125, 1.0)}.items():
+    mean = (first * slopes[end - 1] + last * slopes[end]) / (first + last)
+    np.testing.assert_allclose(memory.own[end], mean, 1e-6)
+    np.testing.assert_allclose(memory.mean[end], [mean.mean()] * 2, 1e-6)
+
+
 @pytest.mark.parametrize("delay", [1, 2, 3, None])
 def test_late_control_variates_are_means_of_gradients_too(delay):
   overlap = transforms.Delayed(delay)

@@ -358,3 +358,23 @@ def test_number_of_fragments_must_match_the_protocol():
   with pytest.raises(ValueError, match="`fragments` must be as many"):
     learn(protocol(fragments=2), [1.0], 1, fragments=1)
   assert transforms.fragments_of({"a": jnp.ones(2)}, 1) == (0,)
+
+
+def test_staleness_counts_merges_of_the_fragment():
+  rule = protocol(
+    interval=2, fragments=2, quorum=0.5, grace=0.0,
+    weighting=server.Weighting(staleness=lambda merges: 1 / (1 + merges)),
+  )  # fmt: skip
+  state = begin(rule, "ab")
+  mine, other = (list(state.members[x].tasks) for x in "ab")
+  for task in mine:  # Of both fragments: the model has two updates.
+    (update,) = rule.receive(state, 1.0, push("a", task, 8))
+    assert (update.weights, update.staleness) == ((1.0,), (0,))
+  assert (state.version, state.merges) == (2, [1, 1])
+  # One merge of its own fragment is later than what the other worker was sent.
+  (update,) = rule.receive(state, 2.0, push("b", other[0], 8))
+  assert (update.weights, update.staleness) == ((0.5,), (1,))
+  # A task counts from the merges that were sent with it.
+  (reply,) = rule.receive(state, 2.0, server.Pull("b"))
+  (update,) = rule.receive(state, 3.0, push("b", reply.task, 8))
+  assert (update.weights, update.staleness) == ((1.0,), (0,))

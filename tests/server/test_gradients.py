@@ -137,6 +137,26 @@ def test_batch_statistics_travel_with_the_push():
   np.testing.assert_allclose(learner.model.model_state["mean"], wanted, 1e-6)
 
 
+def test_batch_statistics_are_weighted_by_samples():
+  def loss_fn(params, model_state, batch, key):
+    del model_state, key
+    mean = training.masked_mean(
+      batch["label"].astype(jnp.float32), batch["mask"]
+    )
+    return params + mean, ({"mean": mean}, {})
+
+  batches = server.SpeedBatches(total=8, smoothing=0.0)
+  learner, _ = learn(
+    server.BSP(batches=batches), [3.0, 1.0], 2, loss_fn=loss_fn,
+    params=jnp.array(0.0), model_state={"mean": jnp.array(0.0)},
+  )  # fmt: skip
+  # After two batches of 4 the next 8 samples are divided into 6 and 2.
+  labels = data.SampleStream(DIGITS, 2, seed=0).batch(0, 8, 8)["label"]
+  np.testing.assert_allclose(
+    learner.model.model_state["mean"], labels.mean(), 1e-6
+  )
+
+
 def test_asynchronous_sgd_learns_and_skips_discarded_gradients():
   protocol = server.Ringmaster(max_staleness=2, batches=server.FixedBatches(32))
   learner, run = learn(protocol, [8.0, 4.0, 2.0, 1.0], 200)

@@ -334,3 +334,20 @@ def test_bounds_hold_for_a_returning_worker():
     protocol.receive(state, 0.0, server.Push("a", reply.task, 32, 1.0))
   protocol.receive(state, 0.0, server.Join("b"))
   assert state.clocks == {"a": 5, "b": 5}
+
+
+def test_stale_gradient_stays_damped_in_a_mean():
+  weighting = server.Weighting("linear", staleness=server.inverse_staleness)
+  protocol = server.NSoftsync(n=1, weighting=weighting)
+  state = protocol.init("ab")
+  for worker in "ab":
+    protocol.receive(state, 0.0, server.Pull(worker))
+  # Two updates by one worker alone, and one with the other's old gradient.
+  for task in (0, 2, 3, 4, 5):
+    actions = protocol.receive(state, 1.0, server.Push("a", task, 8, 1.0))
+    assert all(x.weights == (0.5, 0.5) for x in actions)
+    protocol.receive(state, 1.0, server.Pull("a"))
+  (update,) = protocol.receive(state, 2.0, server.Push("b", 1, 24, 1.0))
+  assert update.staleness == (0, 2)
+  # Shares of samples have the sum 1, and damping is no part of that.
+  assert update.weights == (0.25, 0.75 / 2)

@@ -153,3 +153,44 @@ def test_weighted_mean_equals_the_mean_over_all_samples(substrate):
   # Equal weights give something else.
   with pytest.raises(AssertionError):
     chex.assert_trees_all_close(train(team, optimizer, batch), expected)
+
+
+def test_every_micro_batch_has_a_key_of_its_own():
+  def loss_fn(params, model_state, batch, key):
+    number, seen = model_state
+    seen = seen.at[number].set(jax.random.uniform(key))
+    return (params * batch).sum(), ((number + 1, seen), {})
+
+  gradient = training.make_gradient(loss_fn, accumulate=4)
+  before = jnp.int32(0), jnp.zeros(4)
+  found = [
+    gradient(jnp.array(1.0), before, jnp.ones(4), jax.random.key(seed))
+    for seed in (0, 1)
+  ]
+  seen = np.concatenate([x.model_state[1] for x in found])
+  assert len(set(seen.tolist())) == 8
+
+
+def test_weighted_statistics_equal_those_of_all_samples():
+  def loss_fn(params, model_state, batch, key):
+    del key
+    mean = training.masked_mean(batch["x"], batch["mask"])
+    state = {"mean": 0.9 * model_state["mean"] + 0.1 * mean}
+    return params * mean, (state | {"steps": model_state["steps"] + 1}, {})
+
+  team = collectives.workers(2, substrate="vmap")
+  optimizer = jdist.ssgd(optax.sgd(0.1), axis=team.axis)
+  step = training.make_step(loss_fn, optimizer, axis=team.axis, weighted=True)
+  state = training.init_state(
+    team, optimizer, jnp.array(0.0), {"mean": jnp.array(2.0), "steps": 0}
+  )
+  batch = {
+    "x": jnp.array([[1.0, 3.0, 5.0], [11.0, 99.0, 99.0]]),
+    "mask": jnp.array([[1, 1, 1], [1, 0, 0]]),
+  }
+  state, _ = team.jit(step)(state, team.place(batch))
+  mean = (1 + 3 + 5 + 11) / 4
+  found = team.view(state.model_state)
+  np.testing.assert_allclose(found["mean"], 0.9 * 2 + 0.1 * mean, rtol=1e-6)
+  assert found["steps"] == 1
+  np.testing.assert_allclose(team.view(state.params), -0.1 * mean, rtol=1e-6)

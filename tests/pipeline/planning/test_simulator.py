@@ -69,6 +69,16 @@ def test_slow_device_and_slow_down_lengthen_the_run():
   assert steps[-2] == pytest.approx(96.0)
 
 
+def test_steady_iterations_exclude_the_fill():
+  table = pipeline.make_table("ours", 4, 8, num_iterations=20)
+  # One machine is slow while the pipeline fills.
+  slow = cluster.Node("b", slowdowns=(cluster.Slowdown(0.0, 0.25, 400.0),))
+  names = [cluster.Node(name) for name in "acd"]
+  times = _simulate(table, machines=cluster.Cluster((*names, slow)))
+  assert times.ends_s[3] > 300
+  assert times.iteration_s == pytest.approx(24.0)
+
+
 def test_messages_overlap_the_computation():
   # An output of 8 bytes takes a second in each direction.
   link = cluster.Link(bandwidth_bits_per_s=64.0)

@@ -77,12 +77,13 @@ def test_equal_stages_are_stacked_and_unlike_ones_packed():
   ("stages", "microbatches", "window", "late", "sizes"),
   [
     (4, 8, 2, True, small.UNLIKE),
+    # Its versions wait for longer than an iteration is under way.
+    (2, 4, 3, True, small.SIZES),
     *(
       pytest.param(*x, marks=pytest.mark.slow)
       for x in [
         (4, 4, 2, False, small.SIZES),
         (4, 2, 3, False, small.SIZES),
-        (2, 4, 3, True, small.SIZES),
         (2, 2, 2, False, small.SIZES),
       ]
     ),

@@ -355,6 +355,11 @@ def test_resumed_run_has_the_records_of_an_uninterrupted_one(tmp_path):
   losses = [r.train_loss for r in resumed]
   np.testing.assert_allclose(losses, [r.train_loss for r in through], 1e-6)
   assert resumed[3].train_s > before[-1].train_s
+  # A checkpoint between two records keeps the losses since the first of them.
+  with pytest.raises(KeyboardInterrupt):
+    fit(tmp_path / "d", _interrupted(team, 5))
+  again = [r.train_loss for r in fit(tmp_path / "d", _tiny.batches(team))]
+  np.testing.assert_allclose(again, losses, 1e-6)
   # Of an older checkpoint only what comes after it is known.
   _without_history(tmp_path / "b")
   assert kept(fit(tmp_path / "b", _tiny.batches(team))) == kept(through)[3:]
