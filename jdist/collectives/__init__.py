@@ -10,7 +10,6 @@ from jdist.collectives._axis import Axis as Axis
 from jdist.collectives._axis import check_alike as check_alike
 from jdist.collectives._axis import check_axis as check_axis
 from jdist.collectives._axis import check_local as check_local
-from jdist.collectives._axis import for_workers as for_workers
 from jdist.collectives._axis import index as index
 from jdist.collectives._axis import mean as mean
 from jdist.collectives._axis import same_form as same_form

@@ -9,9 +9,9 @@ room and an *axis*:
 | `"worker"` | the workers along this name | `vmap` or `shard_map` |
 | `(inner, outer)` | several workers a device | `vmap` in `shard_map` |
 
-Trees hold arrays, each worker its own.  In a `shard_map` with `check_vma=True`
-JAX types every value as *varying* over a mesh axis or equal along it; under
-`vmap` and with `check_vma=False` it does not.  The convention of this library:
+Trees hold arrays, each worker its own.  In a user's `shard_map` with
+`check_vma=True` JAX types every value as *varying* over a mesh axis or equal
+along it; in the programs of `Workers` it does not.  The convention here:
 **everything a worker holds varies over the axis**.  Results of collectives are
 equal on all workers but typed as varying, so that a `lax.cond` or a `scan`
 carry takes them together with a worker's own values.
@@ -25,10 +25,9 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jdist import checks
-from jdist.collectives import _buckets, _leaf_order, _retraced
+from jdist.collectives import _buckets, _leaf_order
 
 PyTree: TypeAlias = Any
 Axis: TypeAlias = str | tuple[str, str] | None
@@ -356,28 +355,3 @@ def as_before(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """Undoes `widened` after a reduction."""
   # A mean of integers is a float on purpose, and stays one.
   return x.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else x
-
-
-def for_workers(
-  optimizer: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-  """Lets a worker run an optimizer whose branches return constants.
-
-  Where JAX refuses the types of its conditionals, they become selections;
-  otherwise it runs as it is.
-  """
-  optimizer = optax.with_extra_args_support(optimizer)
-
-  def update(
-    updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
-  ) -> tuple[PyTree, PyTree]:
-    try:
-      return optimizer.update(updates, state, params, **extra_args)
-    except TypeError as error:
-      if "manual axis types do not match" not in str(error):
-        raise
-    return _retraced.update_as_varying(
-      optimizer, varying_like, (updates, state, params), extra_args
-    )
-
-  return optax.GradientTransformationExtraArgs(optimizer.init, update)

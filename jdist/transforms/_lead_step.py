@@ -100,7 +100,7 @@ def lead_step(
     "warmup_steps", warmup_steps, minimum=0
   )
   reducers.Compression.check(compression)
-  optimizer, local = map(collectives.for_workers, (optimizer, local))
+  optimizer, local = map(optax.with_extra_args_support, (optimizer, local))
 
   def init_fn(params: optax.Params) -> LeadStepState:
     anchor = jax.tree.map(_anchor.wide_copy, params)

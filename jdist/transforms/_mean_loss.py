@@ -29,7 +29,7 @@ def with_mean_loss(
     ValueError: At trace time, if the optimizer uses a given `grad` or
       `value_fn`, as a line search does: these stay each worker's own.
   """
-  optimizer = collectives.for_workers(optimizer)
+  optimizer = optax.with_extra_args_support(optimizer)
   if axis is None:
     return optimizer
 

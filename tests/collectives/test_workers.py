@@ -234,7 +234,6 @@ def test_a_donated_argument_is_aliased_and_another_one_kept(name):
 
 @pytest.mark.parametrize("name", TEAMS)
 def test_a_gradient_holds_no_collective(name):
-  """The condition under which `check_vma=False` loses nothing."""
   team = make_team(name)
   n = team.num_workers
 
@@ -252,20 +251,64 @@ def test_a_gradient_holds_no_collective(name):
   assert _reading.groups(compiled.as_text()) == []
 
 
+def scanned(w, x):
+  """A recurrent network whose carry begins with a constant."""
+  last, _ = jax.lax.scan(
+    lambda h, x: (jnp.tanh(h * w + x), None), jnp.zeros(()), x
+  )
+  return last
+
+
+def looped(w, x):
+  body = lambda i, h: jnp.tanh(h * w + x[i])  # noqa: E731
+  return jax.lax.fori_loop(0, 3, body, jnp.zeros(()))
+
+
+def chosen(w, x):
+  return jax.lax.cond(x[0] > 1, lambda: w**2, lambda: jnp.zeros(()))
+
+
+def switched(w, x):
+  cases = [lambda: jnp.ones(()), lambda: w, lambda: w**3]
+  return jax.lax.switch(x[0].astype(jnp.int32), cases)
+
+
+def rematerialized(w, x):
+  return jax.checkpoint(scanned)(w, x)
+
+
+@pytest.mark.parametrize("name", TEAMS)
 @pytest.mark.parametrize(
-  ("name", "typed"),
-  [("shard_map", True), ("mesh_2x2", True), ("two_a_device", False)],
+  "loss", [scanned, looped, chosen, switched, rematerialized]
 )
-def test_jax_checks_the_types_of_workers_wherever_it_can(name, typed):
-  """`check_vma` off gives wrong gradients through a collective."""
+def test_loop_or_branch_with_constants_differentiates(name, loss):
   team = make_team(name)
+  n = team.num_workers
+  w = jnp.linspace(0.5, 1.5, n)
+  x = jnp.arange(n, dtype=jnp.float32)[:, None] + jnp.array([0.1, 0.2, 0.3])
+  found = team.jit(jax.grad(loss))(team.place(w), team.place(x))
+  wanted = [jax.grad(loss)(*both) for both in zip(w, x, strict=True)]
+  np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
-  def step(x):
-    varying = jax.typeof(x).manual_axis_type.varying
-    assert (team.mesh_axis in varying) == typed
-    return x
 
-  team.jit(step)(team.place(np.zeros(team.num_workers)))
+@pytest.mark.parametrize("name", ["vmap", "shard_map", "mesh_2x2"])
+@pytest.mark.parametrize(
+  "mean",
+  [collectives.mean, jax.lax.pmean],
+)
+def test_gradient_through_a_collective_counts_every_worker(name, mean):
+  """It is that of the sum of all workers' losses, as under `vmap`."""
+  team = make_team(name)
+  n = team.num_workers
+  w = jnp.arange(1.0, n + 1)
+
+  def loss(w):
+    return mean(mean(w**2, team.axis) * w, team.axis)
+
+  found = team.jit(jax.grad(loss))(team.place(w))
+  # d/dw_i of sum_j m w_j, with m the mean of squares.
+  wanted = 2 * w * w.mean() + (w**2).mean()
+  np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["vmap", "shard_map", "two_a_device"])

@@ -345,10 +345,8 @@ class OuterStep(SyncRule):
   """
 
   def __init__(self, optimizer: optax.GradientTransformation):
-    # The outer optimizer runs in conditionals on values that vary over the
-    # workers; see `for_workers`.
     optimizer = checks.check_optimizer("outer", optimizer)
-    self.optimizer = collectives.for_workers(optimizer)
+    self.optimizer = optax.with_extra_args_support(optimizer)
 
   def init(self, anchor: PyTree) -> PyTree:
     return self.optimizer.init(anchor)

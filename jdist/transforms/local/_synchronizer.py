@@ -372,7 +372,7 @@ def make_synchronizer(
   policy, rule = _scheduled_interval.as_policy(interval), _round.as_rule(rule)
   wanted = "`transforms.Delayed(...)`, or None for a mean at the round's end"
   checks.check_type("overlap", overlap, _delayed.Delayed | None, wanted)
-  optimizer = collectives.for_workers(inner)
+  optimizer = optax.with_extra_args_support(inner)
   late, mix = None, None
   if overlap is not None:
     overlap.check_rule(rule)
