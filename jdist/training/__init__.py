@@ -9,7 +9,8 @@ from jdist.training._checkpoints import Restored as Restored
 from jdist.training._evaluation import Evaluator as Evaluator
 from jdist.training._gradient import Gradient as Gradient
 from jdist.training._gradient import make_gradient as make_gradient
-from jdist.training._gradient import num_samples as num_samples
+from jdist.training._labels import num_samples as num_samples
+from jdist.training._labels import sample_counts as sample_counts
 from jdist.training._losses import cast as cast
 from jdist.training._losses import classification_loss as classification_loss
 from jdist.training._losses import label_loss as label_loss

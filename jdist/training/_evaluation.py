@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jdist import collectives, transforms
-from jdist.training import _losses, _step, _train_state
+from jdist.training import _labels, _losses, _step, _train_state
 
 PyTree = Any
 
@@ -38,7 +38,7 @@ class Evaluator:
       apply: The model, as in `jdist.models`.
       batches: `{"image", "label", "mask"}` or, for texts, `{"tokens",
         "targets", "mask"}` with arrays `[workers, n, ...]`. Samples or tokens
-        whose mask is 0 do not count.
+        whose mask is 0, or whose label is -100, do not count.
       normalize: Turns stored images into the model's inputs.
       compute_dtype: The dtype in which the model computes.
       optimizer: The optimizer, whose pending updates are first applied to a
@@ -47,18 +47,21 @@ class Evaluator:
         with `update_first`; by default the state is evaluated as it is.
 
     Raises:
-      ValueError: If there are no batches; at the first evaluation, if the last
-        step's update is pending and `optimizer` is not given.
+      ValueError: If there are no batches; at the first evaluation, if a label
+        is no class, or if the last step's update is pending and `optimizer` is
+        not given.
     """
     axis = workers.axis
     inputs_of = _losses.model_inputs(
       normalize=normalize, compute_dtype=compute_dtype
     )
     rows = list(workers.local_workers)
-    self._batches = [
-      workers.place(jax.tree.map(lambda x: np.asarray(x)[rows], batch))
-      for batch in batches
+    own = [
+      jax.tree.map(lambda x: np.asarray(x)[rows], batch) for batch in batches
     ]
+    self._batches = list(map(workers.place, own))
+    labels = [_labels.labels_of(x)[_labels.counted(x)] for x in own]
+    self._extremes = [f(x) for x in labels if x.size for f in (np.min, np.max)]
     if not self._batches:
       raise ValueError("`batches` must hold at least one batch, got none.")
 
@@ -81,18 +84,14 @@ class Evaluator:
       logits, _ = apply(
         _losses.cast(params, compute_dtype), model_state, inputs, train=False
       )
-      logits, labels = logits.astype(jnp.float32), _losses.labels_of(batch)
-      losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-      hits = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
-      mask = batch["mask"]
-      # A mask of samples holds for all tokens of a sample.
-      mask = mask.reshape(*mask.shape, *(1,) * (labels.ndim - mask.ndim))
-      mask = jnp.broadcast_to(mask, labels.shape)
+      # Here alone the number of classes and the labels are both known.
+      self._check_labels(logits.shape[-1])
+      losses, hits, inside = _losses.label_scores(logits, batch)
       # Padding may have produced NaN, and 0 * NaN would be NaN.
-      counted = [jnp.where(mask != 0, x * mask, 0.0) for x in (hits, losses)]
-      sums = jnp.stack([jnp.sum(x) for x in counted])
+      counted = (hits, losses, jnp.ones_like(losses))
+      sums = [jnp.where(inside, x, 0.0).sum() for x in counted]
       # One all-reduce of three numbers instead of three.
-      return collectives.sum(jnp.append(sums, jnp.sum(mask)), axis)
+      return collectives.sum(jnp.stack(sums), axis)
 
     self._prepare = workers.jit(prepare)
     self._totals = workers.jit(totals)
@@ -129,6 +128,16 @@ class Evaluator:
     both = (params, {} if model_state is None else model_state)
     copies = jax.tree.map(lambda x: np.broadcast_to(x, (num, *x.shape)), both)
     return self._measure(*self._workers.place(copies))
+
+  def _check_labels(self, classes: int) -> None:
+    """Raises a ValueError for labels that the model's logits do not have."""
+    for label in self._extremes:
+      if not 0 <= label < classes:
+        raise ValueError(
+          f"`batches` must have labels from 0 to {classes - 1}, the classes of "
+          f"the model, got {label}. Label what is not to count -100, or give "
+          "it a mask of 0."
+        )
 
   def _measure(self, params: PyTree, model_state: PyTree) -> dict[str, float]:
     totals = np.zeros(3)

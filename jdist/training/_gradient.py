@@ -1,12 +1,13 @@
 """One worker's gradient, the first half of a training step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdist import checks, states
+from jdist.training import _labels
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
@@ -46,8 +47,7 @@ def make_gradient(
   Args:
     loss_fn: As in `make_step`.
     accumulate: The number of micro-batches into which a batch is cut. Their
-      gradients are averaged, weighted by their samples if the batch has a
-      `"mask"`.
+      gradients are averaged, weighted by their samples, see `num_samples`.
 
   Returns:
     `(params, model_state, batch, key) -> Gradient`.
@@ -88,7 +88,7 @@ def make_gradient(
   def gradient(
     params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
   ) -> Gradient:
-    samples = num_samples(batch)
+    samples = _labels.num_samples(batch)
     if accumulate == 1:
       (loss, (model_state, metrics)), grads = differentiate(
         params, model_state, batch, key
@@ -109,20 +109,6 @@ def _number(param: jax.Array, gradient: Any) -> jax.Array:
   return gradient
 
 
-def num_samples(batch: PyTree) -> jax.Array:
-  """Counts a batch's samples by its mask, or by its first array."""
-  mask = _mask_of(batch)
-  if mask is not None:
-    return (mask != 0).sum(dtype=jnp.float32)
-  first = next(iter(jax.tree.leaves(batch)), None)
-  size = 1 if first is None or jnp.ndim(first) == 0 else len(first)
-  return jnp.asarray(size, jnp.float32)
-
-
-def _mask_of(batch: PyTree) -> jax.Array | None:
-  return batch.get("mask") if isinstance(batch, Mapping) else None
-
-
 def _accumulated(
   differentiate: Callable[..., Any],
   params: PyTree,
@@ -132,7 +118,8 @@ def _accumulated(
   accumulate: int,
 ) -> tuple[jax.Array, PyTree, Metrics, PyTree]:
   """Returns loss, model state, metrics and gradients over micro-batches."""
-  masked = _mask_of(batch) is not None
+  masked = _labels.mask_of(batch) is not None
+  weighted = masked or _labels.has_labels(batch)
 
   def cut(x: jax.Array) -> jax.Array:
     if x.ndim == 0 or x.shape[0] % accumulate:
@@ -142,6 +129,12 @@ def _accumulated(
       )
     return x.reshape(accumulate, x.shape[0] // accumulate, *x.shape[1:])
 
+  def weight(part: PyTree) -> jax.Array:
+    # Without a mask weights are shares: they are 1, and change no bit, unless
+    # labels are ignored.
+    size = 1 if masked else len(_labels.labels_of(part))
+    return _labels.num_samples(part) / size
+
   def micro(carry: PyTree, xs: PyTree) -> tuple[PyTree, None]:
     model_state, sums = carry
     part, number = xs
@@ -149,9 +142,9 @@ def _accumulated(
       params, model_state, part, jax.random.fold_in(key, number)
     )
     found = _wide((loss, metrics, grads))
-    if masked:
+    if weighted:
       # A mean over all samples weights each micro-batch by its own samples.
-      count = num_samples(part)
+      count = weight(part)
       found = jax.tree.map(lambda x: x * count.astype(x.dtype), found)
     sums = jax.tree.map(jnp.add, sums, found)
     return (model_state, sums), None
@@ -178,7 +171,10 @@ def _accumulated(
     # unrolling would only cost compile time.
     unroll=jax.default_backend() == "cpu",
   )
-  count = jnp.maximum(num_samples(batch), 1.0) if masked else accumulate
+  count: Any = accumulate
+  if weighted:
+    count = jax.vmap(weight)(parts).sum()
+    count = jnp.where(count > 0, count, 1.0)
   loss, metrics, means = jax.tree.map(lambda x: x / count, sums)
   grads = jax.tree.map(lambda m, g: m.astype(g.dtype), means, grads)
   return loss, model_state, metrics, grads
@@ -187,8 +183,8 @@ def _accumulated(
 # Sums over many micro-batches would lose digits in a narrower dtype.
 def _wide_dtype(dtype: Any) -> Any:
   # Metrics may be counts, whose mean is a float.
-  is_float = jnp.issubdtype(dtype, jnp.floating)
-  return states.wide_dtype(dtype) if is_float else jnp.float32
+  is_inexact = jnp.issubdtype(dtype, jnp.inexact)
+  return states.wide_dtype(dtype) if is_inexact else jnp.float32
 
 
 def _wide(tree: PyTree) -> PyTree:

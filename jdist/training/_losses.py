@@ -5,9 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from jdist.training import _gradient
+from jdist.training import _gradient, _labels
 
 PyTree = Any
 Metrics = _gradient.Metrics
@@ -114,7 +113,12 @@ def label_loss(logits: jax.Array, batch: PyTree) -> tuple[jax.Array, Metrics]:
   """Softmax cross-entropy of logits on a batch's labels, and the accuracy.
 
   The labels of texts are their targets. Loss and accuracy are means over the
-  samples or tokens, those of the batch's `"mask"` if it has one.
+  labels that count: those of the batch's `"mask"`, if it has one, except labels
+  of -100, which PyTorch's `ignore_index` and most tokenizers mark as ignored.
+  Over micro-batches, and over the workers of `make_step(weighted=True)`, a mean
+  is weighted by their number. Any other label that is no class, such as -1,
+  makes the loss and its gradient NaN, as nothing else in a compiled program can
+  report it; `Evaluator`, which sees the labels on the host, refuses them.
 
   Args:
     logits: [batch, classes] or [batch, length, vocabulary], of any floating
@@ -122,19 +126,29 @@ def label_loss(logits: jax.Array, batch: PyTree) -> tuple[jax.Array, Metrics]:
     batch: A batch with `"label"` [batch], or with `"tokens"` and `"targets"`
       [batch, length].
   """
+  losses, hits, inside = label_scores(logits, batch)
+  return masked_mean(losses, inside), {"accuracy": masked_mean(hits, inside)}
+
+
+def label_scores(
+  logits: jax.Array, batch: PyTree
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the loss of each label, whether it is hit, and whether it counts.
+
+  All three are in the shape of the labels; the first two are float32.
+  """
+  labels, inside = _labels.labels_of(batch), _labels.counted(batch)
   # In bfloat16 the sum over many classes would lose most digits of the loss.
-  logits, mask = logits.astype(jnp.float32), batch.get("mask")
-  labels = labels_of(batch)
-  targets = jax.nn.one_hot(labels, logits.shape[-1])
-  losses = optax.softmax_cross_entropy(logits, targets)
-  hits = jnp.argmax(logits, -1) == labels
-  accuracy = masked_mean(hits.astype(jnp.float32), mask)
-  return masked_mean(losses, mask), {"accuracy": accuracy}
-
-
-def labels_of(batch: PyTree) -> jax.Array:
-  """Returns the classes to predict: labels of images, next tokens of texts."""
-  return batch["targets" if "tokens" in batch else "label"]
+  logits, classes = logits.astype(jnp.float32), logits.shape[-1]
+  hits = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
+  wrong = inside & ((labels < 0) | (labels >= classes))
+  # A product, since a selected NaN would leave the gradient finite.
+  logits = logits * jnp.where(wrong, jnp.nan, 1.0)[..., None]
+  known = jnp.clip(labels, 0, classes - 1)
+  targets = jax.nn.one_hot(known, classes, dtype=bool)
+  # A selection, since the logits of impossible classes may be infinite.
+  losses = -jax.nn.log_softmax(logits).sum(-1, where=targets)
+  return losses, hits, inside
 
 
 def masked_mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:

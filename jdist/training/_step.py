@@ -113,9 +113,10 @@ def _weighted(
   weight = gradient.samples / mean
 
   def changed(old: jax.Array, new: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(new.dtype, jnp.floating):
+    if not jnp.issubdtype(new.dtype, jnp.inexact):
       return new
-    return old + (weight * (new - old)).astype(new.dtype)
+    share = weight.astype(new.dtype) if jnp.iscomplexobj(new) else weight
+    return old + (share * (new - old)).astype(new.dtype)
 
   return gradient._replace(
     grads=jax.tree.map(lambda g: g * weight.astype(g.dtype), gradient.grads),
@@ -239,8 +240,8 @@ def synchronize_statistics(
   `Evaluator` averages them.
 
   Args:
-    model_state: One worker's state, of which floats are averaged. Counters and
-      keys stay unchanged.
+    model_state: One worker's state, of which real and complex floats are
+      averaged. Counters and keys stay unchanged.
     opt_state: The state that `update` returned.
     axis: The workers' axis.
     control: The control that was given to this update, if any.
@@ -284,7 +285,7 @@ def mean_statistics(model_state: PyTree, axis: collectives.Axis) -> PyTree:
   """Averages a worker's batch statistics; counters and keys stay unchanged."""
   leaves, structure = jax.tree.flatten(model_state)
   chosen = [
-    i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)
+    i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)
   ]
   means = collectives.mean([leaves[i] for i in chosen], axis)
   leaves = collectives.varying(leaves, axis)

@@ -3,8 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from jdist import data, training
+from tests import _refusals
 from tests.training import _tiny
 
 
@@ -23,3 +25,44 @@ def test_nan_in_padding_is_ignored():
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, test.labels)
   np.testing.assert_allclose(found["loss"], losses.mean(), rtol=1e-5)
   assert found["accuracy"] == np.mean(np.argmax(logits, -1) == test.labels)
+
+
+def apply(params, state, tokens, train):
+  return params[tokens], state
+
+
+def test_evaluation_and_training_have_one_formula():
+  team = _tiny.team("vmap")
+  n = team.num_workers
+  rng = np.random.default_rng(0)
+  params = rng.normal(size=(5, 6)).astype(np.float32)
+  targets = rng.integers(0, 6, (n, 2, 3))
+  targets[:, 0, :2] = -100
+  texts = {"tokens": rng.integers(0, 5, (n, 2, 3)), "targets": targets}
+  mask = np.ones((n, 2), np.float32)
+  mask[-1] = 0
+  found = training.Evaluator(team, apply, [texts | {"mask": mask}])
+  every = {k: x.reshape(2 * n, 3) for k, x in texts.items()}
+  every["mask"] = mask.reshape(-1)
+  loss, metrics = training.label_loss(params[every["tokens"]], every)
+  measured = found.measure(params)
+  np.testing.assert_allclose(measured["loss"], loss, rtol=1e-6)
+  np.testing.assert_allclose(
+    measured["accuracy"], metrics["accuracy"], rtol=1e-6
+  )
+
+
+@pytest.mark.parametrize("wrong", [6, -1])
+def test_evaluation_refuses_labels_out_of_range(wrong):
+  team = _tiny.team("vmap")
+  n = team.num_workers
+  texts = {
+    "tokens": np.zeros((n, 2, 3), np.int32),
+    "targets": np.full((n, 2, 3), wrong),
+    "mask": np.ones((n, 2)),
+  }
+  evaluator = training.Evaluator(team, apply, [texts])
+  with _refusals.refused(
+    "batches", f"from 0 to 5, the classes of the model, got {wrong}"
+  ):
+    evaluator.measure(np.zeros((5, 6), np.float32))

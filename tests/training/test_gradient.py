@@ -104,6 +104,136 @@ def test_micro_batches_are_weighted_by_their_samples():
     chex.assert_trees_all_close(found, whole, rtol=1e-6)
 
 
+def complex_loss(params, model_state, batch, key):
+  del key
+  return jnp.mean(jnp.abs(params - batch["x"]) ** 2), (model_state, {})
+
+
+@pytest.mark.parametrize("accumulate", (1, 2))
+def test_complex_gradient_keeps_its_imaginary_part(accumulate):
+  gradient = training.make_gradient(complex_loss, accumulate=accumulate)
+  batch = {"x": jnp.array([1 + 1j, 3 + 5j], jnp.complex64)}
+  zero = jnp.zeros((), jnp.complex64)
+  found = gradient(zero, {}, batch, jax.random.key(0))
+  # JAX's gradient of |w - x|^2 is 2 conj(w - x).
+  assert found.grads == -2 * np.conj(2 + 3j)
+
+
+def test_weighted_step_keeps_complex_statistics():
+  def loss_fn(params, model_state, batch, key):
+    loss, _ = complex_loss(params, model_state, batch, key)
+    return loss, ({"mean": batch["x"].mean()}, {})
+
+  team = collectives.workers(2, substrate="vmap")
+  optimizer = jdist.ssgd(optax.sgd(0.0), axis=team.axis)
+  step = training.make_step(loss_fn, optimizer, axis=team.axis, weighted=True)
+  zero = jnp.zeros((), jnp.complex64)
+  state = training.init_state(team, optimizer, zero, {"mean": zero})
+  batch = {
+    "x": jnp.array([[1 + 1j, 0], [3 + 5j, 9 + 1j]], jnp.complex64),
+    "mask": jnp.array([[1, 0], [1, 1]]),
+  }
+  state, _ = team.jit(step)(state, team.place(batch))
+  # Weights 2/3 and 4/3 of the means 0.5 + 0.5j and 6 + 3j, averaged.
+  found = np.asarray(state.model_state["mean"])
+  np.testing.assert_allclose(found, [(25 + 13j) / 6] * 2, rtol=1e-6)
+
+
+# Labels.
+
+
+def test_ignored_labels_carry_no_weight():
+  logits = jnp.zeros((1, 4, 8)).at[0, 1, 2].set(jnp.log(9.0))
+  targets = jnp.array([[1, 2, -100, -100]])
+  loss, metrics = training.label_loss(logits, {"tokens": 0, "targets": targets})
+  # The first token costs ln 8, the second ln(16 / 9), the others nothing.
+  np.testing.assert_allclose(loss, np.log(8 * 16 / 9) / 2, rtol=1e-6)
+  assert metrics["accuracy"] == 0.5
+
+
+@pytest.mark.parametrize("label", [8, -1, -99])
+def test_label_out_of_range_gives_nan(label):
+  batch = {"label": jnp.array([1, label]), "mask": jnp.array([1, 1])}
+  loss = lambda logits: training.label_loss(logits, batch)[0]  # noqa: E731
+  found, grads = jax.value_and_grad(loss)(jnp.zeros((2, 8)))
+  assert jnp.isnan(found) and jnp.isnan(grads[1]).all()
+  assert jnp.isfinite(grads[0]).all()
+  # Padding may hold any label.
+  batch["mask"] = jnp.array([1, 0])
+  found, grads = jax.value_and_grad(loss)(jnp.zeros((2, 8)))
+  np.testing.assert_allclose(found, np.log(8), rtol=1e-6)
+  assert not grads[1].any()
+
+
+def test_logits_of_impossible_classes_may_be_infinite():
+  logits = jnp.array([[0.0, 0.0, -jnp.inf]])
+  loss = lambda x: training.label_loss(x, {"label": jnp.array([1])})[0]  # noqa: E731
+  found, grads = jax.value_and_grad(loss)(logits)
+  np.testing.assert_allclose(found, np.log(2), rtol=1e-6)
+  np.testing.assert_allclose(grads, [[0.5, -0.5, 0.0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("batch", "samples"),
+  [
+    ({"label": np.array([1, -100, 2], np.int32)}, 2),
+    ({"label": np.array([1, 255, 2], np.uint8)}, 3),
+    ({"label": np.array([1, -100]), "mask": np.array([1, 1])}, 1),
+    ({"label": np.array([1, -100]), "mask": np.array([0, 1])}, 0),
+    ({"label": np.array([-100.0, 1.0])}, 2),
+    ({"tokens": 0, "targets": np.array([[1, 2], [-100, 2]])}, 1.5),
+    (
+      {
+        "tokens": 0,
+        "targets": np.array([[1, 2], [-100, 2]]),
+        "mask": np.array([[1, 1], [1, 0]]),
+      },
+      2,
+    ),
+    ({"x": np.ones((3, 2))}, 3),
+  ],
+)
+def test_samples_are_counted_by_mask_and_labels(batch, samples):
+  assert training.num_samples(batch) == samples
+
+
+def tokens_loss(params, model_state, batch, key):
+  del key
+  logits = params[batch["tokens"]]
+  loss, metrics = training.label_loss(logits, batch)
+  return loss, (model_state, metrics)
+
+
+# Of 4 texts on 2 workers, unevenly labelled.
+TEXTS = {
+  "tokens": np.arange(12).reshape(2, 2, 3) % 5,
+  "targets": np.array(
+    [[[1, 2, 3], [-100, -100, 4]], [[-100, -100, 1], [-100] * 3]]
+  ),
+}
+
+
+def test_micro_batches_and_workers_are_weighted_by_their_labels():
+  whole = jax.tree.map(lambda x: x.reshape(4, 3), TEXTS)
+  params = np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)
+  key = jax.random.key(0)
+  plain = training.make_gradient(tokens_loss)(params, {}, whole, key)
+  for accumulate in (2, 4):
+    cut = training.make_gradient(tokens_loss, accumulate=accumulate)
+    found = cut(params, {}, whole, key)
+    chex.assert_trees_all_close(found, plain, rtol=1e-5)
+  team = collectives.workers(2, substrate="vmap")
+  optimizer = jdist.ssgd(optax.sgd(1.0), axis=team.axis)
+  step = training.make_step(
+    tokens_loss, optimizer, axis=team.axis, weighted=True
+  )
+  state = training.init_state(team, optimizer, params)
+  state, _ = team.jit(step)(state, team.place(TEXTS))
+  np.testing.assert_allclose(
+    team.view(state.params), params - plain.grads, rtol=1e-5
+  )
+
+
 def test_nonfinite_padding_is_ignored():
   values = jnp.array([1.0, jnp.inf, jnp.nan])
   assert training.masked_mean(values, jnp.array([1, 0, 0])) == 1

@@ -10,9 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jdist import checks
+from jdist import checks, training
 from jdist.pipeline.runtime import _stages
 from jdist.pipeline.schedule._table import Table
 
@@ -158,16 +157,14 @@ def microbatch_key(
 
 
 def sample_weights(batches: PyTree, which: Any = ...) -> Any:
-  """Returns how much micro-batches count: by their samples, if masked.
+  """Returns how much micro-batches count, by their samples.
 
   The weights of all have mean 1, so that a mean over micro-batches becomes a
-  mean over samples.  Without a mask this is 1 for all of them.
+  mean over samples.  Without a mask and labels this is 1 for all of them.
   """
-  if not isinstance(batches, dict) or "mask" not in batches:
-    return np.ones((), np.float32)
-  # NumPy and JAX arrays share these methods, so this serves both the traced
-  # program and the host.
-  counts = (batches["mask"] != 0).sum(-1, dtype=np.float32)
+  counts = training.sample_counts(batches, leading=1)
+  if which is not ...:  # A traced index.
+    counts = jnp.asarray(counts)
   return counts[which] / counts.mean().clip(1e-9)
 
 

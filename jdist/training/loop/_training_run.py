@@ -120,7 +120,7 @@ class CompiledStep:
     statistics = sum(
       x.nbytes // x.shape[0]
       for x in jax.tree.leaves(state.model_state)
-      if jnp.issubdtype(x.dtype, jnp.floating)
+      if jnp.issubdtype(x.dtype, jnp.inexact)
     )
     sent = max(
       sum(c.payload_bytes * c.count for c in x.collectives) for x in traffic
