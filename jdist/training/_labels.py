@@ -71,9 +71,7 @@ def sample_counts(batch: PyTree, leading: int = 0) -> Any:
 
 def has_labels(batch: PyTree) -> bool:
   """Returns whether a batch has classes to predict, as `label_loss` does."""
-  name = isinstance(batch, Mapping) and (
-    "targets" if "tokens" in batch else "label"
-  )
-  return name in batch and jnp.issubdtype(
-    getattr(batch[name], "dtype", float), jnp.integer
-  )
+  if not isinstance(batch, Mapping):
+    return False
+  labels = batch.get("targets" if "tokens" in batch else "label")
+  return jnp.issubdtype(getattr(labels, "dtype", float), jnp.integer)
