@@ -246,7 +246,7 @@ class Workers:
 
     Args:
       tree: host arrays `[local workers, ...]`, the rows of `local_workers`,
-        which become `[workers, ...]`.
+        which become `[workers, ...]`.  They are copied, and may be refilled.
     """
     rows = len(self.local_workers)
 
@@ -263,9 +263,11 @@ class Workers:
           "by workers, call `shard`."
         )
       if jax.process_count() == 1:
-        return jax.device_put(_strong(x), self.sharding())
+        return jax.device_put(_own(x), self.sharding())
       return jax.make_array_from_process_local_data(
-        self.sharding(), _to_host(x), (self.num_workers, *jnp.shape(x)[1:])
+        self.sharding(),
+        _own(_to_host(x)),
+        (self.num_workers, *jnp.shape(x)[1:]),
       )
 
     return jax.tree.map(one, tree)
@@ -321,6 +323,13 @@ class Workers:
       return jax.tree.map(_to_host, tree)
     jax.tree.map(_check_plain, tree)
     return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def _own(x: Any) -> Any:
+  """Returns an array that its owner cannot change any more."""
+  # JAX reads a NumPy array after the call, and on a CPU shares its memory: a
+  # loader that refills one buffer would change a batch that is being used.
+  return _strong(x) if isinstance(x, jax.Array) else np.array(x)
 
 
 def _is_explicit(mesh: Any) -> bool:

@@ -35,7 +35,12 @@ _SENT_BYTES, _HISTORY = "sent_bytes", "jdist.history"
 
 
 class Trainer:
-  """Runs a step over batches; compiles once, for any number of `fit` calls."""
+  """Runs a step over batches; compiles once, for any number of `fit` calls.
+
+  Attributes:
+    interrupted: The state and the records of a `fit` that an error has ended,
+      after the last step that it started, or None. The next `fit` forgets it.
+  """
 
   def __init__(
     self,
@@ -45,6 +50,7 @@ class Trainer:
     stream_steps: Sequence[int] = (),
     host_rounds: bool | None = None,
     independent: bool = False,
+    max_shapes: int = 8,
     timeout_s: float = 900.0,
   ):
     """Prepares the program.
@@ -64,6 +70,9 @@ class Trainer:
         parameter `control`.
       independent: Whether several workers are meant never to communicate, each
         with a model of its own; otherwise that is an error.
+      max_shapes: The most shapes that batches may have, for instance of the
+        last batch of an epoch, or of texts in buckets of lengths. Each compiles
+        programs of its own, and a warning counts them.
       timeout_s: Seconds after which an unfinished step ends the process with a
         message. Compiling, evaluating and saving may take four times as long.
     """
@@ -73,7 +82,11 @@ class Trainer:
     checks.check_choice("independent", independent, (True, False))
     timeout_s = checks.check_number("timeout_s", timeout_s, open_low=True)
     self.workers = workers
-    self._step = _training_run.CompiledStep(workers, step)
+    max_shapes = checks.check_int("max_shapes", max_shapes, 1)
+    self._step = _training_run.CompiledStep(workers, step, max_shapes)
+    self.interrupted: (
+      tuple[_train_state.TrainState, list[_record.Record]] | None
+    ) = None
     self._independent = independent
     self._timeout_s = timeout_s
     # A user's own step without a parameter `control` ends its rounds by a
@@ -145,7 +158,9 @@ class Trainer:
     Raises:
       ValueError: If a checkpoint is of another run (an `OtherRunError` if its
         metadata differ) or is beyond `num_steps`; if the optimizer does not
-        take `stream_steps` or `host_rounds`; or if there is no batch.
+        take `stream_steps` or `host_rounds`; if there is no batch; or if
+        batches have more than `max_shapes` shapes. After this and any other
+        error `interrupted` has the state and records.
       PreemptedError: Upon SIGTERM. It is a `SystemExit`, which ends the
         process with status 143 unless it is caught.
     """
@@ -168,10 +183,7 @@ class Trainer:
     _check_own_metadata(metadata)
     # The first step donates the state. JAX's own error would name neither the
     # argument nor the remedy.
-    if any(
-      isinstance(x, jax.Array) and x.is_deleted()
-      for x in jax.tree.leaves(state)
-    ):
+    if _is_deleted(state):
       raise ValueError(
         "`state` must still be there, got one whose memory an earlier `fit` or "
         "step has used up. Continue from the state that it returned."
@@ -191,6 +203,7 @@ class Trainer:
       evaluate=evaluate,
       on_record=on_record,
     )
+    self.interrupted = None
     start = run.start
     if start > num_steps:
       raise ValueError(
@@ -198,6 +211,7 @@ class Trainer:
         f"{num_steps}."
       )
     with contextlib.ExitStack() as stack:
+      stack.enter_context(self._keeps(run))
       # A generator is closed even after an error, since it may own threads that
       # read ahead.
       data = batches(start)
@@ -226,6 +240,27 @@ class Trainer:
         save, sigterm,
       )  # fmt: skip
     return run.state, run.records
+
+  @contextlib.contextmanager
+  def _keeps(self, run: _training_run.TrainingRun) -> Iterator[None]:
+    """Keeps the state when an error ends a run: the caller has donated its."""
+    try:
+      yield
+    except BaseException as error:
+      # A step that fails while it runs has used up the memory of its state.
+      if not _is_deleted(run.state):
+        self.interrupted = run.state, run.records
+        error.add_note(
+          f"The state after step {run.dispatched} is kept: continue from "
+          "`state, records = trainer.interrupted`."
+        )
+      raise
+
+
+def _is_deleted(state: PyTree) -> bool:
+  return any(
+    isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)
+  )
 
 
 def _train(

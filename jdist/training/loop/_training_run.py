@@ -4,8 +4,9 @@ import functools
 import inspect
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +29,12 @@ class CompiledStep:
     self,
     workers: collectives.Workers,
     step: Callable[..., tuple[_train_state.TrainState, dict[str, jax.Array]]],
+    max_shapes: int,
   ):
-    """Compiles nothing yet."""
+    """Compiles nothing yet; batches may have `max_shapes` shapes."""
     self.workers = workers
+    self._max_shapes = max_shapes
+    self._shapes: list[Any] = []
     self.takes_control = _takes_control(step)
     # The names of the metrics are known once the step has been traced.
     self.names: tuple[str, ...] = ()
@@ -63,6 +67,30 @@ class CompiledStep:
     # Each array that the host reads is a transfer, so all metrics are one.
     values = [jnp.asarray(metrics[n], jnp.float32) for n in self.names]
     return state, jnp.stack(values)
+
+  def shape_number(self, placed: PyTree) -> int:
+    """Returns the number of a batch's shape, from 0 in order of appearance."""
+    leaves, structure = jax.tree.flatten(placed)
+    shape = structure, tuple((x.shape, x.dtype) for x in leaves)
+    if shape in self._shapes:
+      return self._shapes.index(shape)
+    number, most = len(self._shapes) + 1, self._max_shapes
+    if number > most:
+      raise ValueError(
+        f"`max_shapes` must be at least the number of shapes of the batches, "
+        f"each of which compiles programs of its own, got {most} and a batch "
+        f"of shape {number}: {[x.shape for x in leaves]}. Pad the batches and "
+        'give them a `"mask"`, or raise `max_shapes`.'
+      )
+    if self._shapes:
+      warnings.warn(
+        f"Batch shape {number} of at most {most} (`max_shapes`) compiles "
+        f"further programs: {[x.shape for x in leaves]}.",
+        RuntimeWarning,
+        stacklevel=2,
+      )
+    self._shapes.append(shape)
+    return number - 1
 
   def program(
     self, state: _train_state.TrainState, control: transforms.Control
@@ -144,6 +172,22 @@ def _given(control: transforms.Control) -> dict[str, Any]:
   return {} if control == transforms.Control() else {"control": control}
 
 
+class _Flying(NamedTuple):
+  """A step that is running.
+
+  Attributes:
+    key: The number of its batch's shape, and its control.
+    idle: Whether the round's end sends nothing, see `Choice`.
+    samples: The number of samples of all workers.
+    metrics: The metrics of all workers, on the devices.
+  """
+
+  key: tuple[int, transforms.Control]
+  idle: bool
+  samples: int
+  metrics: jax.Array
+
+
 class TrainingRun:
   """One call of `fit`: the state, the steps in flight, clocks and sums."""
 
@@ -170,10 +214,11 @@ class TrainingRun:
     self._sent_bytes = history.sent_bytes or 0.0
     self._evaluate = evaluate
     self._on_record = on_record
-    self._programs: dict[transforms.Control, Any] = {}
-    self._traffic: dict[transforms.Control, collectives.Traffic] = {}
-    # The choices and metrics of the steps in flight, two at most.
-    self._flying: list[tuple[_programs.Choice, jax.Array]] = []
+    # Both by the number of the batch's shape and the control.
+    self._programs: dict[tuple[int, transforms.Control], Any] = {}
+    self._traffic: dict[tuple[int, transforms.Control], Any] = {}
+    # The steps in flight, two at most.
+    self._flying: list[_Flying] = []
     view = step.workers.view
     # The step at which the call starts, and the number of updates whose metrics
     # have been read.
@@ -193,7 +238,6 @@ class TrainingRun:
     found = transforms.skipped(state.opt_state)
     self._skipped = 0 if found is None else int(view(found))
     self._samples = history.samples
-    self._samples_per_step = 0
     self._train_s = history.train_s
     # Training time is counted from here on. None leaves out the first step of
     # a call, which compiles.
@@ -202,14 +246,16 @@ class TrainingRun:
   def place(self, batch: PyTree) -> PyTree:
     """Puts a batch onto the devices; the first one prepares the programs."""
     placed = self._step.workers.place(batch)
-    if not self._traffic:
-      first = jax.tree.leaves(placed)[0]
-      self._samples_per_step = first.shape[0] * first.shape[1]
-      self._prepare(placed)
+    shape = self._step.shape_number(placed)
+    if not any(known == shape for known, _ in self._traffic):
+      # The time of compiling is not training time.
+      self.read()
+      self._prepare(placed, shape)
     return placed
 
-  def _prepare(self, placed: PyTree) -> None:
-    """Compiles all programs, and counts what each sends."""
+  def _prepare(self, placed: PyTree, shape: int) -> None:
+    """Compiles all programs of a shape, and counts what each sends."""
+    first = not self._traffic
     self.watchdog.beat("compiling", patience=4.0)
     ahead = self._ahead[0]
     needed: tuple[_programs.Choice, ...] = (_programs.Choice(),)
@@ -222,10 +268,13 @@ class TrainingRun:
       needed = self._choices.needed(self._due_after, ahead[0] < 0)
       at_once = self._choices.at_once
     for choice in needed:
-      self._compile(choice.control, placed, now=len(needed) > 1)
+      # A single program compiles in its first call, of which the time does not
+      # count, if it is the run's first step.
+      now = len(needed) > 1 or not first
+      self._compile(choice.control, placed, shape, now=now)
     if not self._independent:
       self._step.check_communicates(self.state, [*self._traffic.values()])
-    if self._sent_before is None and self.start:
+    if first and self._sent_before is None and self.start:
       self._sent_bytes = self._sent_at_once(placed, at_once)
 
   def _sent_at_once(
@@ -243,17 +292,19 @@ class TrainingRun:
     return ends.sent_bytes(rounds, 0) + within.sent_bytes(steps - rounds, 0)
 
   def _compile(
-    self, control: transforms.Control, placed: PyTree, *, now: bool
+    self, control: transforms.Control, placed: PyTree, shape: int, *, now: bool
   ) -> None:
     """Makes a program, and counts what it sends."""
-    self._traffic[control] = self._step.traffic(self.state, placed, control)
+    self._traffic[shape, control] = self._step.traffic(
+      self.state, placed, control
+    )
     program = self._step.program(self.state, control)
     if now:
       # Otherwise the program would be compiled in the middle of the run, while
       # the device waits and the clock of training time runs.
       program = program.lower(self.state, placed).compile()
       self.watchdog.beat("compiling", patience=4.0)
-    self._programs[control] = program
+    self._programs[shape, control] = program
 
   def dispatch(self, placed: PyTree) -> None:
     """Starts a step on a batch."""
@@ -263,36 +314,44 @@ class TrainingRun:
     place, choice = self._ahead[0], _programs.Choice()
     if place is not None:
       choice = self._choices.choose(place)
-    if choice.control not in self._programs:
-      self._compile(choice.control, placed, now=False)
-    self.state, metrics = self._programs[choice.control](self.state, placed)
-    self._flying.append((choice, metrics))
+    key = self._step.shape_number(placed), choice.control
+    if key not in self._programs:
+      self._compile(choice.control, placed, key[0], now=False)
+    leaves = jax.tree.leaves(placed)
+    samples = math.prod(leaves[0].shape[:2]) if leaves else 0
+    self.state, metrics = self._programs[key](self.state, placed)
+    self._flying.append(_Flying(key, choice.idle, samples, metrics))
     # The metrics of this step will bring the place of the one after next.
     self._ahead = self._ahead[1:]
+
+  @property
+  def dispatched(self) -> int:
+    """The number of the last step that was dispatched."""
+    return self.step + len(self._flying)
 
   def read(self, *, leave: int = 0) -> None:
     """Reads the steps in flight except the last ones, by default all."""
     while len(self._flying) > leave:
-      self._take(*self._flying.pop(0))
+      self._take(self._flying.pop(0))
 
-  def _take(self, choice: _programs.Choice, metrics: jax.Array) -> None:
+  def _take(self, step: "_Flying") -> None:
     """Waits for a step, and adds its metrics to the sums."""
-    rows = _local_rows(metrics)
+    rows = _local_rows(step.metrics)
     now_s = time.perf_counter()
     before = self.step
     self.step += 1
     self.watchdog.beat(f"the last was step {self.step}")
     if self._since_s is not None:
       self._train_s += now_s - self._since_s
-      self._samples += self._samples_per_step
+      self._samples += step.samples
     self._since_s = now_s
     columns = dict(zip(self._step.names, rows.T, strict=True))
-    traffic = self._traffic[choice.control]
+    traffic = self._traffic[step.key]
     rounds = int(columns["rounds"][0])
     # A message that was streamed before is not sent again at the round's end.
-    ended = 0 if choice.idle else rounds - self._rounds
+    ended = 0 if step.idle else rounds - self._rounds
     # In a program that always ends a round, a round's traffic is a step's.
-    before = self._rounds if choice.control.round_ends else before
+    before = self._rounds if step.key[1].round_ends else before
     self._sent_bytes += traffic.sent_bytes(
       1, ended, after_steps=before, after_rounds=self._rounds
     )
