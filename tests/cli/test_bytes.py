@@ -34,7 +34,7 @@ def test_bad_option_is_refused_in_one_line(words, told, refusal):
 
 
 @pytest.mark.slow
-def test_the_three_counts_agree():
+def test_three_counts_agree():
   done = subprocess.run(
     [
       sys.executable, "-m", "jdist", "bytes", "--model", "mlp",
@@ -56,18 +56,19 @@ def test_the_three_counts_agree():
   )
   assert {when for _, when in rows} - {"when"} == {"always"}
   rows = {name: row for (name, _), row in rows.items()}
-  # 101,770 float32 parameters around a ring of 4, 2 * 3/4 of them sent.
+  # A ring of four sends 2 * 3/4 of 101,770 float32 parameters.
   assert rows["ssgd"][1:4] == ["-", "0.6106", "0.6106"]
   assert rows["ssgd"][-1] == "1.0x"
-  # The first layer, 100,480 of them,
-  # sent in every step: `--interval` is not its.
+  # MP² sends the 100,480 parameters of the first layer in every step, and does
+  # not use `--interval`.
   assert rows["mp2"][:4] == ["1", "-", "0.6029", "0.6029"]
   assert rows["local_sgd"][0] == "8" and rows["local_sgd"][-1] == "8.0x"
   for name in ("qsgd", "powersgd", "sparse_loco"):
     told, traced, compiled = map(float, rows[name][1:4])
     assert told == pytest.approx(traced, rel=0.01, abs=0.001), name
     assert compiled == pytest.approx(traced, rel=0.01, abs=0.001), name
-  # Exact means first, then a bit for each entry, scales and residuals' bytes.
+  # The warm-up sends exact means. Then each entry takes a bit, and scales and
+  # residuals take some bytes.
   assert warm[1:4] == ["-", "0.6106", "0.6106"]
   told, traced, compiled = map(float, signs[1:4])
   assert told == pytest.approx(0.6106 / 32, rel=0.02)

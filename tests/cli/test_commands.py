@@ -1,4 +1,4 @@
-"""Whole runs of both commands, as small as they come."""
+"""Whole runs of `train` and `compare`, as small as possible."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ def test_compare_writes_rows_a_table_and_a_picture(tmp_path, capsys):
   words += ["--output", str(tmp_path / "out")]
   assert cli.main(words) == 0
   out, error = capsys.readouterr()
-  assert error == ""  # No progress where nobody looks.
+  assert error == ""  # Progress is shown on a terminal only.
   assert "1442 training and 355 test images" in out
   assert "9,610 parameters; N = 4 workers" in out
   for line in out.splitlines():
@@ -42,7 +42,7 @@ def test_compare_writes_rows_a_table_and_a_picture(tmp_path, capsys):
   assert [(r["method"], r["seed"]) for r in rows] == [
     ("ssgd", 0), ("msdpu", 0), ("ssgd", 1), ("msdpu", 1),
   ]  # fmt: skip
-  for row in rows:  # Each stands alone.
+  for row in rows:  # Each row is complete by itself.
     assert set(row) >= {
       "config", "seed", "commit", "device", "versions", "method", "workers",
       "learning_rate", "accuracy", "test_loss", "train_loss", "steps",
@@ -78,14 +78,14 @@ def test_compare_tunes_on_held_out_samples(tmp_path, capsys):
   words += ["--tuning-seeds", "1"]
   assert cli.main(words) == 0
   out = capsys.readouterr().out
-  # The highest was best, so that the grid went on in its ratio, once.
+  # The highest rate was best, so the grid was extended once in its ratio.
   assert "local_sgd: learning rate 0.1, of 1e-06, 0.1, 10000," in out
   assert "±" not in out.split("Mean ±")[0]  # One seed has no spread.
   tuning = training.read_rows(tmp_path / "tuning.jsonl")
   assert [r["learning_rate"] for r in tuning] == [1e-6, 0.1, 1e4]
   (row,) = training.read_rows(tmp_path / "rows.jsonl")
   assert row["learning_rate"] == 0.1
-  # The same command finds its rows, and runs what is new alone.
+  # The same command finds its rows, and runs only new trials.
   assert cli.main([*words, "--seeds", "0", "1", "--grid-extensions", "0"]) == 0
   out = capsys.readouterr().out
   assert "4 rows are in" in out
@@ -102,27 +102,27 @@ def test_same_command_resumes_a_run(tmp_path, capsys):
   assert cli.main(words) == 0
   first = capsys.readouterr().out
   assert "step 2/6" in first and "step 6/6" in first
-  # Once more: nothing is left to do, and the same is found.
+  # The same command once more has nothing to train, and finds the same.
   assert cli.main(words) == 0
   again = capsys.readouterr().out
   assert again.startswith("Nothing left to train: step 6 of 6.\nstep 6/6")
-  # Evaluated again; all else is told as before.
+  # The evaluation is repeated, and all other lines are equal.
   assert again.splitlines()[1] == first.splitlines()[-2]
   rows = training.read_rows(tmp_path / "out" / "rows.jsonl")
   for field in rows[0].keys() - {"config"}:
     assert rows[0][field] == rows[1][field], field
   assert rows[1].keys() - rows[0].keys() == {"resumed_from_step"}
-  # With other options it is another run.
+  # Other options make another run.
   for more, told in (
     (["--interval", "3"], "`--interval` is 2 in the checkpoint and 3 here."),
-    # Whose state has other arrays.
+    # These methods' states have other arrays.
     (["--method", "local_sgd"], "`--method` is diloco in the checkpoint and"),
     (["--outer", "sgd"], "`--outer` is not given in the checkpoint and sgd"),
   ):
     assert cli.main([*words, *more]) == 2
     out, error = capsys.readouterr()
     assert told in error and error.count("\n") == 1 and not out
-  # From a copy cut back to the step before: goes on from there.
+  # Without the last checkpoint, the run resumes from the one before.
   for path in (tmp_path / "ckpt").glob("step_00000006*"):
     path.rename(tmp_path / path.name)
   assert cli.main(words) == 0
@@ -140,8 +140,8 @@ def test_train_makes_a_new_directory_by_default(tmp_path, monkeypatch):
   assert [p.name for p in made.iterdir()] == ["rows.jsonl"]
 
 
-# The command line, in a process that can be interrupted: a shell lets those in
-# the background ignore that, and they their children.
+# Runs the command line in a process that can be interrupted: background
+# processes of a shell ignore SIGINT, and so do their children.
 _INTERRUPTIBLE = """
 import signal, sys
 from jdist import cli
@@ -170,8 +170,8 @@ def test_stopped_process_ends_the_others(tmp_path):
     # Both are in the middle of training once the first has been evaluated.
     assert started[0].stdout.readline()
     started[1].send_signal(signal.SIGINT)
-    # Long, as Python sees the signal only when its collective has returned,
-    # and a busy machine takes its time; one that hangs never returns.
+    # The timeout is long, because Python handles the signal only when its
+    # collective has returned, which takes long on a busy machine.
     assert started[1].wait(timeout=300) == 130
     assert started[0].wait(timeout=300) not in (0, None)
   finally:

@@ -38,7 +38,8 @@ def test_run_that_was_never_finite_keeps_no_states(tmp_path, capsys):
     f"{tmp_path / 'out'} --checkpoints {tmp_path / 'c'}"
   )
 
-  def show(*warning):  # As Python does where pytest does not keep them.
+  # Python shows warnings like this; pytest would keep them.
+  def show(*warning):
     print(warnings.formatwarning(*warning[:4]), end="", file=sys.stderr)
 
   with warnings.catch_warnings():
@@ -62,7 +63,7 @@ def test_tuning_never_chooses_a_diverged_rate(tmp_path, capsys):
   grid = "--learning-rate 0.001 1e30"
   assert cli.main(f"{words} {grid}".split()) == 0
   assert _row(tmp_path)["learning_rate"] == 0.001
-  # If every rate diverges, none is chosen.
+  # No rate is chosen if every rate diverges.
   grid = "--learning-rate 1e29 1e30"
   assert cli.main(f"{words}/2 {grid}".split()) == 3
   told = capsys.readouterr()
@@ -78,7 +79,7 @@ def test_unknown_loss_is_no_divergence(tmp_path, capsys):
   )
   assert cli.main(words.split()) == 0
   assert (tmp_path / "c" / "step_00000001").is_dir()
-  # Nor is there a rate after the step that compiles.
+  # The step that compiles has no rate of images either.
   one, two = capsys.readouterr().out.splitlines()[:2]
   assert one.startswith("step 1/2") and one.endswith(" – images/s")
   assert two.startswith("step 2/2") and "–" not in two

@@ -1,4 +1,4 @@
-"""What cannot be used is told in one line, and nothing is written."""
+"""Unusable options are refused in one line, and nothing is written."""
 
 import os
 import pathlib
@@ -207,7 +207,8 @@ def test_missing_data_set_is_reported_within_seconds(tmp_path):
     text=True,
     timeout=60,
   )
-  assert time.monotonic() - start_s < 30  # Most of it is the start of Python.
+  # Most of this time is the start of Python.
+  assert time.monotonic() - start_s < 30
   assert done.returncode == 2, done.stderr
   assert done.stderr.count("\n") == 1
   assert "python -m jdist.data prepare cifar10" in done.stderr

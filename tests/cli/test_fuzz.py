@@ -19,7 +19,8 @@ from jdist.cli import _commands, _options
 _ENDS = (0, 2, 3)
 _LIMIT_S = 240
 
-# Small enough for a run in seconds; what Hypothesis adds comes behind and wins.
+# These make a run take seconds; options that Hypothesis adds behind override
+# them.
 _SMALL = (
   "--dataset", "synthetic", "--model", "mlp", "--steps", "2", "--workers", "2",
   "--batch-size", "16", "--evaluate-every-epochs", "50",
@@ -37,7 +38,7 @@ _WORDS = st.sampled_from(
    "1f1b", "gpipe", "ours", "2bw", "bsp", "dbs", "adamw", "group", "batch",
    "digits", "synthetic", "/no/such/file", "/dev/null", "/", "é\N{SNOWMAN}"]
 )  # fmt: skip
-# These cost minutes, reach the network or a cluster, or leave files about.
+# These take minutes, use the network or a cluster, or write files elsewhere.
 _LEFT_OUT = {
   "coordinator_address", "num_processes", "process_id", "preset", "address",
   "driver", "output", "checkpoints", "tensorboard", "final_params",
@@ -59,7 +60,7 @@ def _option(command):
       return st.sampled_from([[word], [f"--no-{word[2:]}"]])
     values = st.one_of(_NUMBERS, _WORDS)
     if name in ("workers", "batch_size", "stages", "microbatches", "chunks"):
-      # Not a thousand devices.
+      # A thousand devices would take too long.
       values = st.sampled_from(["0", "1", "2", "3", "4", "-2", "x", "32", "64"])
     if name == "dataset":
       values = st.sampled_from(["synthetic", "digits", "no", ""])
@@ -101,7 +102,7 @@ def _check(words):
   """Runs a command in a directory of its own, where it ends as it should."""
   before = os.getcwd()
   out, error = io.StringIO(), io.StringIO()
-  # A command that hangs ends the test, and says where it stood.
+  # A command that hangs ends the test with a traceback.
   faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
   try:
     with (
@@ -141,7 +142,7 @@ _SETTINGS = {
 @hypothesis.settings(max_examples=8, **_SETTINGS)
 @hypothesis.given(st.lists(_option(_commands.Train), min_size=1, max_size=4))
 def test_random_bad_options_are_refused_in_one_line(options):
-  # One of them is wrong for certain, so that nothing is trained.
+  # The last option is always wrong, so nothing is trained.
   words = ["train", *_SMALL, *itertools.chain(*options), "--momentum", "2"]
   assert _check(words) == 2
 

@@ -1,4 +1,4 @@
-"""Help that teaches: every option once, with its default, at 80 columns."""
+"""The help shows every option once, with its default, at 80 columns."""
 
 import importlib.metadata
 import os
@@ -35,7 +35,7 @@ def _told(capsys, *words):
 @pytest.mark.parametrize(
   "words", [(), ("--help",), ("-h",), ("help",)], ids=" ".join
 )
-def test_the_overview_names_commands_methods_and_presets(words, capsys):
+def test_overview_names_commands_methods_and_presets(words, capsys):
   text = _told(capsys, *words)
   for name in (*_COMMANDS, *methods.registry, *_options.PRESETS):
     assert name in text
@@ -46,7 +46,7 @@ def test_the_overview_names_commands_methods_and_presets(words, capsys):
 def test_every_option_is_shown_once_and_explained(command, capsys):
   text = _told(capsys, command, "--help")
   fields = _help.fields(_ALL[command])
-  # `launch` keeps the command behind `--` in two more fields.
+  # `launch` stores the command behind `--` in two more fields.
   assert set(fields) == {*_ALL[command].__dataclass_fields__} - {
     "command", "train",
   }  # fmt: skip
@@ -97,7 +97,7 @@ def test_options_change_what_a_preset_sets(monkeypatch):
 
 
 @pytest.mark.smoke
-def test_the_module_and_the_entry_point_are_the_same():
+def test_module_and_entry_point_are_the_same():
   done = subprocess.run(
     [sys.executable, "-m", "jdist", "--version"],
     env=os.environ | {"PYTHONPATH": str(_ROOT)},

@@ -1,4 +1,4 @@
-"""An interrupt ends a command wherever it arrives."""
+"""An interrupt ends a command at any place in the code."""
 
 import functools
 import subprocess
@@ -8,13 +8,13 @@ import textwrap
 from jdist import cli
 from jdist.cli import _workload
 
-# A command that is interrupted where nobody can catch that, and goes on.
+# This command is interrupted where Python cannot raise the exception.
 _LOSES_ONE = textwrap.dedent("""
   import gc, os, signal, sys, time
   from jdist import cli
   from jdist.cli import _train
 
-  # A shell lets those in the background ignore it, and they their children.
+  # Background processes of a shell ignore SIGINT, and so do their children.
   signal.signal(signal.SIGINT, signal.default_int_handler)
 
   def lose(phase, info):
@@ -59,7 +59,7 @@ def test_interrupted_run_says_what_is_saved(tmp_path, monkeypatch, capsys):
   for at, more, told in (
     (1, "", "interrupted."),
     (1, saved, "interrupted: nothing is saved."),
-    # It is saved after it is evaluated.
+    # A step is saved after it has been evaluated.
     (
       3,
       saved,

@@ -1,4 +1,4 @@
-"""`jdist train --driver threads`: what is lost, saved, and resumed."""
+"""`jdist train --driver threads`: lost workers, saved and resumed runs."""
 
 import json
 import os
@@ -50,13 +50,15 @@ def train(tmp_path, monkeypatch):
     monkeypatch.setattr(training.Evaluator, "measure", measured)
     return cli.main([*words, *more])
 
-  # Settings of this thread are not those of the workers' threads.
+  # The workers' threads do not inherit the settings of this thread.
   jax.config.update("jax_numpy_dtype_promotion", "standard")
   yield run
   jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-def test_a_worker_that_is_lost_for_good_is_a_line(train, monkeypatch, capsys):
+def test_permanently_lost_worker_ends_the_run_in_one_line(
+  train, monkeypatch, capsys
+):
   def work(*args):
     raise RuntimeError("There is no memory.")
 
@@ -72,7 +74,7 @@ def lose():
   raise LostError
 
 
-def test_a_run_lost_during_an_evaluation_is_resumed(train, tmp_path, capsys):
+def test_run_lost_during_an_evaluation_resumes(train, tmp_path, capsys):
   with pytest.raises(LostError):
     train(at=(2, lose))
   records = tmp_path / "kept" / "records.json"
@@ -93,7 +95,7 @@ def test_a_run_lost_during_an_evaluation_is_resumed(train, tmp_path, capsys):
   assert [x["step"] for x in row["curve"]] == [46]
 
 
-def test_sigterm_saves_a_run(train, tmp_path, capsys):
+def test_sigterm_saves_the_run(train, tmp_path, capsys):
   def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -104,7 +106,7 @@ def test_sigterm_saves_a_run(train, tmp_path, capsys):
   assert (tmp_path / "kept" / f"update_{update:010d}").is_dir()
 
 
-def test_another_runs_checkpoint_is_explained_by_the_option(train, capsys):
+def test_checkpoint_of_another_run_names_the_option(train, capsys):
   assert train("--epochs", "1") == 0
   assert train("--epochs", "1", "--seed", "1") == 2
   error = capsys.readouterr().err
@@ -116,7 +118,7 @@ def test_another_runs_checkpoint_is_explained_by_the_option(train, capsys):
   )
 
 
-def test_the_clock_and_threads_train_alike(train, tmp_path):
+def test_clock_and_threads_train_alike(train, tmp_path):
   """A barrier makes the order of messages irrelevant."""
   for driver in ("clock", "threads"):
     kept = str(tmp_path / driver)

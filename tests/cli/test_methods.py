@@ -17,8 +17,8 @@ from jdist.cli import (
   _workload,
 )
 
-# Two workers who disagree have no majority, and between their targets nothing
-# is better than anything; Muon goes a bounded way in each step.
+# Two workers that disagree have no majority, so every point between their
+# targets is equally good; Muon's steps have a bounded length.
 _FAR = {"signsgd": 1.3, "muloco": 1.3}
 _SHAPES = {"a": (3,), "b": (2, 2), "c": (), "d": (5,)}
 
@@ -27,12 +27,12 @@ _MEAN = {"codec", "feedback", "reducer"}
 _ROUNDS = {"interval", "interval_policy"}
 _LATE = {"overlap", "delay_steps"}
 _NESTEROV = {"outer_learning_rate", "outer_momentum"}
-# They have no rounds, and an interval changes nothing.
+# These methods have no rounds, so an interval changes nothing.
 _IN_EVERY_STEP = {
   "ssgd", "od_sgd", "qsgd", "terngrad", "signsgd", "ef_signsgd",
   "one_bit_adam", "topk_sgd", "dgc", "powersgd", "demo",
 }  # fmt: skip
-# Those with trained networks have tests of their own.
+# The method with a trained network has tests of its own.
 _NAMES = [name for name in methods.registry if name != _methods.TRAINED]
 
 
@@ -64,7 +64,7 @@ def test_method_trains_towards_its_target(name, interval):
     w, state = jax.lax.scan(body, carry, length=budget.num_steps)[0]
     return transforms.anchor(state, w)
 
-  # Two workers, whose targets lie around 3.
+  # The targets of the two workers lie around 3.
   anchors = jax.jit(jax.vmap(one, axis_name="worker"))(jnp.array([2.0, 4.0]))
   for x in jax.tree.leaves(anchors):
     np.testing.assert_array_equal(x[0], x[1])
@@ -220,5 +220,5 @@ def test_host_ends_rounds_by_default(monkeypatch):
     chosen = dataclasses.replace(options, host_rounds=host_rounds)
     workload = _workload.build(chosen)
     _workload.Prepared(workload, chosen, "diloco", 0.1)
-  # None: wherever it can.
+  # None lets the trainer decide.
   assert told == [None, False]

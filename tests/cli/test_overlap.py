@@ -157,7 +157,7 @@ def run(tmp_path, capsys):
   return one
 
 
-# 118 thousand parameters, as many bytes in float32 and in a ring of 8.
+# A ring of eight sends 2 * 7/8 of the parameters' bytes.
 _BYTES = (784 * 128 + 128 + 128 * 10 + 10) * 4 * 2 * 7 / 8
 
 
@@ -171,7 +171,7 @@ def test_one_method_lists_its_collectives(run):
   assert 0 <= row["hidden_share"] <= 1
   assert "Collectives of ssgd" in out and "each step" in out
   assert "Stated rates, not measurements" in out
-  # Two layers, forward and backward, without the images' gradient.
+  # Two layers run forward and backward, without the images' gradient.
   layers = 784 * 128 * 2 + 128 * 10 * 3
   # The compiler pads 784 to 896 where it splits the sum.
   assert row["meeting"]["flops"] == pytest.approx(2 * 32 * layers, rel=0.1)
@@ -186,12 +186,12 @@ def test_streamed_round_is_hidden_and_conditional_one_is_not(run):
   )  # fmt: skip
   streamed, simple = rows
   assert streamed["interval"] == simple["interval"] == 4
-  # The same bytes in a round, up to the last sub-tensor's overlap.
+  # A round sends the same bytes, up to the last sub-tensor's overlap.
   assert streamed["mean_wire_bytes"] == pytest.approx(_BYTES / 4, rel=0.01)
   assert simple["mean_wire_bytes"] == pytest.approx(_BYTES / 4, rel=0.01)
   assert not any(m["conditional"] for m in streamed["messages"])
   assert all(m["conditional"] for m in simple["messages"])
-  # With slow products there is enough computation to hide under.
+  # With slow products, computation is long enough to hide the messages.
   assert streamed["hidden_share"] > 0.95
   assert streamed["messages"][0]["products"] > 0
   assert sum(m["products"] for m in simple["messages"]) == 0
@@ -211,7 +211,7 @@ def test_host_rounds_have_no_conditional(run):
   streamed, local, _ = told
   assert streamed["between"]["wire_bytes"] > 0
   assert local["between"]["wire_bytes"] == 0
-  # Nothing is copied around a conditional.
+  # Without a conditional nothing is copied around it.
   for one, other in zip(told[:2], decided[:2], strict=True):
     assert one["between"]["compute_s"] < other["between"]["compute_s"]
 
@@ -227,7 +227,7 @@ def test_less_merging_sends_more_messages(run):
 
 @needs_compiler
 def test_update_first_hides_under_the_forward_pass(run):
-  # Five in six of LeNet's bytes are behind its two convolutions.
+  # Five sixths of LeNet's bytes belong to the layers behind its convolutions.
   (row,), _ = run(
     "--methods", "ssgd:first",
     "--message-mb", "0.05", "--combine-mb", "0", "--in-flight", "4",
@@ -235,10 +235,10 @@ def test_update_first_hides_under_the_forward_pass(run):
     "--latency-us", "0", "--launch-us", "0",
     model="lenet",
   )  # fmt: skip
-  # 0.76; where the forward pass waits for all of them, next to nothing.
+  # It is 0.76, and almost nothing if the forward pass waits for all messages.
   assert row["hidden_share"] > 0.5
   front, *behind = row["messages"]
-  assert front["products"] == 0  # The first layer waits for its own.
+  assert front["products"] == 0  # The first layer waits for its message.
   assert sum(m["products"] > 0 for m in behind) >= len(behind) / 2
 
 
@@ -253,7 +253,7 @@ def test_late_sends_of_stages_run_around_their_tick(tmp_path, capsys):
   between, late = map(json.loads, lines)
   assert not between["late"] and late["late"]
   assert between["around"] == [1, 0] and late["around"] == [2, 2]
-  # The tables' ticks: 2 (M + S - 1), and with late sends 2 (M + 2 (S - 1)).
+  # A step has 2 (M + S - 1) ticks, and 2 (M + 2 (S - 1)) with late sends.
   assert (between["times"]["ticks"], late["times"]["ticks"]) == (10, 12)
   # The last stage's forward pass is part of its backward pass.
   assert late["forward_s"][1] == late["idle_s"] < late["forward_s"][0]
@@ -276,7 +276,7 @@ def test_update_first_sends_as_much_as_ssgd(run):
 
 @needs_compiler
 def test_update_first_hides_more_than_after_on_a_slow_link(tmp_path):
-  # In a process of its own: JAX must not have started.
+  # The command needs a process in which JAX has not started.
   pytest.importorskip("matplotlib")
   words = (
     "--model", "resnet8", "--methods", "ssgd", "ssgd:scattered", "ssgd:hybrid",
@@ -308,11 +308,11 @@ def test_link_rates_must_be_set_before_jax_starts():
 @pytest.mark.parametrize(
   ("model", "giga_flops"),
   [
-    # 4.09 billion multiply-adds an image, three times in training, without
-    # the first layer's gradient of the images.
+    # An image takes 4.09 billion multiply-adds, three times in training,
+    # without the first layer's gradient of the images.
     ("resnet50", (3 * 4.089 - 0.118) * 2),
-    # 6 a parameter and token without the 1,024 positions, and attention: two
-    # products of length x length x width in each of 12 layers.
+    # A token takes 6 operations for each parameter but the 1,024 positions.
+    # Each of 12 layers has two products of length x length x width.
     (
       "transformer",
       6e-9 * (124.44e6 - 1024 * 768) * 1024 + 3e-9 * 12 * 4 * 1024**2 * 768,

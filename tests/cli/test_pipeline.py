@@ -1,4 +1,4 @@
-"""`jdist pipeline`: what it prints and leaves, and what it refuses."""
+"""`jdist pipeline`: its output, its files and its refusals."""
 
 import json
 
@@ -15,7 +15,7 @@ def _run(words, capsys):
   return capsys.readouterr().out
 
 
-def test_a_table_is_drawn(capsys):
+def test_table_is_drawn(capsys):
   told = _run("draw gpipe --stages 2 --microbatches 2", capsys)
   assert told.splitlines() == [
     "gpipe: 2 devices, 2 stages, 2 micro-batches, 1 iteration",
@@ -34,7 +34,7 @@ def test_table_file_is_checked(capsys, tmp_path):
   assert "delay of the gradients, by stage: 1 1" in told
 
 
-def test_tables_are_compared_on_the_clock(capsys, tmp_path):
+def test_tables_are_simulated_and_compared(capsys, tmp_path):
   output = tmp_path / "out"
   names = list(pipeline.TABLES)
   told = _run(f"simulate {' '.join(names)} --output {output}", capsys)
@@ -68,11 +68,11 @@ def test_costs_and_machines_are_read(capsys, tmp_path):
   words = f"simulate gpipe --stages 2 --microbatches 1 --costs {costs} "
   _run(f"{words} --cluster {machines} --output {tmp_path / 'out'}", capsys)
   (row,) = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
-  # Both messages take a second.
+  # Each of both messages takes a second.
   assert json.loads(row)["makespan_s"] == pytest.approx(1 + 1 + 2 + 1 + 1)
 
 
-def test_a_plan_is_printed_and_its_table_can_be_checked(capsys, tmp_path):
+def test_plan_is_printed_and_its_table_can_be_checked(capsys, tmp_path):
   costs, output = tmp_path / "layers.toml", tmp_path / "out"
   costs.write_text(
     "".join(
@@ -94,7 +94,7 @@ def test_a_plan_is_printed_and_its_table_can_be_checked(capsys, tmp_path):
   assert "delay of the gradients, by stage: 1 1" in told
 
 
-def test_a_network_is_planned_by_its_operations(capsys, tmp_path):
+def test_network_is_planned_by_its_operations(capsys, tmp_path):
   words = "plan 1f1b --model lenet --stages 2 --batch-size 8 --samples 4"
   told = _run(f"{words} --output {tmp_path}", capsys)
   assert "conv" in told and "dense" in told

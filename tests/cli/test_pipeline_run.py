@@ -1,4 +1,4 @@
-"""`jdist train --stages`: what it trains, leaves, goes on with and refuses."""
+"""`jdist train --stages`: trained and resumed runs, and refusals."""
 
 import json
 import shutil
@@ -80,7 +80,7 @@ def test_killed_run_resumes_with_the_same_bits(more, step, tmp_path, capsys):
   assert process.poll() is None, "the run was over before it could be killed"
   process.kill()
   process.wait()
-  if step == 20:  # Exactly there, whatever has been saved since.
+  if step == 20:  # Later checkpoints are removed.
     for path in saved.glob("step_*"):
       if int(path.stem.split("_")[1]) > step:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -102,12 +102,12 @@ def test_late_from_runs_1f1b_before_its_window(tmp_path, capsys):
   whole = _train(late, tmp_path / "d", capsys)
   assert [x["step"] for x in half["curve"]] == [3, 6]
   assert len({x["test_loss"] for x in (plain, half, fixed, whole)}) == 4
-  # Stages of one worker's own pipeline do not count.
+  # Messages between the stages of one worker do not count.
   assert half["sent_bytes"] == whole["sent_bytes"] == plain["sent_bytes"]
 
 
 def test_stages_have_about_equally_many_operations():
-  # The first layer has nearly all of them.
+  # The first layer has nearly all operations.
   model = models.build(
     "mlp", input_shape=(8, 8, 1), num_classes=10, hidden_sizes=(512, 8, 8),
     abstract=True,

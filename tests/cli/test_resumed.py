@@ -1,4 +1,4 @@
-"""A run that goes on: it says from where, may be longer, with other workers."""
+"""A resumed run names its step, may be longer and have other workers."""
 
 import subprocess
 import sys
@@ -40,13 +40,13 @@ def test_resumed_run_may_be_longer_and_have_other_workers(tmp_path, capsys):
   rows = training.read_rows(tmp_path / "rows.jsonl")
   assert [row["steps"] for row in rows] == [4, 6, 8]
   assert [row["workers"] for row in rows] == [4, 4, 2]
-  # Each is of the whole run, and says from where it went on.
+  # Each row is of the whole run, and has the step of its checkpoint.
   assert [row.get("resumed_from_step") for row in rows] == [None, 4, 6]
   assert [x["step"] for x in rows[-1]["curve"]] == [4, 6, 8]
   assert rows[0]["train_s"] < rows[1]["train_s"] < rows[2]["train_s"]
 
 
-# Without what the extras bring; each is imported where it is used.
+# Refuses the imports of extras, each of which is made where it is used.
 _CORE = """
 import importlib.abc, sys
 gone = {"sklearn", "grain", "tensorflow_datasets", "array_record", "PIL",

@@ -1,4 +1,4 @@
-"""`jdist train --protocol`: a server's run, on the virtual clock."""
+"""`jdist train --protocol`: runs of servers on the virtual clock."""
 
 import os
 import signal
@@ -46,14 +46,12 @@ def rows(tmp_path):
   return training.read_rows(tmp_path / "out" / "rows.jsonl")
 
 
-def test_a_run_trains_evaluates_and_is_resumed(
-  words, tmp_path, capsys, monkeypatch
-):
+def test_run_trains_evaluates_and_resumes(words, tmp_path, capsys, monkeypatch):
   words += ["--checkpoints", str(tmp_path / "checkpoints")]
   assert cli.main(words) == 0
   out = capsys.readouterr().out
   assert out.count("virtual s  accuracy") == 2
-  # The same command finds the same records, and nothing left to train.
+  # The same command finds the same records, and has nothing to train.
   assert cli.main(words) == 0
   again = capsys.readouterr().out.splitlines()
   first = rows(tmp_path)[0]
@@ -81,11 +79,11 @@ def test_a_run_trains_evaluates_and_is_resumed(
   assert first["staleness"] == again["staleness"]
   assert (first["method"], first["clock"]) == ("dbs", "virtual")
   assert first["accuracy"] > 0.5
-  # A pass, in whole batches; 5 samples each 0.01 s.
+  # The run is a pass in whole batches, at 5 samples each 0.01 s.
   assert first["samples"] == pytest.approx(1442, abs=64)
   assert first["virtual_s"] == pytest.approx(1442 * 0.01 / 5, rel=0.1)
   assert first["iteration_spread"] < 1.5
-  # On other machines it is another run.
+  # Other machines make another run.
   file = words[words.index("--cluster") + 1]
   with open(file, "a") as cluster:
     cluster.write("seconds_per_batch = 0.1\n")
@@ -96,9 +94,7 @@ def test_a_run_trains_evaluates_and_is_resumed(
   assert "`--seed` is 0 in the checkpoint and 1 here" in capsys.readouterr().err
 
 
-def test_a_run_that_diverges_keeps_its_last_finite_state(
-  words, tmp_path, capsys
-):
+def test_diverged_run_keeps_its_last_finite_state(words, tmp_path, capsys):
   folder = tmp_path / "checkpoints"
   words[words.index("0.02")] = "1e30"
   words += ["--checkpoints", str(folder), "--warmup-epochs", "0"]
@@ -110,11 +106,11 @@ def test_a_run_that_diverges_keeps_its_last_finite_state(
   assert not list(folder.glob("update_*"))
   out = capsys.readouterr().err
   assert "1e+30 here, or a longer `--warmup-epochs`." in out
-  # Which servers do not take.
+  # Servers do not skip gradients.
   assert "--skip-nonfinite" not in out and "stay in" not in out
 
 
-def test_a_run_without_machines_ends_with_an_error_and_a_row(
+def test_run_without_machines_ends_with_an_error_and_a_row(
   words, file, tmp_path, capsys
 ):
   text = FILE.replace("[profile]", "outages = [{start_s = 1}]\n\n[profile]")
@@ -130,14 +126,14 @@ def test_a_run_without_machines_ends_with_an_error_and_a_row(
   assert out.out.count("update ") == len(row["curve"]) == 2
 
 
-def test_pushes_may_be_compressed(words, tmp_path):
+def test_codec_compresses_pushes(words, tmp_path):
   assert cli.main([*words, "--codec", "int4", "--feedback", "error"]) == 0
   (row,) = rows(tmp_path)
-  # 4 bits of 9,610 parameters and their scales, a push of each gradient.
+  # Each gradient is a push of 9,610 parameters in 4 bits, with scales.
   assert row["pushed_bytes"] < 38_440 / 6 * (row["steps"] + 2)
 
 
-def test_h_ps_trains_by_messages_of_few_bits(words, tmp_path):
+def test_h_ps_trains_with_few_bit_messages(words, tmp_path):
   file = words[words.index("--cluster") + 1]
   with open(file, "a") as cluster:
     cluster.write(
@@ -153,7 +149,7 @@ bandwidth_gbit_per_s = 0.001
   (row,) = rows(tmp_path)
   assert row["accuracy"] > 0.3
   assert set(row["staleness"]["counts"]) == {"0", "1"}
-  # Two of 12 rounds are exact, the others of 16 bits, and two are under way.
+  # Two of 12 rounds are exact, the others have 16 bits, and two are in flight.
   assert row["updates"] == 12
   assert row["pushed_bytes"] < 38_440 * 2 * (2 + 12 * 0.55)
 
@@ -163,7 +159,7 @@ def test_h_ps_pipelines_after_a_share_of_the_run(words, tmp_path):
   assert cli.main([*words, "--pipeline-from", "0.5"]) == 0
   (row,) = rows(tmp_path)
   assert row["updates"] == 12
-  # Six rounds in turn and the pipeline's first, of two workers.
+  # Two workers run six rounds in turn and the pipeline's first one.
   assert row["staleness"]["counts"] == {"0": 14, "1": 10}
 
 
@@ -193,7 +189,7 @@ def test_decoupled_diloco_takes_local_steps(words, tmp_path):
   assert cli.main(words) == 0
   (row,) = rows(tmp_path)
   assert row["accuracy"] > 0.3
-  # A push of two local steps with 64 samples each; a half of the parameters.
+  # A push has two local steps of 64 samples, for a half of the parameters.
   pushes = sum(row["staleness"]["counts"].values())
   assert row["samples"] == 128 * pushes
   assert row["pushed_bytes"] == pytest.approx(
@@ -245,7 +241,9 @@ def test_decoupled_diloco_takes_local_steps(words, tmp_path):
     ),
   ),
 )
-def test_what_a_server_cannot_use_is_one_line(more, rule, words, capsys):
+def test_unusable_server_options_are_refused_in_one_line(
+  more, rule, words, capsys
+):
   assert cli.main([*words, *more]) == 2
   error = capsys.readouterr().err
   assert rule in error and error.count("\n") == 1
@@ -259,7 +257,7 @@ def damped(batches):
   )
 
 
-def test_a_protocol_of_ones_own_trains(words, tmp_path):
+def test_user_defined_protocol_trains(words, tmp_path):
   words[words.index("dbs")] = f"{__name__}:damped"
   assert cli.main(words) == 0
   (row,) = rows(tmp_path)
@@ -267,11 +265,11 @@ def test_a_protocol_of_ones_own_trains(words, tmp_path):
 
 
 @pytest.mark.parametrize("more", (["--owned"], ["--bound", "1"]))
-def test_a_servers_options_need_a_protocol(more, capsys):
+def test_server_options_need_a_protocol(more, capsys):
   assert cli.main(["train", *more]) == 2
   assert "without `--protocol`" in capsys.readouterr().err
 
 
-def test_a_protocol_needs_machines(capsys):
+def test_protocol_needs_machines(capsys):
   assert cli.main(["train", "--protocol", "asp"]) == 2
   assert "`--cluster` must be given" in capsys.readouterr().err

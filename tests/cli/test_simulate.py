@@ -1,4 +1,4 @@
-"""`jdist simulate`: what it prints and leaves, and what it refuses."""
+"""`jdist simulate`: its output, its files and its refusals."""
 
 import json
 
@@ -34,9 +34,7 @@ def file(tmp_path):
   return str(path)
 
 
-def test_every_protocol_leaves_a_row_a_picture_and_a_timeline(
-  file, tmp_path, capsys
-):
+def test_each_protocol_writes_row_picture_and_timeline(file, tmp_path, capsys):
   output = tmp_path / "out"
   names = list(server.PROTOCOLS)
   words = ["simulate", file, "--protocols", *names, "--updates", "60"]
@@ -56,11 +54,11 @@ def test_every_protocol_leaves_a_row_a_picture_and_a_timeline(
   assert of["bsp"]["staleness"]["maximum"] == 0
   assert of["asp"]["iteration_spread"] > 7
   assert of["dbs"]["iteration_spread"] < 1.2
-  # One task in flight at each machine at the end.
+  # At the end each machine has one task in flight.
   assert of["asp"]["pulled_bytes"] == 1000 * 63
 
 
-def test_samples_and_seconds_are_limits_too(file, tmp_path):
+def test_samples_and_seconds_limit_a_simulation(file, tmp_path):
   for words, key in (
     ("--samples 320", "samples"),
     ("--seconds 2", "virtual_s"),
@@ -83,7 +81,7 @@ def test_h_ps_pipelines_after_a_share_of_the_run(file, tmp_path):
     row = json.loads((output / "rows.jsonl").read_text())
     assert row["updates"] == pytest.approx(40, abs=1)
     counts = row["staleness"]["counts"]
-    # 30 rounds in turn, and the pipeline's first.
+    # 30 rounds run in turn, as does the pipeline's first one.
     assert counts["0"] == 31 * 3
     assert counts["1"] == pytest.approx(9 * 3, abs=3)
 
@@ -118,7 +116,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_mistake_is_one_line_before_anything_starts(
+def test_invalid_input_is_refused_in_one_line(
   name, file, tmp_path, capsys, monkeypatch
 ):
   import re
@@ -131,7 +129,7 @@ def test_a_mistake_is_one_line_before_anything_starts(
   assert not (tmp_path / "runs").exists()
 
 
-def test_a_file_without_costs_is_refused(tmp_path, capsys):
+def test_file_without_costs_is_refused(tmp_path, capsys):
   path = tmp_path / "cluster.toml"
   path.write_text('[[nodes]]\nname = "a"\n')
   assert cli.main(["simulate", str(path)]) == 2
@@ -139,7 +137,7 @@ def test_a_file_without_costs_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("start_s", "updates"), [(0.0, 0), (1.0, 3)])
-def test_a_run_without_machines_says_when_it_ended(
+def test_run_without_machines_reports_its_end(
   start_s, updates, tmp_path, capsys
 ):
   away = f"\n[[nodes.outages]]\nstart_s = {start_s}\n"

@@ -1,4 +1,4 @@
-"""Commands on texts: what they train, say, go on with and refuse."""
+"""Commands on texts: trained, resumed and refused runs."""
 
 import json
 import shutil
@@ -65,7 +65,7 @@ def test_late_pipeline_on_a_text_resumes(text, tmp_path, capsys):
   assert " bits per byte  accuracy " in out and " bytes/s" in out
   assert whole["config"]["dataset"] == _named(text)
   assert 4 < whole["bits_per_token"] < 9 and whole["perplexity"] > 16
-  # As if it had been killed before its last checkpoint.
+  # The run is left as if it had been killed before its last checkpoint.
   _, last = sorted(x for x in kept.iterdir() if x.is_dir())
   shutil.rmtree(last)
   last.with_suffix(".json").unlink()

@@ -1,4 +1,4 @@
-"""A method of one's own: a sync rule and an entry of the registry."""
+"""A user's method is a sync rule and an entry of the registry."""
 
 import functools
 
@@ -10,7 +10,7 @@ import pytest
 from jdist import cli, methods, training, transforms
 
 
-# The first of two things: how a round ends.
+# The sync rule decides how a round ends.
 class SignedOuterStep(transforms.OuterStep):
   """Moves the anchor by the signs of the mean pseudo-gradient."""
 
@@ -18,7 +18,7 @@ class SignedOuterStep(transforms.OuterStep):
     return super().move(end, jax.tree.map(jnp.sign, mean), exact, relative)
 
 
-# The second, which a library's method has in `methods.registry`.
+# A method of the library has its entry in `methods.registry`.
 TOY = methods.Method(
   "local steps; the signs of their mean are an outer gradient",
   functools.partial(
@@ -40,7 +40,7 @@ def test_new_sync_rule_trains_from_the_command_line(
   assert cli.main(words) == 0
   (row,) = training.read_rows(tmp_path / "rows.jsonl")
   assert row["method"] == "toy" and row["rounds"] == 3
-  # Four bits for each of 9,610 parameters, and scales.
+  # Each of 9,610 parameters takes four bits, and blocks have scales.
   exact = 2 * 3 / 4 * 4 * 9610
   assert row["sent_bytes"] / row["rounds"] == pytest.approx(exact / 8, rel=0.15)
   assert cli.main(["--help"]) == 0

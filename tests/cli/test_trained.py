@@ -1,4 +1,4 @@
-"""`--method mp2`, with a network that was trained before."""
+"""`--method mp2` with a trained predictor."""
 
 import chex
 import jax
@@ -29,7 +29,7 @@ def built(method, model, **options):
   return _methods.build_method(method, options, budget, None, model)
 
 
-def test_mp2_takes_the_rest_from_the_predictor(predictor):
+def test_mp2_predicts_the_rest(predictor):
   model = mlp(seed=3)
   chain = built("mp2", model, predictor=str(predictor))
   gradients = jax.tree.map(jnp.ones_like, model.params)
@@ -50,7 +50,7 @@ def test_mp2_takes_the_rest_from_the_predictor(predictor):
 def test_predictor_of_another_network_is_refused(command, predictor, refusal):
   told = refusal(f"{command} mp2 --predictor {predictor} --model lenet")
   assert f"`--predictor` {predictor} cannot be used" in told
-  # The first leaf that differs, and both shapes.
+  # The error names the first leaf that differs, with both shapes.
   assert "conv1.kernel float32[5, 5, 1, 6]" in told
   assert "dense1.kernel float32[64, 128]" in told
 
@@ -67,7 +67,7 @@ def test_run_resumes_only_with_its_predictor(predictor, tmp_path, capsys):
   words += f" --output {tmp_path / 'out'} --checkpoints {tmp_path / 'kept'}"
   words = [*words.split(), "--predictor"]
   assert cli.main([*words, str(predictor)]) == 0
-  # The path may change when the network does not.
+  # The path may change if the predictor does not.
   moved = predictor.rename(tmp_path / "moved")
   assert cli.main([*words, str(moved)]) == 0
   capsys.readouterr()

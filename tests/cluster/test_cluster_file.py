@@ -1,4 +1,4 @@
-"""Tests of clusters as TOML files."""
+"""Clusters are read from TOML files."""
 
 import math
 import textwrap

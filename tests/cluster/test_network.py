@@ -1,4 +1,4 @@
-"""Tests of messages beside each other on links."""
+"""Messages share links in the order of arrival, or fairly."""
 
 import fractions
 
@@ -45,7 +45,8 @@ def test_first_come_links_keep_the_order():
 
 
 def test_fair_links_give_each_an_equal_part():
-  # One alone for a second, then two until the second has had its byte: at 3.
+  # The first message is alone for a second; then two share the link until the
+  # second one has passed its byte, at second 3.
   messages = [(0, "a", "b", 3), (1, "a", "b", 1), (1, "b", "a", 1)]
   assert arrivals(two("fair"), messages) == [4, 3, 2]
 

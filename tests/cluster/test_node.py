@@ -1,4 +1,4 @@
-"""Tests of machines whose speed changes, and of what a batch costs."""
+"""Machines change their speed, and batches have costs."""
 
 import math
 import random
@@ -62,7 +62,7 @@ def test_batch_larger_than_memory_raises():
     machines.check_batches(profile, 9)
 
 
-def test_a_profile_is_measured_by_medians():
+def test_profile_is_measured_by_medians():
   seconds = iter([9.0, 9.0, 1.0, 2.0, 50.0, 2.0, 1.0, 2.0])
   found = cluster.Profile.measure(
     lambda _: next(seconds), [10, 20], repeats=3, pull_bytes=4.0

@@ -7,7 +7,7 @@ from jdist import cluster
 
 def test_negative_batch_time_is_fitted_as_zero():
   found = cluster.Profile.fit([10, 20], [0.05, 0.2])
-  # Sum of x y over that of x x: (0.5 + 4) / 500.
+  # The slope through the origin is sum(x y) / sum(x x) = (0.5 + 4) / 500.
   assert found.seconds_per_batch == 0.0
   assert found.seconds_per_sample == pytest.approx(0.009)
   flat = cluster.Profile.fit([10, 20], [0.2, 0.1])

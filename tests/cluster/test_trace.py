@@ -1,4 +1,4 @@
-"""Tests of traces, their export and their picture."""
+"""Traces are exported and drawn."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_perfetto_file_has_a_thread_for_each_resource(tmp_path):
   ]
 
 
-def test_a_picture_has_a_row_for_each_resource(tmp_path):
+def test_picture_has_a_row_for_each_resource(tmp_path):
   matplotlib = pytest.importorskip("matplotlib.figure")
   axes = matplotlib.Figure().subplots()
   trace = drawn()

@@ -1,4 +1,4 @@
-"""One table, a line for each codec, through the same properties."""
+"""Table of codecs, with a line for each, which all have the same properties."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 
 from jdist import codecs
 
-# A full block of 256 and a short one; no multiple of 5 or 8.
+# This makes a full block of 256 and a short one, and is no multiple of 5 or 8.
 SIZE = 283
 
 

@@ -1,4 +1,4 @@
-"""Codes go into bytes and come back."""
+"""Codes are packed into bytes and unpacked."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -113,7 +113,7 @@ def test_nothing_is_gathered_scattered_or_transposed(width):
 
 def test_trits_match_hand_computation():
   codes = jnp.array([1, 2, 0, 1, 2, 2, 1], jnp.int32)
-  # 1 + 3 * 2 + 9 * 0 + 27 * 1 + 81 * 2, and 2 + 3 * 1 left over.
+  # The bytes are 1 + 3 * 2 + 9 * 0 + 27 * 1 + 81 * 2 and the rest, 2 + 3 * 1.
   packed = _bits.pack_trits(codes)
   assert packed.tolist() == [196, 5]
   assert _bits.unpack_trits(packed, 7).tolist() == codes.tolist()

@@ -1,4 +1,4 @@
-"""Sixteen bits in place of 32."""
+"""Casts to 16 bits round as stated."""
 
 import jax
 import jax.numpy as jnp

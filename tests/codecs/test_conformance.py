@@ -1,4 +1,4 @@
-"""Every codec of the table has every property."""
+"""All codecs of the table have the same properties."""
 
 import inspect
 
@@ -102,7 +102,7 @@ def test_16_bit_arrays_are_recovered(name, dtype):
   x, found = np.asarray(x, np.float64), found.astype(np.float64)
   extra = np.abs(found) * 2**-8
   assert np.all(np.abs(found - x) <= TABLE[name].error(x) + extra + 1e-3)
-  # Float16's largest stays finite, whatever scales are rounded to.
+  # The dtype's largest number stays finite, however scales are rounded.
   ends = np.full(_table.SIZE, jnp.finfo(dtype).max, np.float32)
   assert np.all(np.isfinite(_table.decoded(name, jnp.asarray(ends, dtype))))
 
@@ -146,7 +146,7 @@ def test_denormal_entries_stay_small(name):
     return
   x = np.float32(1e-40) * _table.normal()
   found = _table.decoded(name, x)
-  assert np.all(np.abs(found) <= 3 * TINY)  # Also no NaN.
+  assert np.all(np.abs(found) <= 3 * TINY)  # A NaN would fail, too.
 
 
 @every_line
@@ -170,7 +170,8 @@ def test_encoding_is_idempotent(name):
   np.testing.assert_array_equal(twice, once)
 
 
-# A program each: every second line, and of each class one, but when slow.
+# Each codec compiles a program, so the default set takes every second line and
+# one of each class.
 _MAPPED = [
   *list(TABLE)[::2], "qsgd", "ternary", "top", "random", "top cosines",
 ]  # fmt: skip
@@ -224,11 +225,11 @@ def test_unbiased_codecs_have_the_right_mean(name):
   found = jax.jit(jax.vmap(lambda key: run(x, key)[1]))(keys)
   found = np.asarray(found, np.float64)
   deviation = found.std(0) / np.sqrt(trials)
-  # Five standard deviations, and what 16 random bits leave.
+  # The bound is five standard deviations and the error of 16 random bits.
   scale = np.linalg.norm(x)
   assert np.all(np.abs(found.mean(0) - x) <= 5 * deviation + 2e-5 * scale)
   assert found.std(0).max() > 0
-  # All entries together: a bias of rounding would point the same way.
+  # Over all entries together, because a rounding bias has one direction.
   each = (found - x).mean(1)
   assert abs(each.mean()) <= 5 * each.std() / np.sqrt(trials) + 2e-5 * scale
 

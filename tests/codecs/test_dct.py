@@ -1,4 +1,4 @@
-"""Blocks become cosines and come back."""
+"""Blocks are transformed to cosines and back."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def test_two_entries_match_hand_computation():
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8, 64])
-def test_the_matrix_is_orthonormal_and_the_one_defined(size):
+def test_matrix_is_orthonormal_and_the_one_defined(size):
   matrix = _dct.dct_matrix(size)
   np.testing.assert_allclose(matrix @ matrix.T, np.eye(size), atol=1e-6)
   x = np.asarray(normal(size))
@@ -83,11 +83,11 @@ def cosines_matrix(n):
   ("shape", "chunk", "k", "sides"),
   [
     ((8, 12), 4, 3, (4, 4)),
-    ((6, 10), 4, 2, (3, 2)),  # What `chunk` does not divide.
-    ((9, 15), 4, 2, (3, 3)),  # Odd.
-    ((7, 8), 4, 2, (1, 4)),  # A prime above `chunk`,
-    ((3, 5), 8, 4, (3, 5)),  # and two below.
-    ((11, 13), 4, 3, (1, 1)),  # Two above: all of it goes.
+    ((6, 10), 4, 2, (3, 2)),  # `chunk` divides neither size.
+    ((9, 15), 4, 2, (3, 3)),  # Both sizes are odd.
+    ((7, 8), 4, 2, (1, 4)),  # A prime is above `chunk`.
+    ((3, 5), 8, 4, (3, 5)),  # Two primes are below it.
+    ((11, 13), 4, 3, (1, 1)),  # Two primes above make tiles of one entry.
     ((3, 3, 2, 10), 4, 2, (3, 2)),
     ((70,), 4, 1, (1, 2)),
     ((13,), 4, 3, (1, 1)),
@@ -100,7 +100,8 @@ def test_tiles_have_the_largest_divisors_as_sides(shape, chunk, k, sides):
   codec = DCTTopK(chunk, k)
   wanted = largest_cosines(np.asarray(x), chunk, k)
   np.testing.assert_allclose(there_and_back(codec, x), wanted, atol=1e-5)
-  # No tile sends more than it has, and one that sends all needs no indices.
+  # No tile sends more entries than it has, and one that sends all needs no
+  # indices.
   in_tile = sides[0] * sides[1]
   values = 32 * x.size // in_tile * min(k, in_tile)
   indices = codec.num_bits(x) - values
@@ -136,7 +137,7 @@ def test_cosine_needs_one_coefficient():
   x = jnp.asarray(np.outer(wave, wave), jnp.float32)
   codec = DCTTopK(k=1)
   np.testing.assert_allclose(there_and_back(codec, x), x, atol=1e-5)
-  # One value, and one index of twelve bits in two bytes.
+  # It sends one value, and one index of twelve bits in two bytes.
   assert codec.num_bits(x) == 32 + 16
 
 
@@ -155,7 +156,7 @@ def test_defaults_match_demo():
   codec = DCTTopK()
   assert (codec.chunk, codec.k) == (64, 32)
   like = jax.ShapeDtypeStruct((256, 512), jnp.float32)
-  # 32 tiles of 32 floats; indices in fewer than the 12 bits of their place.
+  # 32 tiles send 32 floats each, with indices of less than 12 bits.
   assert codec.num_bits(like) < 32 * 32 * (32 + 9.1)
 
 

@@ -1,4 +1,4 @@
-"""Indices travel in the fewest bits and come back."""
+"""Indices are packed into the fewest bits and unpacked."""
 
 import chex
 import hypothesis
@@ -23,7 +23,7 @@ def num_bytes(parts):
 
 
 def test_local_indices_match_hand_computation():
-  # Two chunks of 16 with two of each, and one of a last chunk of 3.
+  # Two chunks of 16 send two entries each, and a last chunk of 3 sends one.
   indexing = _indices.Indexing(35, 5, 16, 2)
   assert indexing.form == "local"
   assert indexing.num_bits == 5 * 4
@@ -34,7 +34,7 @@ def test_local_indices_match_hand_computation():
 
 def test_split_indices_match_hand_computation():
   indexing = _indices.Indexing(64, 4, 64, 4, distinct=False)
-  # Of four low bits each, and a row of 4 + 3 bits.
+  # An index has four low bits, and a row of 4 + 3 bits holds the high parts.
   assert (indexing.form, indexing.low) == ("split", 4)
   assert indexing.num_bits == 4 * 4 + 4 + 3
   parts = round_trip(indexing, [5, 16, 31, 63])
@@ -69,7 +69,7 @@ def test_few_entries_need_few_bits_an_index(part, most):
     num = int(np.ceil(part * size))
     indexing = _indices.Indexing(size, num, size, num)
     assert indexing.num_bits / num < most
-    # Within 6 % of what the number of choices asks for.
+    # The entropy is the lower bound, which is exceeded by less than 7 %.
     entropy = -part * np.log2(part) - (1 - part) * np.log2(1 - part)
     assert indexing.num_bits < 1.07 * size * entropy
 

@@ -1,4 +1,4 @@
-"""The largest entries are found as a sort finds them."""
+"""The search finds the same largest entries as a sort."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jdist import collectives
 from jdist.codecs import _largest
 
-LENGTH = 20000  # Long enough not to be sorted.
+LENGTH = 20000  # Shorter rows are sorted.
 
 
 def largest_reference(row, k):
@@ -61,7 +61,7 @@ NAMES = [
 find = jax.jit(_largest.largest, static_argnames=("k", "at_least"))
 
 
-def test_the_keys_are_ordered_as_magnitudes_are():
+def test_keys_are_ordered_as_magnitudes_are():
   x = jnp.array([0.0, -1e-44, 1e-40, 1.0, -1.5, 3e38, -jnp.inf, jnp.nan])
   keys = _largest.magnitude_keys(x)
   assert (jnp.diff(keys) > 0).all()
@@ -89,12 +89,13 @@ def test_any_length_is_searched(name, length):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("k", [20, 200])
-def test_a_sampled_threshold_keeps_its_bounds(name, k):
+def test_sampled_threshold_keeps_its_bounds(name, k):
   x = some_rows(name)
   found = find(x, k, at_least=-(-8 * k // 10))
   for row, indices, used in zip(x, *jax.device_get(found), strict=True):
     assert 0.8 * k <= used <= k
-    # They are the largest, though fewer; what is left over is the last.
+    # Fewer entries may be sent, but these are the largest; unused slots hold
+    # the last index.
     wanted = largest_reference(row, int(used))
     np.testing.assert_array_equal(indices[:used], wanted)
     assert (indices[used:] == LENGTH - 1).all()

@@ -1,4 +1,4 @@
-"""Few-bit integers against a reference in NumPy."""
+"""Few-bit integers match a reference in NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,8 @@ def test_four_bits_match_hand_computation():
   codec = codecs.Quantize(4, 4)
   x = jnp.array([7.0, -3.0, 1.4, -7.0, 0.5, 0.2])
   payload = encode(codec, x)
-  # 14, 4, 8, 0 and then, of 0.5, 14 and round(2.8) + 7 = 10.
+  # The full block has 14, 4, 8, 0; the short one, with a maximum of 0.5, has 14
+  # and round(2.8) + 7 = 10.
   full, short = payload.codes
   assert full.tolist() == [[14 + 16 * 8, 4 + 16 * 0]]
   assert short.tolist() == [[14 + 16 * 10]]
@@ -71,7 +72,7 @@ def test_one_bit_is_sign_times_largest_magnitude():
 
 
 def test_norm_levels_match_qsgd():
-  # s = 3 levels of ‖(3, 4)‖ = 5: 3 lies at level 1.8 and 4 at 2.4.
+  # With s = 3 levels of ‖(3, 4)‖ = 5, 3 lies at level 1.8 and 4 at 2.4.
   codec = codecs.Quantize(3, None, "norm", "stochastic")
   x = jnp.array([3.0, -4.0])
   keys = jax.random.split(jax.random.key(0), 40)
@@ -96,7 +97,7 @@ def test_norm_levels_match_qsgd():
 def test_codes_agree_with_a_float64_reference(codec):
   x = _table.normal(11, 1500) * 5
   found = decode(codec, encode(codec, x), x)
-  # A tie in float32 may fall the other way: a few in ten thousand.
+  # Float32 may round a tie to the other side, for a few in ten thousand.
   wrong = np.abs(found - reference(codec, x)) > 1e-5
   assert wrong.mean() < 2e-3
 
@@ -124,7 +125,7 @@ def test_scales_differ_by_more_than_float32_can_divide():
 @pytest.mark.parametrize(
   ("codec", "value"),
   [
-    # 32767 and almost a half is 32767.5 in float32, and rounds to 32768.
+    # Almost 32767.5 becomes 32767.5 in float32, and is rounded to 32768.
     (codecs.Quantize(16, rounding="stochastic"), 1.0),
   ],
 )
@@ -143,7 +144,7 @@ def test_random_offsets_are_uniform_symmetric_and_new_for_each_key():
   total = noise.size
   assert abs(noise.mean()) < 5 * np.sqrt(1 / 12 / total)
   assert abs(noise.var() - 1 / 12) < 5 * np.sqrt(1 / 180 / total)
-  # Neither neighbours in an array nor the same entry under two keys agree.
+  # Neighbours in an array, and an entry under two keys, are independent.
   for a, b in [
     (noise[:, :-1], noise[:, 1:]),
     (noise[:, :-17], noise[:, 17:]),

@@ -1,4 +1,4 @@
-"""Random entries are right in the mean, and the same for all who share."""
+"""Random entries are unbiased, and equal for workers that share a key."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def decode_many(codec, x, trials, seed=0):
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("size, k", [(12, 4), (11, 4), (7, 1), (7, 6)])
-def test_the_mean_is_the_array(size, k, shared):
+def test_mean_is_the_array(size, k, shared):
   x = jnp.arange(1.0, size + 1)
   trials = 4096
   found = decode_many(RandomK(k=k, shared=shared), x, trials)
@@ -34,7 +34,7 @@ def test_the_mean_is_the_array(size, k, shared):
 
 
 def test_strata_match_hand_computation():
-  # Eleven entries in four strata of 3, 3, 3 and 2, one of each.
+  # Eleven entries lie in four strata of 3, 3, 3 and 2, and each sends one.
   x = jnp.ones(11)
   found = decode_many(RandomK(k=4), x, 64)
   starts = [0, 3, 6, 9, 11]

@@ -1,4 +1,4 @@
-"""Signs and three values, by hand."""
+"""Signs and ternary values match hand computations."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def there_and_back(codec, x, key=None):
 )
 def test_signs_match_hand_computation(scale, wanted):
   payload, found = there_and_back(codecs.Sign(scale=scale), X)
-  # Eight to a byte, neighbours in the short row; the last is in the next.
+  # The first byte of the short row holds eight neighbours, the next the last.
   assert payload.codes[0].tolist() == [[0b11011101, 0]]
   signs = [1, -1, 1, 1, 1, -1, 1, 1, -1]
   np.testing.assert_allclose(found, wanted * np.array(signs), 1e-6)
@@ -34,14 +34,14 @@ def test_every_block_of_signs_has_its_scale():
   assert found.tolist() == [2, -2, 2, 2, 2, -2, 2, 2, -4]
 
 
-def test_the_mean_magnitude_is_the_nearest_multiple_of_the_signs():
+def test_mean_magnitude_is_the_nearest_multiple_of_the_signs():
   x = jnp.asarray(np.random.default_rng(0).normal(size=300), jnp.float32)
   errors = []
   for scale in ("mean_abs", "l2", "max_abs"):
     _, found = there_and_back(codecs.Sign(scale=scale), x)
     errors.append(np.square(found - np.asarray(x)).sum())
   assert errors == sorted(errors)
-  # The promise: ‖x‖² - ‖x‖₁² / n.
+  # The documented error is ‖x‖² - ‖x‖₁² / n.
   wanted = jnp.square(x).sum() - jnp.abs(x).sum() ** 2 / x.size
   np.testing.assert_allclose(errors[0], wanted, 1e-4)
 
@@ -49,8 +49,8 @@ def test_the_mean_magnitude_is_the_nearest_multiple_of_the_signs():
 def test_ternary_values_match_hand_computation():
   x = jnp.array([2.0, -1.5, 0.5, 0.0, -2.0, 1.1])
   payload, found = there_and_back(codecs.Ternary(rounding="nearest"), x)
-  # 2 + 3 * 0 + 9 * 1 + 27 * 1 + 81 * 0, no: one entry in each of five
-  # stretches of length 1, and the sixth in a byte of its own.
+  # Each of five stretches has length 1, so the first byte is 2 + 3 * 0 +
+  # 9 * 1 + 27 * 1 + 81 * 0, and the sixth entry has a byte of its own.
   assert payload.codes[0].tolist() == [[2 + 9 + 27, 2]]
   assert found.tolist() == [2, -2, 0, 0, -2, 2]
 

@@ -1,4 +1,4 @@
-"""The largest entries go, and nothing else does."""
+"""The largest entries are sent, and nothing else."""
 
 import chex
 import jax
@@ -44,7 +44,7 @@ def test_two_of_five_entries_match_hand_computation():
   codec = TopK(k=2)
   x = jnp.array([1.0, -3.0, 2.0, -2.0, 0.5])
   assert there_and_back(codec, x).tolist() == [0, -3, 2, 0, 0]
-  # Two floats and a map of five entries.
+  # It sends two floats and a bitmap of five entries.
   assert codec.num_bits(x) == 64 + 8
 
 
@@ -161,7 +161,8 @@ def test_sampled_threshold_sends_nearly_k_of_the_largest(name, chunk):
 
 
 def test_unused_slots_decode_to_zero():
-  # Of 400 slots 350 are in use; one bit would make 3 of the others' zeros.
+  # 350 of 400 slots are used; with one bit, the zeros of the others would be
+  # decoded to 3.
   codec = SampledTopK(k=400, values=_quantize.Quantize(1, None))
   x = jnp.zeros(LONG).at[7 : 7 + 350].set(-3.0)
 
@@ -192,7 +193,7 @@ def test_payloads_are_added_without_dense_arrays(codec):
   wanted = np.asarray(jax.jit(back)(payloads)).sum(0)
   compiled = jax.jit(total).lower(payloads).compile()
   np.testing.assert_allclose(compiled(payloads), wanted, rtol=1e-6)
-  # Two copies of the total, not one of each worker's array.
+  # Memory holds two copies of the total and not one of each worker's array.
   assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * 4 * LONG
 
 
@@ -214,7 +215,7 @@ def test_vmap_equals_a_loop_on_the_device(codec):
 
 def test_parts_hold_whole_blocks():
   codec = TopK(k=6, chunk=50, values=_quantize.Quantize(4, 8))
-  # Four chunks of six make three blocks of eight.
+  # Four chunks with six entries each fill three blocks of eight.
   assert codec.granule() == 200
   assert TopK().granule() == 1
 

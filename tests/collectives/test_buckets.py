@@ -1,4 +1,4 @@
-"""Buckets: every element once, in order, never across a sharding."""
+"""Buckets hold every element once, in order, and of one sharding."""
 
 import math
 
@@ -30,8 +30,6 @@ def leaves_of(buckets):
   return [[piece.leaf for piece in b.pieces] for b in buckets.buckets]
 
 
-# By hand.
-
 NETWORK = {
   "conv": {"bias": struct(4), "kernel": struct(3, 4)},
   "head": {"kernel": struct(4, 2, dtype="bfloat16")},
@@ -39,7 +37,7 @@ NETWORK = {
 
 
 @pytest.mark.smoke
-def test_a_small_network_by_hand():
+def test_small_network_matches_hand_computation():
   buckets = Buckets.of(NETWORK, max_bytes=40)
   assert buckets.buckets == (
     Bucket("float32", (Piece(0, 0, 4), Piece(1, 0, 6)), (0, 4), 1, 10),
@@ -57,7 +55,7 @@ def test_buckets_are_plain_data():
   assert eval(repr(buckets), names) == buckets
 
 
-def test_a_large_leaf_is_cut_into_nearly_equal_pieces():
+def test_large_leaf_is_cut_into_nearly_equal_pieces():
   assert pieces_of(Buckets.of(struct(2, 5), max_bytes=16)) == [
     (0, 0, 3), (0, 3, 6), (0, 6, 10)
   ]  # fmt: skip
@@ -69,8 +67,8 @@ def paths_in(order):
   return [buckets.paths[piece.leaf] for piece in pieces_of(buckets)]
 
 
-def test_orders_by_hand():
-  # Dict keys sort alphabetically; the number must be read to sort by layer.
+def test_orders_match_hand_computation():
+  # Dict keys sort alphabetically, so a key function must read the number.
   front_first = ["head", "layer1", "layer10", "layer2"]
   assert paths_in("front_first") == front_first
   assert paths_in("back_first") == front_first[::-1]
@@ -80,7 +78,7 @@ def test_orders_by_hand():
   ) == ["layer1", "layer2", "layer10", "head"]
 
 
-def test_a_small_leaf_shares_a_bucket_with_its_neighbours_only():
+def test_small_leaf_shares_a_bucket_with_its_neighbours_only():
   """A bucket that reached ahead would wait for its last leaf."""
   tree = [struct(2), struct(20), struct(2), struct(2, dtype="int32"), struct(2)]
   assert leaves_of(Buckets.of(tree, max_bytes=80)) == [[0], [1], [2], [3], [4]]
@@ -94,11 +92,11 @@ def test_without_a_limit_there_is_one_bucket_a_kind():
   assert [b.dtype for b in buckets.buckets] == ["float32", "int32"]
 
 
-def test_rows_by_hand():
+def test_rows_match_hand_computation():
   tree = [jnp.arange(3), jnp.arange(2)]
   (rows,) = Buckets.of(tree, num_rows=4).pack(tree)
   assert rows.tolist() == [[0, 1], [2, 0], [1, 0], [0, 0]]
-  # 20 bytes in twos of rows of 8 bytes at the most.
+  # 20 bytes need an even number of rows of at most 8 bytes.
   (rows,) = Buckets.of(tree, num_rows=2, max_row_bytes=8).pack(tree)
   assert rows.tolist() == [[0, 1], [2, 0], [1, 0], [0, 0]]
 
@@ -123,14 +121,12 @@ def test_scalars_are_sent_and_empty_leaves_are_not():
   assert Buckets.of({"b": struct(0)}).buckets == ()
 
 
-def test_a_leaf_that_fills_its_bucket_is_not_copied():
+def test_leaf_that_fills_its_bucket_is_not_copied():
   buckets = Buckets.of([struct(4, 64)], num_rows=4)
   program = jax.jit(buckets.pack).lower([jnp.zeros((4, 64))]).as_text()
   assert "concatenate" not in program
   assert "stablehlo.pad" not in program
 
-
-# The laws.
 
 DTYPES = ("float32", "bfloat16", "int32", "uint8")
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -184,13 +180,13 @@ def test_buckets_are_small_and_of_one_kind(case):
     assert held * itemsize <= (limits["max_bytes"] or math.inf)
     assert bucket.num_rows % limits["num_rows"] == 0
     assert bucket.row_size * itemsize <= (limits["max_row_bytes"] or math.inf)
-    # No row more than needed, and less than an element a row of padding.
+    # No row is superfluous, and each has less than one element of padding.
     assert 0 <= bucket.num_rows * bucket.row_size - held < bucket.num_rows
 
 
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(distributed())
-def test_unpacking_gives_the_tree_back_to_the_bit(case):
+def test_unpacking_restores_the_tree_to_the_bit(case):
   tree, buckets, _ = case
   buffers = buckets.pack(tree)
   for buffer, bucket in zip(buffers, buckets.buckets, strict=True):
@@ -228,7 +224,8 @@ def test_collectives_round_trip_on_every_substrate(substrate):
   def step(tree):
     buffers = buckets.pack(tree)
     same = buckets.unpack(buffers, tree)
-    # It meets the worker's own values in a conditional, empty leaf included.
+    # A conditional requires the types of a worker's own values, also of an
+    # empty leaf.
     same = jax.lax.cond(tree["scale"] > 9, lambda: tree, lambda: same)
     mean = collectives.mean(buffers, team.axis)
     return same, buckets.unpack(mean, tree)
@@ -269,7 +266,7 @@ def test_leaves_that_are_split_over_other_axes_share_no_bucket():
     ("fsdp",), ("fsdp", "tensor"), ()
   ]  # fmt: skip
   assert leaves_of(buckets) == [[0, 1], [2], [3, 4]]
-  # One device's parts.
+  # The sizes are those of one device's parts.
   assert [b.row_size for b in buckets.buckets] == [24, 4, 48]
 
 
@@ -287,7 +284,7 @@ def test_buckets_on_a_2x2_mesh_move_nothing_within_a_worker():
 
   def step(tree):
     buckets = Buckets.of(tree, max_bytes=30, specs=specs)
-    # Whole leaves of 96 bytes, and parts of 48, in pieces of 30 at the most.
+    # Whole leaves of 96 bytes and parts of 48 are cut into at most 30 bytes.
     assert [len(b.pieces) for b in buckets.buckets] == [1] * 12
     buffers = collectives.mean(buckets.pack(tree), team.axis)
     return buckets.unpack(buffers, tree)

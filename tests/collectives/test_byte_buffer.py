@@ -1,4 +1,4 @@
-"""Packed and unpacked again: every bit comes back, and no byte is added."""
+"""Arrays are packed into bytes without padding, and unpacked to the bit."""
 
 import chex
 import jax
@@ -61,20 +61,20 @@ def test_leading_rows_are_kept():
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "bfloat16"])
-def test_large_arrays_go_alone_and_are_not_copied(dtype):
+def test_large_arrays_are_sent_alone_without_a_copy(dtype):
   items = _exchange.ALONE_BYTES // jnp.dtype(dtype).itemsize
   tree = [make(3, dtype="float32"), make(2, items // 2, dtype=dtype)]
   small, large = _exchange.pack_bytes(tree)
   assert small.size == 12
   assert large.shape == (2, items // 2)
-  # Floats of 16 bits would be widened by a collective.
+  # A collective would widen floats of 16 bits.
   assert large.dtype == {"bfloat16": "uint16"}.get(dtype, dtype)
   same_bits(_exchange.unpack_bytes([small, large], shapes(tree)), tree)
   program = jax.jit(_exchange.pack_bytes).lower(tree).as_text()
   assert f"{items}x4xui8" not in program
 
 
-def test_an_array_is_large_by_the_bytes_of_all_its_rows():
+def test_array_is_large_by_the_bytes_of_all_its_rows():
   half = _exchange.ALONE_BYTES // 2
   tree = [make(2, half, dtype="uint8"), make(2, dtype="uint8")]
   buffers = _exchange.pack_bytes(tree, num_leading=1)

@@ -1,4 +1,4 @@
-"""Processes that see each other end, over real sockets and without JAX."""
+"""Processes notice each other's ends over real sockets, without JAX."""
 
 import pathlib
 import signal
@@ -12,9 +12,9 @@ from jdist.collectives.processes import _lifeline
 from tests import _processes
 
 _HERE = pathlib.Path(_lifeline.__file__).parent
-# Joins, without the packages around it and so without JAX, and does what it is
-# told, a word in each line of its input.  Process 0 serves as JAX's service
-# what the others send to the address they are given.
+# This process joins, without importing the packages around the lifeline and so
+# without JAX, and then obeys the words in the lines of its input.  Process 0
+# stands for JAX's service: it answers what the others send to their address.
 _PROCESS = """
 import importlib, os, socket, sys, threading, types
 name = ""
@@ -126,11 +126,11 @@ def test_other_processes_name_the_dead_one_and_exit(killed, team):
     assert "start all again: " in told
     if killed:
       assert f"pid {started[killed].pid}" in told
-  # A second or so here; what is asked for is 15.
+  # It takes about a second; 15 are documented.
   assert time.monotonic() - begun_s < 15
 
 
-def test_a_process_that_fails_says_why(team):
+def test_process_that_fails_says_why(team):
   started = team.join(3)
   _tell(started[2], "leave 1 its disk is full")
   for process in started[:2]:
@@ -140,7 +140,7 @@ def test_a_process_that_fails_says_why(team):
 
 
 def test_processes_with_equal_errors_keep_their_status(team):
-  # Each has a few seconds to end by itself.
+  # Each process has a few seconds to end by itself.
   started = team.join(2)
   _tell(started[0], "leave 3 diverged")
   assert started[0].wait(timeout=60) == 3
@@ -167,7 +167,7 @@ def test_jax_traffic_uses_the_same_port(team):
 
 
 def test_jax_does_not_see_its_service_end(team):
-  # Its runtime would abort the process before that can say why.
+  # JAX's runtime would abort the process before it can report the reason.
   started = team.join(2)
   _tell(started[1], "talk")
   started[1].stdout.readline()
@@ -214,7 +214,7 @@ def test_duplicate_process_number_is_refused(team):
 
 
 @pytest.mark.parametrize("address", ["nowhere", ":12", "host:", "host:99999"])
-def test_an_address_has_a_host_and_a_port(address):
+def test_address_without_host_or_port_raises(address):
   with pytest.raises(ValueError, match="must be host:port, got"):
     _lifeline.Lifeline(address, 2, 1)
 

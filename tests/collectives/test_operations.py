@@ -1,4 +1,4 @@
-"""What workers say to each other, on every substrate, against NumPy."""
+"""Collectives match NumPy on every substrate."""
 
 import functools
 import re
@@ -86,7 +86,7 @@ def tolerance(dtype):
 
 
 @pytest.mark.smoke
-def test_two_workers_by_hand():
+def test_two_workers_match_hand_computation():
   team = collectives.workers(2, substrate="vmap")
   said = team.jit(lambda x: say_everything(x, team.axis))(
     team.place(np.array([[1.0, 2.0], [3.0, 6.0]], np.float32))
@@ -109,7 +109,7 @@ def test_operations_match_numpy(name):
     f"{dtype}{list(shape)}": np.asarray(
       rng.integers(-9, 9, (n, n, *shape)) * (1 if dtype == "int32" else 0.37)
     ).astype(jnp.dtype(dtype))
-    # A scalar and odd sizes.
+    # The shapes are a scalar and odd sizes.
     for dtype, shape in (
       ("float32", ()),
       ("float32", (5, 7)),
@@ -154,7 +154,7 @@ def test_values_that_are_equal_on_all_workers_are_treated_as_their_own(name):
 
   def step(x):
     own = say_everything(jnp.asarray(constant), team.axis)
-    # They meet a worker's own values in a conditional.
+    # A conditional requires the types of a worker's own values.
     other = jax.tree.map(
       lambda y: collectives.varying(jnp.zeros_like(y), team.axis), own
     )
@@ -227,13 +227,13 @@ def test_payloads_of_any_dtype_are_sent_unchanged(name, dtype):
   assert gathered.dtype == exchanged.dtype == x.dtype
   np.testing.assert_array_equal(gathered[0], x)
   np.testing.assert_array_equal(exchanged, x.swapaxes(0, 1))
-  # What a mean of integers becomes does not depend on the substrate.
+  # The dtype of a mean of integers does not depend on the substrate.
   assert mean.dtype == (x.dtype if x.dtype.kind in "fc" else np.float32)
 
 
 @hypothesis.settings(max_examples=15)
 @hypothesis.given(n=st.integers(1, 5), shape=st.lists(st.integers(0, 3)))
-def test_an_all_to_all_twice_gives_everything_back(n, shape):
+def test_all_to_all_is_its_own_inverse(n, shape):
   shape = shape[:3]
   x = jnp.arange(n * n * np.prod(shape, dtype=int)).reshape(n, n, *shape)
   twice = jax.vmap(
@@ -243,9 +243,6 @@ def test_an_all_to_all_twice_gives_everything_back(n, shape):
     axis_name="worker",
   )
   np.testing.assert_array_equal(twice(x), x)
-
-
-# The trap of shared parameters.
 
 
 def loss(params, x):
@@ -275,7 +272,7 @@ def gradient_of_shared(check):
 def test_gradients_of_shared_parameters_are_refused_as_already_summed():
   params = {"w": jnp.ones(3)}
   x = {"w": jnp.arange(24.0).reshape(8, 3)}
-  # The trap is there: the sum of all workers' gradients, by no mean of ours.
+  # The trap exists: JAX sums the gradients of all workers by itself.
   wanted = sum(jax.grad(loss)(params, {"w": row})["w"] for row in x["w"])
   np.testing.assert_allclose(gradient_of_shared(False)(params, x)["w"], wanted)
   with pytest.raises(
@@ -309,7 +306,7 @@ def test_gradients_of_own_parameters_are_local(name):
 
 
 @pytest.mark.parametrize("name", ["shard_map", "two_a_device"])
-def test_a_mean_of_gradients_is_one_reduction_of_the_right_size(name):
+def test_mean_of_gradients_is_one_reduction_of_the_right_size(name):
   """The sum that `jax.grad` would add of itself would be a second one."""
   team = make_team(name)
   params = team.replicate({"w": np.ones(3, np.float32)})
@@ -350,7 +347,7 @@ def test_no_reduction_crosses_the_inner_axis(say):
     assert (kind, groups) == ("all-reduce", [[0, 2], [1, 3]])
 
 
-def test_the_reader_of_groups_knows_every_notation():
+def test_group_reader_parses_every_notation():
   inner, outer = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
   texts = {
     "all-reduce(y), replica_groups={{0,2},{1,3}}, z": outer,
@@ -398,7 +395,8 @@ def test_leaves_share_a_message_between_cpu_hosts(monkeypatch, name):
   def number(lowered):
     return lowered.as_text().count('all_reduce"')
 
-  # Two of float32, one each of the integers and of bfloat16.
+  # The merged messages are two of float32 and one each of integers and
+  # bfloat16.
   assert number(alone) == 6
   assert number(merged) == 4
 
@@ -422,7 +420,7 @@ def test_sum_of_bools_is_an_integer():
 
 
 @pytest.mark.parametrize("changed", [1 + 3j, 2 + 2j])
-def test_a_fingerprint_sees_both_parts_of_complex_numbers(changed):
+def test_fingerprint_sees_both_parts_of_complex_numbers(changed):
   one, other = (
     collectives.fingerprint([jnp.array([x, 2j], jnp.complex64)])
     for x in (1 + 2j, changed)

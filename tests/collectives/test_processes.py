@@ -1,4 +1,4 @@
-"""Workers in real processes, which meet over gloo on the loopback."""
+"""Workers in real processes communicate by gloo on the loopback."""
 
 import pytest
 
@@ -14,14 +14,14 @@ def speak(workers_per_device):
 
   num_workers = jax.device_count() * workers_per_device
   team = collectives.workers(num_workers)
-  rng = np.random.default_rng(0)  # The same in every process.
+  rng = np.random.default_rng(0)  # All processes draw the same numbers.
   wanted = rng.normal(size=(num_workers, num_workers, 3)).astype(np.float32)
   mine = list(team.local_workers)
 
   def step(x):
     return {
       "mean": collectives.mean(x, team.axis),
-      # Leaves that share a buffer on their way.
+      # These leaves share a buffer.
       "means": collectives.mean(
         {"a": x[0], "b": x[0, 0].astype(int), "c": x, "d": x[1]}, team.axis
       ),
@@ -52,7 +52,7 @@ def speak(workers_per_device):
   np.testing.assert_array_equal(everyone["exchange"], wanted.swapaxes(0, 1))
   np.testing.assert_array_equal(everyone["index"], np.arange(num_workers))
 
-  # view: this process's workers, and only those.
+  # `view` shows this process's workers only.
   for worker in mine:
     row = team.view(placed, worker)
     np.testing.assert_array_equal(row, wanted[worker])
@@ -65,18 +65,18 @@ def speak(workers_per_device):
   else:
     raise AssertionError("saw a worker of another process")
 
-  # shard: this process feeds its own workers.
+  # `shard` takes the samples of this process's workers.
   samples = np.arange(2 * num_workers).reshape(num_workers, 2)
   batch = team.shard(samples[mine].reshape(-1))
   np.testing.assert_array_equal(team.gather(batch), samples)
 
-  # replicate: NumPy arrays and arrays of this process.
+  # `replicate` takes NumPy arrays and arrays of this process.
   for one in (np.arange(3.0), jax.numpy.arange(3.0)):
     copies = team.replicate({"w": one})
     assert copies["w"].shape == (num_workers, 3)
     np.testing.assert_array_equal(team.view(copies)["w"], np.arange(3.0))
 
-  # Typed keys cannot be gathered to the host: one error, before it is sent.
+  # Typed keys cannot be gathered to the host, and raise before any message.
   for function in (team.replicate, team.gather):
     try:
       function(jax.random.key(0))
@@ -167,12 +167,12 @@ def test_two_processes_of_two_devices_with_two_workers_each():
   assert results[0]["mean"] == results[1]["mean"]
 
 
-def test_a_worker_may_span_processes(four):
+def test_worker_may_span_processes(four):
   results = [list(found) for found in four[1]]
   assert results == [[0, [0]], [1, [0]], [2, [1]], [3, [1]]]
 
 
-def test_a_process_that_fails_ends_the_others_and_shows_why():
+def test_process_that_fails_ends_the_others_and_shows_why():
   with pytest.raises(_processes.ProcessesError, match="the second process"):
     _processes.run(fail_in_one, num_processes=2, timeout_s=50)
 

@@ -57,7 +57,7 @@ def test_two_stop_requests_agree_once():
   team.want(0)
   team.deliver()
   assert [one.stops_after(4) for one in team.all] == [True, True]
-  # Asked again, as by a second signal, nothing begins anew.
+  # A second request, for instance by another signal, starts nothing.
   assert not any(one.want() for one in team.all)
 
 

@@ -1,4 +1,4 @@
-"""Counted bytes: by hand, and against what the compiler made of the step."""
+"""Counted bytes match hand computations and compiled programs."""
 
 import collections
 
@@ -23,9 +23,6 @@ def count(step, *args, axis=AXIS, num_workers=8):
   return _traffic.traffic(step, *args, axis=axis, num_workers=num_workers)
 
 
-# By hand.
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize(
   ("kind", "sent"),
@@ -37,7 +34,7 @@ def count(step, *args, axis=AXIS, num_workers=8):
     ("permute", 100),
   ],
 )
-def test_bytes_in_a_ring_of_four_by_hand(kind, sent):
+def test_bytes_in_a_ring_of_four_match_hand_computation(kind, sent):
   assert Collective(kind, 100, num_workers=4).wire_bytes == sent
   assert Collective(kind, 100, num_workers=4, count=3).wire_bytes == 3 * sent
   assert Collective(kind, 100, num_workers=1).wire_bytes == 0
@@ -55,7 +52,7 @@ def test_steps_and_rounds_add_up():
   assert traffic.sent_bytes(steps=10, rounds=2) == 1060
 
 
-def test_a_local_step_by_hand():
+def test_local_step_matches_hand_computation():
   def step(x, is_end):
     x = x - 1.0
     x = jax.lax.cond(
@@ -88,7 +85,7 @@ def warm(x):
     x[0].astype(jnp.int32),
     [
       branch(0, 2, lambda x: collectives.gather(x, AXIS).sum(0)),
-      # Names begin anew in what is called.
+      # The names of a called function begin anew.
       branch(2, 3, jax.jit(lambda x: collectives.mean(x, AXIS))),
       branch(3, None, lambda x: x),
     ],
@@ -96,7 +93,7 @@ def warm(x):
   )
 
 
-def test_a_phase_counts_in_its_steps_by_hand():
+def test_phase_counts_its_own_steps():
   traffic = count(warm, struct(10), num_workers=4)
   assert [str(p) for p in traffic.phases] == ["steps 1-2", "step 3"]
   assert (traffic.bytes_per_step, traffic.bytes_per_round) == (0, 0)
@@ -110,7 +107,7 @@ def test_a_phase_counts_in_its_steps_by_hand():
     assert sent + after == 2 * first + second
 
 
-def test_a_phase_of_a_round_s_end_counts_rounds():
+def test_phase_at_the_end_of_a_round_counts_rounds():
   def step(x, is_end):
     x = jax.lax.cond(
       is_end,
@@ -126,7 +123,7 @@ def test_a_phase_of_a_round_s_end_counts_rounds():
   assert traffic.sent_bytes(1, 1, after_steps=9, after_rounds=2) == 6 + 60 + 60
 
 
-def test_a_phase_in_a_phase_counts_from_its_beginning():
+def test_phase_in_a_phase_counts_from_its_beginning():
   def step(x):
     def late():
       with collectives.phase(5, 7):
@@ -139,7 +136,7 @@ def test_a_phase_in_a_phase_counts_from_its_beginning():
   assert traffic.sent_bytes(20, 20) == 2 * 120
 
 
-def test_a_scan_counts_its_length():
+def test_scan_counts_its_length():
   def step(x):
     body = lambda x, _: (collectives.mean(x, AXIS), None)  # noqa: E731
     return jax.lax.scan(body, x, length=5)
@@ -173,16 +170,13 @@ def test_single_worker_sends_nothing():
   assert count(lambda x: x + 1, struct(3)).bytes_per_step == 0
 
 
-def test_other_axes_are_not_the_workers():
+def test_collectives_over_other_axes_are_not_counted():
   def step(x):
     inner = jax.vmap(lambda y: jax.lax.psum(y, "other"), axis_name="other")
     return collectives.mean(inner(x), AXIS)
 
   (found,) = count(step, struct(4, 3)).collectives
   assert found == Collective("all-reduce", 48, 8)
-
-
-# Against the compiler: counted in the traced step, read in its program.
 
 
 def mean_of_a_tree(x):
@@ -245,8 +239,8 @@ def test_compiled_program_sends_counted_bytes(step):
   program = _hlo_collectives.read_collectives(team.jit(step).lower(x).compile())
 
   def total(found):
-    # The compiler merges reductions, so their bytes are compared.  It lists
-    # what stands in a loop once.
+    # The compiler merges reductions, so their bytes are compared.  It lists the
+    # collectives of a loop once.
     sums = collections.Counter()
     for c in found:
       sums[c.kind, c.num_workers, c.conditional, c.phase] += c.payload_bytes

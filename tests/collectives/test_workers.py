@@ -1,4 +1,4 @@
-"""The runner: the same step on every substrate, and where its arrays are."""
+"""Workers run one step on every substrate, and place its arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,6 @@ def make_team(name):
 TEAMS = ("none", "vmap", "shard_map", "two_a_device", "mesh_2x2")
 
 
-# Placing, by hand.
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", TEAMS)
 def test_every_worker_gets_its_rows(name):
@@ -55,7 +52,7 @@ def test_every_worker_gets_its_rows(name):
   np.testing.assert_array_equal(team.gather(again)["y"], gathered["y"])
   if team.mesh is None:
     assert isinstance(batch["x"].sharding, SingleDeviceSharding)
-  else:  # Every device holds the rows of its own workers, and no others.
+  else:  # A device holds the rows of its own workers only.
     for shard in batch["x"].addressable_shards:
       assert shard.data.shape[0] == team.workers_per_device
 
@@ -73,7 +70,7 @@ def test_replicating_gives_every_worker_a_copy_of_its_own(name):
   assert team.gather(copies)["step"].tolist() == [7] * team.num_workers
 
 
-def test_a_worker_is_split_over_the_other_axes_of_its_mesh():
+def test_worker_is_split_over_the_other_axes_of_its_mesh():
   team = make_team("mesh_2x2")
   specs = {"rows": PartitionSpec("fsdp", None), "whole": PartitionSpec()}
   value = np.arange(12.0, dtype=np.float32).reshape(4, 3)
@@ -88,7 +85,7 @@ def test_a_worker_is_split_over_the_other_axes_of_its_mesh():
     "rows": PartitionSpec("fsdp"),
     "whole": PartitionSpec(),
   }
-  # One spec for all leaves.
+  # One spec holds for all leaves.
   both = team.replicate([value, value], PartitionSpec("fsdp"))
   assert team.specs(both) == [PartitionSpec("fsdp")] * 2
   for worker in (0, 1):
@@ -101,7 +98,7 @@ def test_without_a_mesh_nothing_is_split():
 
 
 @pytest.mark.parametrize("name", TEAMS)
-def test_typed_keys_are_leaves_like_others(name):
+def test_typed_keys_are_placed_like_other_leaves(name):
   team = make_team(name)
   n = team.num_workers
   same = team.replicate({"key": jax.random.key(3)})
@@ -123,9 +120,6 @@ def test_typed_keys_are_leaves_like_others(name):
     team.gather(keys)
 
 
-# Running.
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", TEAMS)
 def test_step_compiles_once_and_keeps_state_sharding(
@@ -144,7 +138,7 @@ def test_step_compiles_once_and_keeps_state_sharding(
     grads = collectives.mean(jax.grad(loss)(state["params"]), team.axis)
     state = {
       "params": jax.tree.map(lambda p, g: p - 0.01 * g, state["params"], grads),
-      # A leaf that starts whole, and depends on one that is split.
+      # This leaf starts whole, and depends on one that is split.
       "momentum": jax.tree.map(
         lambda m, g: 0.9 * m + g, state["momentum"], grads
       ),
@@ -177,7 +171,7 @@ def test_step_compiles_once_and_keeps_state_sharding(
     for _ in range(3):
       old, (state, _) = state, run(state, x)
       assert jax.tree.map(lambda x: x.sharding, state) == shardings
-      # Given away: its memory is the new state's.
+      # The state is donated, and its memory used by the new one.
       assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
   finally:
     jax.monitoring.clear_event_listeners()
@@ -188,9 +182,9 @@ def test_step_compiles_once_and_keeps_state_sharding(
 
 @pytest.mark.parametrize("name", TEAMS)
 @pytest.mark.parametrize("put", ["replicate", "place", "shard"])
-def test_a_number_without_a_dtype_of_its_own_compiles_no_second_step(name, put):
-  # `jnp.asarray(1.0)`, as a learned temperature begins, is weakly typed, and
-  # after an update it no longer is.
+def test_number_without_a_dtype_of_its_own_compiles_no_second_step(name, put):
+  # `jnp.asarray(1.0)`, the usual start of a learned temperature, is weakly
+  # typed, and no longer so after an update.
   team = make_team(name)
   one = jnp.full(() if put == "replicate" else team.num_workers, 1.0)
   assert one.weak_type
@@ -208,7 +202,7 @@ def test_a_number_without_a_dtype_of_its_own_compiles_no_second_step(name, put):
   np.testing.assert_array_equal(team.gather(w), np.full(w.shape, -2.0))
 
 
-def test_a_state_that_is_not_named_may_move_and_compile_again():
+def test_state_without_a_named_sharding_may_compile_again():
   """Why `out_specs` is there."""
   team = make_team("mesh_2x2")
   split = team.replicate(np.ones((4, 3), np.float32), PartitionSpec("fsdp"))
@@ -222,7 +216,7 @@ def test_a_state_that_is_not_named_may_move_and_compile_again():
 
 
 @pytest.mark.parametrize("name", TEAMS)
-def test_a_donated_argument_is_aliased_and_another_one_kept(name):
+def test_donated_argument_is_aliased_and_another_one_kept(name):
   team = make_team(name)
   x = team.place(np.ones((team.num_workers, 1000), np.float32))
   y = team.place(np.ones((team.num_workers, 1000), np.float32))
@@ -233,7 +227,7 @@ def test_a_donated_argument_is_aliased_and_another_one_kept(name):
 
 
 @pytest.mark.parametrize("name", TEAMS)
-def test_a_gradient_holds_no_collective(name):
+def test_gradient_holds_no_collective(name):
   team = make_team(name)
   n = team.num_workers
 
@@ -332,9 +326,6 @@ def test_every_substrate_trains_alike(name):
     assert row.tobytes() == ours[0].tobytes()
 
 
-# Choosing.
-
-
 @pytest.mark.parametrize(
   ("num_workers", "devices", "axis"),
   [
@@ -397,7 +388,7 @@ def test_shardings_name_the_workers_axis_first():
   for spec, wanted in (
     (PartitionSpec(), PartitionSpec("worker")),
     (PartitionSpec(None, "fsdp"), PartitionSpec("worker", None, "fsdp")),
-    # Named as compiled programs name it, so that it is the same input.
+    # Compiled programs use these names, so that inputs have equal shardings.
     (PartitionSpec("fsdp", None), PartitionSpec("worker", "fsdp")),
   ):
     assert team.sharding(spec) == NamedSharding(team.mesh, wanted)

@@ -1,4 +1,4 @@
-"""Augmentation: what it may do, and that the key says it all."""
+"""Augmentations are allowed changes, and depend on the key alone."""
 
 import functools
 
@@ -16,7 +16,7 @@ AUGMENTS = {
   "flip": data.random_flip(),
   "all": data.compose(data.random_crop(1), data.random_flip()),
 }
-# One program for each and for all tests: of 8 images, 5x6x2.
+# All tests share one program of each, for 8 images of 5x6x2.
 JITTED = {name: jax.jit(augment) for name, augment in AUGMENTS.items()}
 SHAPE = (8, 5, 6, 2)
 each = pytest.mark.parametrize("name", AUGMENTS)
@@ -68,7 +68,7 @@ def test_all_allowed_augmentations_occur(name):
     images = np.asarray(JITTED[name](numbered(), jax.random.key(seed)))
     seen += [allowed.index(x.tobytes()) for x in images]
   assert set(seen) == set(range(len(allowed)))
-  # As often as each other: chi-squared, far out in its tail.
+  # All are equally frequent, by a chi-squared test far out in its tail.
   counts = np.bincount(seen)
   expected = len(seen) / len(allowed)
   chi_squared = np.sum(np.square(counts - expected)) / expected
@@ -78,7 +78,7 @@ def test_all_allowed_augmentations_occur(name):
 
 @quick
 @hypothesis.given(st.sampled_from(list(AUGMENTS)), seeds)
-def test_the_same_key_gives_the_same_bits_and_type(name, seed):
+def test_same_key_gives_the_same_bits_and_type(name, seed):
   for dtype in (np.uint8, np.float32):
     images = numbered().astype(dtype)
     first = JITTED[name](images, jax.random.key(seed))
@@ -141,7 +141,7 @@ def test_composed_augmentations_have_different_keys():
   by_hand = once(images, jax.random.fold_in(key, 0))
   by_hand = once(by_hand, jax.random.fold_in(key, 1))
   np.testing.assert_array_equal(twice(images, key), by_hand)
-  # The same key for both would undo every flip.
+  # Equal keys for both would undo every flip.
   assert (np.asarray(by_hand) != images).any()
 
 
@@ -162,5 +162,5 @@ def test_gradients_flow_through_kept_pixels():
   augment = functools.partial(AUGMENTS["all"], key=jax.random.key(0))
   total = jax.jit(jax.grad(lambda images: augment(images).sum()))
   grads = np.asarray(total(images))
-  # Each pixel comes up once or not at all.
+  # Each pixel is kept once or not at all.
   assert set(np.unique(grads)) <= {0.0, 1.0} and grads.any()

@@ -1,4 +1,4 @@
-"""Batches: no loss, no overlap, and the step number says it all."""
+"""Batches lose and repeat no sample, and depend on the step alone."""
 
 import contextlib
 import itertools
@@ -54,7 +54,7 @@ def test_every_epoch_uses_every_sample_once(shape, seed):
 
 @quick
 @hypothesis.given(shapes(), seeds)
-def test_a_skewed_worker_uses_its_part_once_per_pass(shape, seed):
+def test_skewed_worker_uses_its_part_once_per_pass(shape, seed):
   n, num_workers, batch_size = shape
   dataset = numbered(n)
   batches = data.Batches(dataset, num_workers, batch_size, seed=seed, alpha=0.5)
@@ -88,7 +88,9 @@ def test_process_gets_the_rows_of_a_single_process(shape, seed, alpha, draws):
 
 @quick
 @hypothesis.given(shapes(), seeds, alphas, st.permutations([0, 3, 50, 10**12]))
-def test_the_order_of_asking_does_not_matter(shape, seed, alpha, steps):
+def test_batches_do_not_depend_on_the_order_of_requests(
+  shape, seed, alpha, steps
+):
   n, num_workers, batch_size = shape
 
   def make():
@@ -103,20 +105,20 @@ def test_the_order_of_asking_does_not_matter(shape, seed, alpha, steps):
 
 @pytest.mark.parametrize("alpha", [None, 1.0])
 def test_permutations_differ_over_seeds_epochs_and_workers(alpha):
-  # Seeding epoch e with seed + e, say, would give seed 1 what seed 0 had.
+  # If epoch e were seeded with seed + e, seed 1 would repeat seed 0.
   seen = set()
   for seed in range(4):
     batches = data.Batches(numbered(60, 1), 2, 30, seed=seed, alpha=alpha)
     for step in range(5):
-      # Of a skewed worker the ranks in its part, as the parts differ.
+      # Skewed workers are compared by ranks in their parts, which differ.
       rows = batches.indices(step)
       rows = rows.reshape(1, 60) if alpha is None else rows
       seen |= {tuple(np.argsort(np.argsort(row))) for row in rows}
   assert len(seen) == 4 * 5 * (1 if alpha is None else 2)
 
 
-def test_the_order_is_the_same_under_every_numpy():
-  # Runs resume with the data where they left it, years later too.
+def test_order_is_the_same_under_every_numpy():
+  # A run may resume years later, and must see the same data.
   batches = data.Batches(numbered(8), 2, 2, seed=0)
   rows = [batches.indices(step).tolist() for step in range(3)]
   assert rows == [[[1, 3], [7, 0]], [[2, 5], [6, 4]], [[3, 5], [4, 1]]]
@@ -165,7 +167,7 @@ def test_iterating_gives_the_steps_in_order(start_step):
       np.testing.assert_array_equal(batch["label"], batches[step]["label"])
 
 
-def test_batches_are_made_ahead_and_not_without_bound():
+def test_prefetching_is_bounded():
   batches = data.Batches(numbered(50), 4, 3, seed=1)
   asked = []
   batches.indices = lambda step: asked.append(step) or np.zeros((4, 3), int)
@@ -191,7 +193,7 @@ def test_closed_or_dropped_iterator_ends_its_thread():
   assert wait_for_no_grain_threads()
 
 
-def test_an_error_while_prefetching_reaches_the_caller():
+def test_error_while_prefetching_reaches_the_caller():
   batches = data.Batches(numbered(50), 4, 3, seed=1)
   batches.indices = lambda step: np.full((4, 3), 50 * step)
   with (

@@ -1,4 +1,4 @@
-"""Loading: what is read, what is kept, and what is said when it is missing."""
+"""Data sets are read, cached, and missing ones reported."""
 
 import json
 import pathlib
@@ -101,9 +101,9 @@ STATED = [
 
 
 @pytest.mark.parametrize("name", STATED)
-def test_the_statistics_are_those_of_the_train_split(name):
+def test_statistics_are_those_of_the_train_split(name):
   dataset = load_or_skip(name)
-  # By counting, as 150 million pixels make a slow mean.
+  # Values are counted, because a mean of 150 million pixels is slow.
   values = np.arange(256)
   count = [
     np.bincount(dataset.images[..., channel].ravel(), minlength=256)
@@ -144,7 +144,7 @@ def test_loaded_arrays_are_read_only():
     data.load("digits").images[0] = 0
 
 
-def test_a_dataset_prints_without_its_pixels():
+def test_dataset_prints_without_its_pixels():
   assert repr(data.load("digits")).startswith(
     "Dataset(name='digits', split='train', num_classes=10, mean="
   )
@@ -168,7 +168,7 @@ def test_set_of_another_format_counts_as_not_prepared(
     data.load("mnist")
 
 
-def test_the_newest_prepared_version_is_read(empty_machine):
+def test_newest_prepared_version_is_read(empty_machine):
   for version in ("3.9.0", "3.10.0", "3.2.7"):
     fake_prepared(empty_machine / "tfds", "mnist", version)
   fake_prepared(empty_machine / "tfds", "mnist", "3.11.0", "tfrecord")
@@ -176,7 +176,7 @@ def test_the_newest_prepared_version_is_read(empty_machine):
   assert _prepare.find_prepared("mnist").name == "3.10.0"
 
 
-def test_a_set_is_decoded_once(fake_mnist):
+def test_set_is_decoded_once(fake_mnist):
   path, decoded = fake_mnist
   first, second = data.load("mnist"), data.load("mnist")
   assert decoded == [("3.0.1", "train")]
@@ -227,7 +227,7 @@ def test_damaged_cache_is_rebuilt(fake_mnist, damage, file):
   assert len(decoded) == 2
 
 
-def test_a_cache_that_cannot_be_written_does_not_end_the_run(
+def test_cache_that_cannot_be_written_does_not_end_the_run(
   fake_mnist, monkeypatch, tmp_path
 ):
   _, decoded = fake_mnist
@@ -238,7 +238,7 @@ def test_a_cache_that_cannot_be_written_does_not_end_the_run(
   assert len(decoded) == 2
 
 
-def test_a_write_that_fails_leaves_nothing_behind(fake_mnist, monkeypatch):
+def test_write_that_fails_leaves_nothing_behind(fake_mnist, monkeypatch):
   path, _ = fake_mnist
 
   def write_whole(path, data):
@@ -250,7 +250,7 @@ def test_a_write_that_fails_leaves_nothing_behind(fake_mnist, monkeypatch):
   assert list(path.parent.iterdir()) == []
 
 
-def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
   def cache():
     return _cache.path_of("mnist", tmp_path / "3.0.1", "test").parent
 
@@ -273,7 +273,7 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     ("array_record", lambda: data.load("mnist")),
   ],
 )
-def test_a_missing_package_names_the_extra(
+def test_missing_package_names_the_extra(
   missing, call, monkeypatch, empty_machine
 ):
   fake_prepared(empty_machine / "tfds", "mnist", "3.0.1")
@@ -300,7 +300,7 @@ def modules_after(code):
   return set(result.stdout.split())
 
 
-def test_importing_the_room_loads_none_of_the_extras():
+def test_importing_data_loads_no_extra():
   loaded = modules_after("import jdist.data")
   extras = {"sklearn", "grain", "tensorflow_datasets", "PIL", "array_record"}
   assert not loaded & (extras | {"tensorflow"})
@@ -309,7 +309,7 @@ def test_importing_the_room_loads_none_of_the_extras():
 def test_reading_never_imports_tensorflow(tmp_path, monkeypatch):
   if not _prepare.find_prepared("mnist"):
     pytest.skip("mnist is not prepared on this machine")
-  # An empty cache, so that the records themselves are read and decoded.
+  # With an empty cache the records themselves are read and decoded.
   monkeypatch.setenv("JDIST_CACHE_DIR", str(tmp_path))
   loaded = modules_after(
     "from jdist import data\n"

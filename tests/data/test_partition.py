@@ -1,4 +1,4 @@
-"""Partitions: every sample has one owner, and labels skew as asked."""
+"""Every sample has one owner, and labels are skewed as stated."""
 
 import hypothesis
 import numpy as np
@@ -56,13 +56,13 @@ def test_small_alpha_skews_and_large_alpha_does_not():
 
 
 @pytest.mark.parametrize("alpha", [1e-300, 1e300, 1.7e308])
-def test_the_smallest_and_the_largest_alpha_give_parts(alpha):
+def test_smallest_and_largest_alpha_give_parts(alpha):
   labels = np.arange(1000) % 10
   parts = data.partition(labels, 4, alpha=alpha, seed=0)
   assert sorted(np.concatenate(parts)) == list(range(1000))
 
 
-def test_the_first_worker_draws_from_the_stated_distribution():
+def test_first_worker_draws_from_the_stated_distribution():
   # Dirichlet(a, ..., a) over K classes has variance (1/K)(1 - 1/K)/(K a + 1)
   # per share; with 4 workers of 40 classes nothing runs out for the first.
   labels, alpha = np.arange(4000) % 4, 2.0
@@ -76,6 +76,6 @@ def test_the_first_worker_draws_from_the_stated_distribution():
   ]
   np.testing.assert_allclose(np.mean(first, axis=0), 0.25, atol=0.03)
   spread = 0.25 * 0.75 / (4 * alpha + 1)
-  # Counting 100 draws adds its own, binomial, variance.
+  # Counts of 100 draws have a binomial variance in addition.
   spread += (0.25 * 0.75 - spread) / 100
   assert abs(np.var(first, axis=0).mean() / spread - 1) < 0.15

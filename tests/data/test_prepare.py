@@ -1,4 +1,4 @@
-"""Preparing: what it needs is checked before anything is waited for."""
+"""Requirements of a preparation are checked before it begins."""
 
 import importlib.util
 import sys
@@ -52,7 +52,7 @@ BUNDLED = {"digits", "synthetic"}
 
 
 @pytest.mark.parametrize("name", sorted(set(data.NAMES) - BUNDLED))
-def test_a_set_is_prepared_as_array_record(machine, name):
+def test_set_is_prepared_as_array_record(machine, name):
   data.prepare(name)
   assert machine == [_catalog.SOURCES[name].tfds_name]
 
@@ -61,7 +61,7 @@ def test_every_set_is_bundled_or_can_be_prepared():
   for name, source in _catalog.SOURCES.items():
     bundled = name in BUNDLED
     assert bundled == (not source.tfds_name) == (not source.url)
-    # Measured or stated, both or none.
+    # Either both are stated, or both are measured.
     assert (source.mean is None) == (source.std is None)
 
 
@@ -95,7 +95,7 @@ def test_missing_tensorflow_names_the_package(machine, monkeypatch):
   assert machine == []
 
 
-def test_prepared_sets_are_left_alone(machine, monkeypatch):
+def test_prepared_sets_are_not_prepared_again(machine, monkeypatch):
   monkeypatch.setattr(_prepare, "find_prepared", lambda name: "somewhere")
   data.prepare("mnist")
   data.prepare("digits")
@@ -103,22 +103,20 @@ def test_prepared_sets_are_left_alone(machine, monkeypatch):
 
 
 def test_loading_with_download_prepares_first(machine):
-  # The made-up builder leaves nothing behind, so loading still fails, after.
+  # The fake builder writes nothing, so the load fails afterwards.
   with pytest.raises(FileNotFoundError):
     data.load("mnist", download=True)
   assert machine == ["mnist"]
 
 
-def test_the_command_prints_its_sets(capsys):
+def test_command_prints_its_sets(capsys):
   assert command.main(["prepare", "digits"]) == 0
   lines = ["digits train: 1,442 images", "digits test: 355 images"]
   assert capsys.readouterr().out.splitlines() == lines
 
 
 @pytest.mark.parametrize("names", [["imagenet"], ["mnist", "imagenet"]])
-def test_the_command_refuses_in_one_line_before_it_begins(
-  machine, names, capsys
-):
+def test_command_refuses_in_one_line_before_it_begins(machine, names, capsys):
   assert command.main(["prepare", *names]) == 2
   captured = capsys.readouterr()
   assert captured.out == "" and machine == []

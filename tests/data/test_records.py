@@ -1,4 +1,4 @@
-"""Decoding: small prepared sets made here, read as the large ones are."""
+"""Small prepared sets are decoded like the large ones."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_grayscale_images_are_read_unchanged(machine):
   assert dataset.labels.tolist() == [0, 1, 2, 3, 4]
   held_out = data.load("fashion_mnist", "test")
   np.testing.assert_array_equal(held_out.images, test)
-  # Measured on the train split, for both.
+  # Both splits have the statistics of the train split.
   for split in (dataset, held_out):
     np.testing.assert_allclose(split.mean, [train.mean()], rtol=1e-6)
     np.testing.assert_allclose(split.std, [train.std()], rtol=1e-6)
@@ -103,7 +103,7 @@ def write_imagenette(machine, *encoded):
 
 
 def test_photographs_of_all_sizes_and_colours_become_squares(machine):
-  # A dark photograph with a bright middle, wide and high.
+  # These are a wide and a high dark photograph with a bright middle.
   wide = np.full((160, 240, 3), 20, np.uint8)
   wide[:, 80:160] = 200
   high = wide.transpose(1, 0, 2)
@@ -120,7 +120,8 @@ def test_photographs_of_all_sizes_and_colours_become_squares(machine):
   )
   images = data.load("imagenette").images
   assert images.shape == (6, 160, 160, 3)
-  # 40 columns are cut off on either side: 40 dark ones, 80 bright, 40 dark.
+  # 40 columns are cut off on either side, which leaves 40 dark, 80 bright and
+  # 40 dark ones.
   expected = wide[:, 40:200].astype(int)
   for i, image in enumerate(images):
     image = image.transpose(1, 0, 2) if i == 1 else image
@@ -133,14 +134,14 @@ def test_photographs_of_all_sizes_and_colours_become_squares(machine):
 def test_channels_keep_their_order(machine):
   red = np.zeros((160, 160, 3), np.uint8)
   red[..., 0] = 250
-  # Elsewhere not, as a channel that is constant cannot be normalized.
+  # A constant channel could not be normalized.
   red[80:] = 255 - red[80:]
   write_imagenette(machine, _prepared.encode(red, "JPEG"))
   dataset = data.load("imagenette", "test")
   np.testing.assert_allclose(dataset.images[0, 0, 0], [250, 0, 0], atol=4)
 
 
-def test_the_measured_statistics_are_those_of_all_pixels(monkeypatch):
+def test_measured_statistics_are_those_of_all_pixels(monkeypatch):
   monkeypatch.setattr(_records, "_CHUNK", 3)
   images = pixels(10, 4, 5, 3)
   mean, std = _records.measure(images)

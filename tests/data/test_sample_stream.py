@@ -1,4 +1,4 @@
-"""Tests of samples by worker, position and count."""
+"""Samples follow from worker, position and count."""
 
 import hypothesis
 import numpy as np

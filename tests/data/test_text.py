@@ -1,4 +1,4 @@
-"""Texts: windows of bytes, each byte predicted once, split and batched."""
+"""Texts are split into windows, and each byte is predicted once."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_every_byte_but_the_first_is_predicted_once(file, length):
   assert (train.name, train.num_classes) == ("mine", 256)
   assert train.input_shape == test.input_shape == (length,)
   for text, whole in ((train, _TEXT[:900]), (test, _TEXT[900:])):
-    # Less than a window is left at the end.
+    # The rest at the end is shorter than a window.
     assert len(text) == (len(whole) - 1) // length
     found = bytes(targets_of(text).astype(np.uint8).ravel())
     assert found == whole[1 : 1 + len(found)]
@@ -47,7 +47,7 @@ def test_target_is_the_next_token(file):
   np.testing.assert_array_equal(batch["targets"].ravel(), list(_TEXT[1:25]))
 
 
-def test_the_test_part_of_a_file_is_its_end(file):
+def test_test_part_of_a_file_is_its_end(file):
   text = data.load_text(file, "test", window_length=4, test_fraction=0.25)
   assert bytes(text.windows[0]) == _TEXT[750:755]
 
@@ -112,7 +112,7 @@ def test_unreadable_texts_raise(file, argument, options, rule):
   _refusals.check(argument, lambda: data.load_text(**options), rule)
 
 
-def test_load_refuses_texts_and_load_text_images():
+def test_load_refuses_texts_and_load_text_refuses_images():
   with pytest.raises(ValueError, match="load_text` reads"):
     data.load("tiny_shakespeare")
   assert "tiny_shakespeare" in data.TEXT_NAMES
@@ -120,7 +120,7 @@ def test_load_refuses_texts_and_load_text_images():
   assert set(data.NAMES) | set(data.TEXT_NAMES) == set(_catalog.SOURCES)
 
 
-def test_a_prepared_text_is_decoded_once(tmp_path, monkeypatch, capsys):
+def test_prepared_text_is_decoded_once(tmp_path, monkeypatch, capsys):
   monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
   monkeypatch.setenv("JDIST_CACHE_DIR", str(tmp_path / "cache"))
   texts = {"train": [_TEXT[:500], _TEXT[500:]], "test": [_TEXT[:40]]}

@@ -49,7 +49,7 @@ def run(folder, *command):
     for name in _OTHERS
   ],
 )
-def test_the_smoke_preset_runs_and_is_reported(name, tmp_path):
+def test_smoke_preset_runs_and_is_reported(name, tmp_path):
   folder = copied(name, tmp_path)
   pytest.importorskip("sklearn")
   pytest.importorskip("matplotlib")
@@ -91,7 +91,7 @@ def test_protocols_are_compared_in_virtual_time(tmp_path):
 
 
 @pytest.mark.slow
-def test_data_that_are_owned_are_another_comparison(tmp_path):
+def test_owned_data_make_another_comparison(tmp_path):
   folder = copied("dbs_sgd", tmp_path)
   pytest.importorskip("sklearn")
   pytest.importorskip("simpy")

@@ -12,7 +12,7 @@ from tests.experiments import _loading
 @pytest.mark.parametrize(
   ("variant", "per_round"), [("bsp", 1), ("h_ps, foresight", 1), ("asp", 4)]
 )
-def test_a_cosine_is_as_long_as_the_run(variant, per_round, monkeypatch):
+def test_cosine_is_as_long_as_the_run(variant, per_round, monkeypatch):
   """Rounds are of 64 samples; asp makes an update of each worker's task."""
   pytest.importorskip("simpy")
   _loading.enter("h_ps", monkeypatch)

@@ -45,7 +45,7 @@ def sent(*collected):
     ([("all-reduce", 100), ("all-to-all", 8), ("all-gather", 2)], (108, 108)),
   ),
 )
-def test_a_server_receives_once_and_sends_back(
+def test_server_receives_once_and_sends_back(
   collected, up_and_down, monkeypatch
 ):
   config = load("mp2_config", "mp2/config.py", monkeypatch)
@@ -80,7 +80,7 @@ def test_prepared_folder_is_named_by_the_options_it_depends_on(monkeypatch):
   assert found == matters_not
 
 
-def test_rows_tell_what_the_traced_step_sends(monkeypatch, tmp_path):
+def test_rows_have_the_bytes_of_the_traced_step(monkeypatch, tmp_path):
   pytest.importorskip("sklearn")
   config = load("mp2_config", "mp2/config.py", monkeypatch)
   options = dataclasses.replace(
@@ -173,7 +173,7 @@ def test_presets_for_gpus_cut_where_the_paper_does(monkeypatch):
   assert found == {(model, each) for model in networks for each in datasets}
 
 
-def test_no_test_image_is_looked_at(monkeypatch, tmp_path):
+def test_test_images_are_not_used(monkeypatch, tmp_path):
   pytest.importorskip("sklearn")
   prepare = load("mp2_prepare", "mp2/prepare.py", monkeypatch)
   options = prepare.config.PRESETS["smoke"][1]
@@ -216,7 +216,7 @@ def test_depths_are_studied_for_epochs_of_their_own(monkeypatch, tmp_path):
     preparation.score_cuts()
 
 
-def test_a_stop_at_a_runs_end_loses_no_row(monkeypatch, tmp_path):
+def test_stop_at_a_runs_end_loses_no_row(monkeypatch, tmp_path):
   pytest.importorskip("sklearn")
   prepare = load("mp2_prepare", "mp2/prepare.py", monkeypatch)
   options = dataclasses.replace(
@@ -279,7 +279,7 @@ def test_rows_hold_under_options_that_their_variant_ignores(
   assert kept({"epochs": 2.0}) == set()
 
 
-def test_a_borrowed_rear_is_the_sources_last(monkeypatch, tmp_path):
+def test_borrowed_rear_is_the_sources_last(monkeypatch, tmp_path):
   config = load("mp2_config", "mp2/config.py", monkeypatch)
   options = dataclasses.replace(config.PRESETS["smoke"][1], cache=str(tmp_path))
   model = models.build("mlp", input_shape=(8, 8, 1), num_classes=10)
@@ -315,7 +315,7 @@ def test_images_are_brought_to_another_form(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", (0, 1))
-def test_parts_measure_as_the_whole(monkeypatch, seed):
+def test_parts_measure_the_same_as_the_whole(monkeypatch, seed):
   moving = load("mp2_moving", "mp2/moving.py", monkeypatch)
   draw = np.random.default_rng(seed)
   images = draw.integers(0, 256, (1500, 2, 3, 2)).astype(np.uint8)
@@ -356,7 +356,7 @@ def test_all_runs_may_begin_with_the_same_weights(monkeypatch, tmp_path):
   assert weights(preparation.chains, 0) == weights(usual, 0)
 
 
-def test_where_predictors_are_moved_to_changes_no_predictor(monkeypatch):
+def test_options_of_a_transfer_do_not_change_predictors(monkeypatch):
   config = load("mp2_config", "mp2/config.py", monkeypatch)
   options = config.Config()
   moved = dataclasses.replace(options, other_dataset=None, other_workers=2)
@@ -406,7 +406,7 @@ def test_prepared_predictors_are_compared_and_reported(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_family_is_measured(tmp_path):
+def test_family_is_measured(tmp_path):
   folder = test_comparisons.copied("mp2", tmp_path)
   pytest.importorskip("sklearn")
   words = (

@@ -5,7 +5,7 @@ import pytest
 from tests.experiments._loading import load
 
 
-def test_an_accuracy_is_reached_between_two_evaluations(monkeypatch):
+def test_accuracy_is_reached_between_two_evaluations(monkeypatch):
   report = load("mp2_report", "mp2/report.py", monkeypatch)
   curve = [{"step": s, "accuracy": a} for s, a in ((10, 0.5), (30, 0.9))]
   rows = [{"curve": curve}]
@@ -17,7 +17,7 @@ def test_an_accuracy_is_reached_between_two_evaluations(monkeypatch):
   assert report.steps_to([*rows, {"curve": lower}], 55.0) == pytest.approx(20.0)
 
 
-def test_modelled_time_by_hand(monkeypatch):
+def test_modelled_time_matches_hand_computation(monkeypatch):
   report = load("mp2_report", "mp2/report.py", monkeypatch)
 
   def reached(step, both_bytes):

@@ -66,7 +66,7 @@ def test_training_diverges_above_the_limit_only(steps, limit):
     ({"correction": -1.0}, "`correction` must be"),
   ],
 )
-def test_an_argument_out_of_range_is_refused(options, message, limit):
+def test_argument_out_of_range_is_refused(options, message, limit):
   with pytest.raises(ValueError, match=message):
     limit(**options)
 

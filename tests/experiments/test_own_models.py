@@ -34,7 +34,7 @@ def run(name, monkeypatch, num_steps):
     ("equinox_network", 30),
   ],
 )
-def test_a_network_learns_digits(name, num_steps, monkeypatch, capsys):
+def test_network_learns_digits(name, num_steps, monkeypatch, capsys):
   if name == "equinox_network" and not importlib.util.find_spec("equinox"):
     pytest.skip("Equinox is not installed: pip install equinox")
   assert run(name, monkeypatch, num_steps) > 0.7
@@ -51,7 +51,7 @@ def test_only_adapters_are_sent(monkeypatch):
 
 
 @pytest.mark.smoke
-def test_a_sharded_worker_takes_the_same_steps(monkeypatch):
+def test_sharded_worker_takes_the_same_steps(monkeypatch):
   accuracy, apart = run("fsdp_mesh", monkeypatch, 20)
   assert apart < 1e-5
   assert accuracy > 0.5

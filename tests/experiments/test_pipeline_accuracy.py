@@ -47,7 +47,7 @@ def path(optimizer, gradients, w=0.0):
     return np.asarray(jax.lax.scan(step, (w, optimizer.init(w)), given)[1])
 
 
-def test_a_window_is_as_late_as_its_iterations_less_one(accuracy):
+def test_delay_of_a_window_is_its_iterations_minus_one(accuracy):
   for name, delay in (("sync", 0), ("W=2", 1), ("W=S", 3)):
     optimizer = accuracy.VARIANTS[name](run_of(accuracy))
     moved = path(optimizer, [1.0] * 5)
@@ -57,7 +57,7 @@ def test_a_window_is_as_late_as_its_iterations_less_one(accuracy):
     np.testing.assert_allclose(moved, wanted, rtol=1e-6)
 
 
-def test_the_look_ahead_is_nesterovs_at_the_same_rate(accuracy):
+def test_look_ahead_is_nesterovs_at_the_same_rate(accuracy):
   gradients = [1.0, -2.0, 0.5, 3.0]
   found = accuracy.VARIANTS["sync, look-ahead"](run_of(accuracy))
   wanted = optax.sgd(_RATE, 0.9, nesterov=True)
@@ -70,7 +70,7 @@ def test_the_look_ahead_is_nesterovs_at_the_same_rate(accuracy):
   assert float(last) == pytest.approx(-_RATE / (1 - 0.9), rel=1e-3)
 
 
-def test_every_fix_is_of_its_delay(accuracy):
+def test_every_fix_takes_its_delay(accuracy):
   w = {name: jnp.array(0.0) for name in "abcde"}
   for name, variant in accuracy.VARIANTS.items():
     state = variant(run_of(accuracy)).init(w)
@@ -97,7 +97,7 @@ def test_every_fix_is_of_its_delay(accuracy):
     assert read.keys() == w.keys()
 
 
-def test_a_half_window_is_late_from_the_middle_on(accuracy):
+def test_half_window_is_late_in_the_second_half(accuracy):
   run = run_of(accuracy)._replace(num_steps=8)
   gradients = [2.0**i for i in range(8)]
   sgd = optax.sgd(_RATE, 0.9)
@@ -109,7 +109,7 @@ def test_a_half_window_is_late_from_the_middle_on(accuracy):
     np.testing.assert_allclose(moved, wanted, rtol=1e-6)
 
 
-def test_a_half_window_predicts_once_it_has_made_an_update(accuracy):
+def test_half_window_predicts_once_it_has_made_an_update(accuracy):
   run = run_of(accuracy)._replace(num_steps=4)
   optimizer = accuracy.VARIANTS["half W=2, prediction"](run)
   w, ahead = jnp.asarray(0.0), []
@@ -124,7 +124,7 @@ def test_a_half_window_predicts_once_it_has_made_an_update(accuracy):
   assert ahead[4] == pytest.approx(-_RATE * 0.9 * (1 + 0.9 + 0.81))
 
 
-def test_the_smoke_preset_runs_and_is_reported(
+def test_smoke_preset_runs_and_is_reported(
   accuracy, report, tmp_path, monkeypatch, capsys
 ):
   pytest.importorskip("sklearn")
@@ -149,7 +149,7 @@ def test_the_smoke_preset_runs_and_is_reported(
 
 
 @pytest.mark.parametrize("preset", ("cifar10", "cifar10-batch16", "text"))
-def test_the_report_runs_over_the_rows(preset, report, tmp_path):
+def test_report_runs_over_the_rows(preset, report, tmp_path):
   pytest.importorskip("simpy")
   pytest.importorskip("matplotlib")
   rows = training.read_rows(
@@ -172,7 +172,7 @@ def test_the_report_runs_over_the_rows(preset, report, tmp_path):
   assert (tmp_path / "drawn.png").stat().st_size > 0
 
 
-def test_iterations_take_what_formulas_say(report):
+def test_iterations_take_the_times_of_the_formulas(report):
   pytest.importorskip("simpy")
   # A bubble of S - 1 micro-batches, or none.
   for m in (2, 4):
@@ -182,7 +182,7 @@ def test_iterations_take_what_formulas_say(report):
   assert report.iteration_s("ours, W=2", 4, 4) == pytest.approx(1 / 4)
 
 
-def test_a_table_that_changes_takes_the_time_of_both(report):
+def test_table_that_changes_takes_the_time_of_both(report):
   pytest.importorskip("simpy")
   # A quarter of a second in all for ours; (4 + 3) / 16 with a flush.
   name = "1f1b, then ours, W=2"
@@ -192,7 +192,7 @@ def test_a_table_that_changes_takes_the_time_of_both(report):
   assert report.seconds("ours, W=2", 4, 4, 8, 100) == pytest.approx(2.0)
 
 
-def test_differences_by_hand(report):
+def test_differences_match_hand_computation(report):
   def row(seed, accuracy, loss):
     return {"seed": seed, "accuracy": accuracy, "test_loss": loss}
 
@@ -211,7 +211,7 @@ def test_differences_by_hand(report):
   assert report.differences([row(0, 0.1, None)] * 2, base) == (None, None)
 
 
-def test_an_accuracy_is_reached_between_two_evaluations(report):
+def test_accuracy_is_reached_between_two_evaluations(report):
   rows = [
     {"curve": [{"step": 10, "accuracy": 0.4}, {"step": 20, "accuracy": 0.6}]}
   ]

@@ -59,7 +59,7 @@ def test_equal_machines_have_the_gains_of_the_formulas(programs):
     assert found == pytest.approx([4, 7 / 4, 7 / 4, 1, 1], rel=1e-2)
 
 
-def test_a_slow_machine_slows_the_papers_partitions_only(programs):
+def test_slow_machine_slows_the_papers_partitions_only(programs):
   methods = programs["methods"]
   cell = _cell(programs, (1.0, 1.0, 0.25, 1.0))
   ours = methods.ours(cell)["samples_per_s"]
@@ -77,7 +77,7 @@ def test_replicas_update_by_no_more_than_the_batch(programs):
   assert max(found["replicas"]) * found["minibatch_samples"] <= 8
 
 
-def test_what_does_not_fit_runs_again_or_is_refused(programs):
+def test_stages_beyond_memory_are_recomputed_or_refused(programs):
   methods = programs["methods"]
   cell = _cell(programs)
 
@@ -97,7 +97,7 @@ def test_what_does_not_fit_runs_again_or_is_refused(programs):
     methods.by_its_paper(limited(90), "gpipe")
 
 
-def test_a_plan_recovers_when_a_machine_becomes_slow(programs):
+def test_plan_recovers_when_a_machine_becomes_slow(programs):
   found = programs["replan"].result(_cell(programs), 2)
   assert found["during_samples_per_s"] < 0.4 * found["before_samples_per_s"]
   assert found["recovered"] > 0.9
@@ -105,7 +105,7 @@ def test_a_plan_recovers_when_a_machine_becomes_slow(programs):
   assert found["moved_bytes"] == 2 * 10 * found["moved_layers"] > 0
 
 
-def test_a_flush_for_half_a_run_takes_half_the_updates_at_either_speed(
+def test_flush_for_half_a_run_takes_half_the_updates_at_either_speed(
   programs, monkeypatch
 ):
   report = _loading.load("report", "pipeline/report.py", monkeypatch)
@@ -120,9 +120,7 @@ def test_a_flush_for_half_a_run_takes_half_the_updates_at_either_speed(
   assert found == [["4.00"] * 2, ["2.67"] * 2, ["2.00"] * 2]
 
 
-def test_flushed_tables_are_late_nowhere_and_wait_for_their_bubble(
-  programs, monkeypatch
-):
+def test_flushed_tables_have_no_delay_and_a_bubble(programs, monkeypatch):
   _loading.load("report", "pipeline/report.py", monkeypatch)
   equal = _loading.load(
     "equal_accuracy", "pipeline/equal_accuracy.py", monkeypatch

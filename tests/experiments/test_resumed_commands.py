@@ -120,7 +120,7 @@ def test_every_file_of_rows_is_read():
     assert training.read_rows(path), path
 
 
-def test_the_first_comparison_is_not_run_again(monkeypatch, tmp_path, capsys):
+def test_first_comparison_is_not_run_again(monkeypatch, tmp_path, capsys):
   pytest.importorskip("matplotlib")
   folder = _loading.FOLDER / "first_comparison/results"
   for name in ("rows", "tuning"):

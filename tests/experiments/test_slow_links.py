@@ -31,7 +31,7 @@ def test_seconds_to_an_accuracy_are_those_of_the_same_seed(monkeypatch):
   assert ours == f"| cifar10 | 10 | {cells}  | 10 | 2.00 | 2 |"
 
 
-def test_the_bound_is_a_step_over_one_that_waits_for_nothing(monkeypatch):
+def test_bound_is_a_step_over_one_that_waits_for_nothing(monkeypatch):
   _loading.enter("msdpu", monkeypatch)
   report = _loading.load("links", "msdpu/slow_links.py", monkeypatch)
   ours = _row("msdpu, int4", 10.0, (0.1, 0.2, 0.3, 0.4))
@@ -59,7 +59,7 @@ def test_rates_are_those_that_were_found_before(monkeypatch):
     assert found == set(rates.items())
 
 
-def test_rows_of_two_nets_are_apart(monkeypatch):
+def test_rows_of_two_networks_are_separate(monkeypatch):
   _loading.enter("msdpu", monkeypatch)
   links = _loading.load("links", "msdpu/slow_links.py", monkeypatch)
   other = _row("ssgd", 10.0, (0.5, 0.9))

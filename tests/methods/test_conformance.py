@@ -84,7 +84,7 @@ AT_ONCE = ("easgd", "scaffold", "slow_mo")
     [("slow_mo", True), ("diloco", True), ("cocod", True), ("easgd", False)],
   ),
 )
-def test_a_compression_of_every_bit_changes_nothing(name, late):
+def test_compression_of_every_bit_changes_nothing(name, late):
   compression = reducers.Compression(
     _reducers.Plain(), reducers.ErrorFeedback()
   )
@@ -135,7 +135,7 @@ def run_by_host(optimizer):
     ],
   ),
 )
-def test_a_host_ends_rounds_where_the_device_would(name, late):
+def test_host_ends_rounds_where_the_device_would(name, late):
   optimizer = build(name, PARTS if late else None, late)
   wanted, states = train(optimizer, TARGETS)
   found, anchors = run_by_host(optimizer)

@@ -1,4 +1,4 @@
-"""Every kind of model in a size that costs little."""
+"""Every kind of model in a small size."""
 
 import functools
 
@@ -31,7 +31,7 @@ VARIANTS = [
   ("transformer", _LM | {"positions": "rotary"}),
   ("transformer", _LM | {"tied": True, "num_layers": 1}),
 ]
-# Others of their family are tried above.
+# The table above tests another member of their families.
 ALSO = ["vgg13", "vgg16", "vgg19", "resnet20", "resnet34"]
 
 variants = pytest.mark.parametrize("name, options", VARIANTS)

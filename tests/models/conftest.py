@@ -1,4 +1,4 @@
-"""Here the time goes into compiling programs that then run once."""
+"""Compilation without optimizations, as most programs here run once."""
 
 import contextlib
 

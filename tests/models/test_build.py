@@ -26,7 +26,7 @@ def test_table_has_every_model():
 
 
 IMAGE_MODELS = [name for name in models.NAMES if name != "transformer"]
-# Tracing the deep ones takes a while; an odd size is the hard one.
+# Deep models take long to trace, so only small ones get further image sizes.
 SMALL = ["mlp", "lenet", "cnn", "alexnet", "vgg11", "resnet8", "resnet18"]
 SIZES = [(name, (28, 28, 1)) for name in IMAGE_MODELS] + [
   (name, shape) for name in SMALL for shape in [(8, 8, 1), (32, 32, 3)]
@@ -54,7 +54,7 @@ def test_training_and_evaluation_return_equal_shapes(name, options):
 
 @pytest.mark.parametrize("name", ["alexnet", "vgg11", "resnet18"])
 @pytest.mark.parametrize("size", [64, 65, 160, 224])
-def test_the_form_follows_the_size_of_the_images(name, size):
+def test_form_follows_the_size_of_the_images(name, size):
   shape = (size, size, 3)
   form = "cifar" if size <= 64 else "imagenet"
   model = build(name, input_shape=shape, abstract=True)
@@ -67,7 +67,7 @@ def test_the_form_follows_the_size_of_the_images(name, size):
   assert logits.shape == (2, 10)
 
 
-def test_a_resnet_of_n_blocks_has_6n_plus_2_layers():
+def test_resnet_of_n_blocks_has_6n_plus_2_layers():
   for name, num_layers in (("resnet8", 8), ("resnet20", 20)):
     leaves = leaves_of(build(name, abstract=True))
     assert sum("kernel" in path for path in leaves) == num_layers
@@ -79,7 +79,7 @@ def test_networks_have_the_published_number_of_layers():
       leaves = leaves_of(build(name, abstract=True))
       layers = [p for p in leaves if "kernel" in p and "shortcut" not in p]
       assert len(layers) == int(name[-2:]) - (3 - 1) * (
-        # The CIFAR head has one dense layer in place of three.
+        # The head for CIFAR has one dense layer instead of three.
         name.startswith("vgg") and name != "vgg15"
       )
 
@@ -101,9 +101,7 @@ def test_parameters_are_float32_in_plain_dicts(name, options):
 
 
 @variants
-def test_the_same_seed_gives_the_same_bits_and_another_seed_others(
-  name, options
-):
+def test_same_seed_gives_the_same_bits_and_another_seed_others(name, options):
   first, same, other = (build(name, options, seed=seed) for seed in (3, 3, 4))
   kernels = 0
   for path, leaf in leaves_of(first).items():
@@ -136,7 +134,7 @@ def scale_of(path, options, last):
   if "attend3_out" in path or "dense3_down" in path:
     scale /= 2 * options["num_layers"]
   if options.get("norm") == "none" and "block" in path and "conv1" in path:
-    # Of 3 blocks in resnet8 and 8 in resnet18.
+    # resnet8 has 3 blocks and resnet18 8.
     scale /= 8 if "width" in options else 3
   return scale
 
@@ -152,7 +150,7 @@ def test_weights_start_with_the_stated_deviation(name, options):
       continue
     scale = scale_of(path, options, last=i == len(kernels) - 1)
     std = math.sqrt(scale / math.prod(kernel.shape[:-1]))
-    # Of n draws the deviation is known to one part in sqrt(2 n).
+    # The deviation of n draws has a relative error of 1 / sqrt(2 n).
     bound = 5 / math.sqrt(2 * kernel.size)
     assert abs(float(np.std(kernel)) / std - 1) < bound, path
     assert abs(float(np.mean(kernel))) < 5 * std / math.sqrt(kernel.size)
@@ -168,12 +166,12 @@ DEEP = [
 
 
 @pytest.mark.parametrize("name, options", _variants.VARIANTS + DEEP)
-def test_the_leaves_are_in_the_order_of_the_layers(name, options):
+def test_leaves_are_in_the_order_of_the_layers(name, options):
   model = build(name, options, abstract=True)
   leaves = list(leaves_of(model))
   kernels = [path for path in leaves if "kernel" in path]
   used = order_of_use(model, _variants.like(name))
-  # The tied head of a transformer uses what the front is made of.
+  # The tied head of a transformer uses the tables of the front.
   assert kernels == [path for path in used if "kernel" in path]
   tables = [path for path in leaves if "table" in path]
   assert leaves[: len(tables)] == tables
@@ -212,7 +210,7 @@ def test_bfloat16_parameters_and_images_compute_in_bfloat16(name, options):
     logits, state = model.apply(params, state, x, train=True)
     return logits.astype(jnp.float32).sum(), (logits, state)
 
-  # No layer may widen the products: they are what half precision speeds up.
+  # No layer may widen its products, which half precision makes faster.
   step = jax.grad(loss, has_aux=True)
   jaxpr, (grads, (logits, state)) = jax.make_jaxpr(step, return_shape=True)(
     params, model.state, x
@@ -225,7 +223,7 @@ def test_bfloat16_parameters_and_images_compute_in_bfloat16(name, options):
   assert types == {jnp.dtype(jnp.bfloat16)}
   assert logits.dtype == jnp.bfloat16
   assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(grads))
-  # Statistics stay wide: their steps are small against their values.
+  # Statistics stay in float32: their steps are small against their values.
   assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state))
 
 
@@ -244,7 +242,7 @@ def like_half(x):
     ("transformer", {"num_layers": 1, "width": 16, "positions": "rotary"}),
   ],
 )
-def test_half_precision_computes_nearly_the_same(name, options):
+def test_half_precision_is_close_to_float32(name, options):
   model = build(name, options)
   x = _variants.inputs(name, 4)
 
@@ -306,7 +304,7 @@ def test_models_overfit_a_few_digits(name, options, optimized):
   def evaluate(params, state):
     return model.apply(params, state, images, train=False)[0]
 
-  # In NumPy, as JAX would compile a program for each shape.
+  # NumPy makes them, as JAX would compile a program for each shape.
   memory = jax.tree.map(
     lambda x: np.zeros(x.shape, x.dtype),
     jax.eval_shape(optimizer.init, model.params),
@@ -328,7 +326,7 @@ def test_models_overfit_a_few_digits(name, options, optimized):
     ("resnet50", {"width": 8}, "conv3"),
   ],
 )
-def test_a_resnet_without_normalization_starts_as_its_first_layers(
+def test_resnet_without_normalization_starts_as_its_first_layers(
   name, options, last
 ):
   model = build(name, options | {"norm": "none"}, (32, 32, 3))
@@ -337,8 +335,8 @@ def test_a_resnet_without_normalization_starts_as_its_first_layers(
   apply = jax.jit(functools.partial(model.apply, train=True))
   logits = np.asarray(apply(model.params, {}, images)[0])
   assert 0.1 < logits.std() < 10
-  # What a block adds is nothing yet, so its convolutions but the last change
-  # nothing; nor do those that a shortcut is not made of.
+  # A block adds zeros at first, so none of its convolutions but the last one
+  # and the shortcut's matters.
   params = jax.tree.map(lambda x: x, model.params)
   for block in params:
     for conv in params[block] if "block" in block else ():
@@ -400,11 +398,11 @@ def test_mirrored_image_has_other_logits(name):
   assert not np.allclose(logits[0], logits[2], atol=1e-3)
 
 
-def test_a_model_prints_its_size():
+def test_model_prints_its_size():
   assert repr(build("mlp")) == "Model(9,610 parameters)"
 
 
-def test_importing_the_room_loads_none_of_the_extras():
+def test_importing_models_loads_no_extra():
   code = "import sys; import jdist.models; print(*sys.modules)"
   result = subprocess.run(
     [sys.executable, "-c", code], capture_output=True, text=True, check=True

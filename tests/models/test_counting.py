@@ -1,4 +1,4 @@
-"""How many parameters a model has, without making one of them."""
+"""Parameters of models are counted without allocating them."""
 
 import itertools
 
@@ -63,7 +63,7 @@ LARGE_STEM = conv(7, 3, 64) + 2 * 64
 CIFAR = (32, 32, 3)
 IMAGENET = (224, 224, 3)
 
-# name, input shape, number of classes
+# Hand counts by name, input shape and number of classes.
 COUNTS = {
   ("mlp", (28, 28, 1), 10): dense(784, 128, 10),
   ("lenet", (28, 28, 1), 10): (25 * 6 + 6)
@@ -88,8 +88,8 @@ COUNTS = {
     + dense(7 * 7 * 512, 4096, 4096, 1000)
     for name in ("vgg11", "vgg13", "vgg16", "vgg19")
   },
-  # Convolutions without biases, two numbers per normalized channel, and a
-  # dense layer; n blocks have 2 n convolutions per stage.
+  # They have convolutions without biases, two numbers per normalized channel
+  # and a dense layer; n blocks have 2 n convolutions per stage.
   ("resnet8", CIFAR, 10): convs(3, *(16,) * 3, 32, 32, 64, 64, norm=1)
   + dense(64, 10),
   ("resnet20", CIFAR, 10): convs(3, *(16,) * 7, *(32,) * 6, *(64,) * 6, norm=1)
@@ -110,16 +110,17 @@ COUNTS = {
       ("resnet50", bottleneck_resnet((3, 4, 6, 3)), 2048),
     )
   },
-  # Vectors; per layer q, k, v and out, two dense layers, two norms; a norm
-  # and a head without biases.
+  # It has embeddings; q, k, v, out, two dense layers and two norms per layer;
+  # a norm, and a head without biases.
   ("transformer", (64,), 50): (64 + 50) * 128
   + 4 * (dense(128, 3 * 128) + dense(128, 128) + dense(128, 512, 128))
   + (2 * 4 + 1) * 2 * 128
   + 128 * 50,
 }
 
-# From the papers, torchvision (ImageNet), the sheet of MP² (vgg15) and a
-# widely used collection of CIFAR models (resnet18 to 50 with ten classes).
+# The numbers are from the papers, torchvision (ImageNet), the sheet of MP²
+# (vgg15) and a widely used collection of CIFAR models (resnet18 to 50 with ten
+# classes).
 PUBLISHED = {
   ("lenet", (28, 28, 1), 10): 61_706,
   ("alexnet", IMAGENET, 1000): 61_100_840,
@@ -155,7 +156,7 @@ def test_every_model_is_counted():
 
 
 @pytest.mark.parametrize("key", COUNTS, ids=str)
-def test_parameters_are_as_many_as_counted_by_hand(key):
+def test_parameter_counts_match_hand_counts(key):
   assert count(*key) == COUNTS[key]
 
 
@@ -164,7 +165,7 @@ def test_parameter_counts_match_published_ones(key):
   assert COUNTS[key] == PUBLISHED[key]
 
 
-def test_a_transformer_of_the_size_of_gpt_2_has_its_parameters():
+def test_transformer_of_the_size_of_gpt_2_has_its_parameters():
   options = {"num_layers": 12, "width": 768, "num_heads": 12, "tied": True}
   assert count("transformer", (1024,), 50_257, **options) == 124_439_808
 
@@ -175,7 +176,7 @@ def front(name, num_convs, **options):
     name, input_shape=CIFAR, num_classes=10, abstract=True, **options
   )
   sizes = [leaf.size for leaf in jax.tree.leaves(model.params)]
-  # Of each layer bias and kernel.
+  # Each layer has a bias and a kernel.
   return sum(sizes[: 2 * num_convs])
 
 
@@ -189,7 +190,7 @@ def test_mp2_pushes_the_front_of_these_networks():
 
 
 @_variants.variants
-def test_an_abstract_model_has_the_shapes_of_a_real_one(name, options):
+def test_abstract_model_has_the_shapes_of_a_real_one(name, options):
   real = _variants.build(name, options)
   abstract = _variants.build(name, options, abstract=True)
   shapes = jax.tree.map(
@@ -210,12 +211,12 @@ def test_abstract_model_allocates_nothing(monkeypatch):
   model = _variants.build("resnet50", input_shape=IMAGENET, abstract=True)
   leaves = jax.tree.leaves((model.params, model.state))
   assert {type(x) for x in leaves} == {jax.ShapeDtypeStruct}
-  # Normalizations have few numbers, and are there all the same.
+  # Normalizations, which have few numbers, are allocated nevertheless.
   after = sum(x.nbytes for x in jax.live_arrays())
   assert after - before < models.num_params(model) * 4 / 100
 
 
-def test_an_abstract_model_lowers_to_a_program():
+def test_abstract_model_lowers_to_a_program():
   model = _variants.build("resnet8", abstract=True)
   x = _variants.like("resnet8")
   apply = jax.jit(lambda *args: model.apply(*args, train=True))

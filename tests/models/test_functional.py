@@ -55,7 +55,7 @@ def conv_net():
 
 
 def inputs(*shape):
-  # From NumPy, as JAX would compile a program for each shape.
+  # NumPy draws them, as JAX would compile a program for each shape.
   rng = np.random.default_rng(1)
   return jnp.asarray(rng.standard_normal(shape, np.float32))
 
@@ -64,7 +64,7 @@ def resnet():
   return models.build("resnet8", input_shape=(8, 8, 1), num_classes=10)
 
 
-def test_the_function_equals_the_module():
+def test_function_equals_the_module():
   net = Net(nnx.Rngs(0))
   model = models.functional(net)
   x = inputs(6, 4)
@@ -102,7 +102,7 @@ def test_calls_do_not_change_the_module():
   np.testing.assert_array_equal(net.norm.mean[...], np.zeros(4))
 
 
-def test_the_random_key_of_dropout_moves_with_the_state():
+def test_dropout_key_advances_with_the_state():
   model = models.functional(Net(nnx.Rngs(0)))
   x = inputs(6, 4)
   first, state = model.apply(model.params, model.state, x, train=True)
@@ -112,7 +112,7 @@ def test_the_random_key_of_dropout_moves_with_the_state():
   assert (still != 0).all()
 
 
-def test_evaluation_leaves_the_state_alone():
+def test_evaluation_does_not_change_the_state():
   model = conv_net()
   apply = jax.jit(functools.partial(model.apply, train=False))
   _, state = apply(model.params, model.state, inputs(4, 8, 8, 1))
@@ -164,7 +164,8 @@ def per_worker(num_workers):
 
 def assert_close(one, other):
   def check(a, b):
-    # Gradients before a batch norm nearly cancel; compare by size of leaf.
+    # Gradients before a batch norm nearly cancel, so errors are compared with
+    # the largest entry of a leaf.
     a, b = np.asarray(a), np.asarray(b)
     np.testing.assert_allclose(
       a, b, rtol=1e-4, atol=1e-5 * (1 + np.abs(b).max())
@@ -233,7 +234,7 @@ def padded(images):
   return np.concatenate([images, padding]), mask
 
 
-def test_a_mask_reaches_every_layer_of_a_resnet():
+def test_mask_reaches_every_layer_of_a_resnet():
   model = resnet()
   images = inputs(5, 8, 8, 1)
   apply = jax.jit(functools.partial(model.apply, train=True))
@@ -280,7 +281,7 @@ def test_mask_for_a_module_without_one_raises_in_training():
     model.apply(model.params, model.state, inputs(6, 4), train=True, mask=mask)
 
 
-def test_a_module_without_state_ignores_a_mask():
+def test_module_without_state_ignores_a_mask():
   model = models.functional(nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
   arguments = (model.params, {}, inputs(6, 4))
   masked, state = model.apply(*arguments, train=True, mask=jnp.zeros(6))

@@ -1,4 +1,4 @@
-"""Layers of networks: one after the other they are the whole model."""
+"""Layers of a network in sequence are the whole model."""
 
 import functools
 
@@ -31,7 +31,7 @@ def program_of(apply, model, x, train):
 
 
 @variants
-def test_the_layers_make_the_program_of_the_model(name, options):
+def test_layers_make_the_program_of_the_model(name, options):
   # Equal programs compute equal bits, gradients included.
   model = build(name, options, abstract=True)
   x = _variants.like(name)
@@ -41,14 +41,14 @@ def test_the_layers_make_the_program_of_the_model(name, options):
 
 
 @variants
-def test_the_layers_share_out_the_tree_of_the_model(name, options):
+def test_layers_partition_the_tree_of_the_model(name, options):
   model = build(name, options)
   assert len({layer.name for layer in model.layers}) == len(model.layers) > 1
   for kind in ("params", "state"):
     whole = getattr(model, kind)
     merged = _stages.merge([getattr(x, kind) for x in model.layers])
     assert jax.tree.structure(merged) == jax.tree.structure(whole)
-    # The same arrays, which cost no memory of their own.
+    # They are the same arrays, which need no memory of their own.
     pairs = zip(jax.tree.leaves(merged), jax.tree.leaves(whole), strict=True)
     assert all(a is b for a, b in pairs)
   tied = {"['layer0_tokens']['table']": (0, len(model.layers) - 1)}
@@ -72,7 +72,7 @@ def test_abstract_layers_hold_shapes():
   assert all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
 
 
-def test_the_first_layer_checks_the_inputs_as_the_model_does():
+def test_first_layer_checks_the_inputs_as_the_model_does():
   first, *_ = build("lenet").layers
   with _refusals.refused("images", "be"):
     first.apply(first.params, {}, jnp.ones((8, 8, 1)), train=True)
@@ -97,7 +97,7 @@ class _Dropped(_layered_network.LayeredNetwork):
       self.add_part(modules, functools.partial(run, tuple(modules)))
 
 
-def test_the_keys_of_dropout_are_in_the_layers_that_use_them():
+def test_dropout_keys_are_in_the_layers_that_use_them():
   model = models.functional(_Dropped())
   x = np.ones((3, 4), np.float32)
   state, found = model.state, model.state

@@ -12,7 +12,7 @@ from jdist.models import _normalization
 
 
 def inputs(*shape):
-  # From NumPy, as JAX would compile a program for each shape.
+  # NumPy draws them, as JAX would compile a program for each shape.
   rng = np.random.default_rng(0)
   return jnp.asarray(3 + 2 * rng.standard_normal(shape, np.float32))
 
@@ -32,7 +32,7 @@ def run(norm, x, mask=None, *, train=True, params=None, state=None):
 
 def test_one_batch_matches_hand_computation():
   norm = models.BatchNorm(1, momentum=0.75, epsilon=0.0)
-  # Mean 4, variance (9 + 1 + 1 + 9) / 4 = 5.
+  # The mean is 4 and the variance (9 + 1 + 1 + 9) / 4 = 5.
   y, state = run(norm, jnp.array([[1.0], [3.0], [5.0], [7.0]]))
   expected = np.array([[-3.0], [-1.0], [1.0], [3.0]]) / np.sqrt(5)
   np.testing.assert_allclose(y, expected, rtol=1e-6)
@@ -104,7 +104,7 @@ def test_padding_at_any_place_does_not_count(mask_type):
 
 
 @pytest.mark.parametrize("mask", [None, np.ones(256)])
-def test_variance_is_exact_beside_a_large_mean(mask):
+def test_variance_is_exact_with_a_large_mean(mask):
   # E[x**2] - E[x]**2 in float32 would leave nothing of a variance of 1 here.
   x = 1e4 + jax.random.normal(jax.random.key(0), (256, 1))
   y, _ = run(models.BatchNorm(1), x, mask)

@@ -1,4 +1,4 @@
-"""Convolutions by patches and halving, beside XLA's own."""
+"""Convolutions by patches and halving match XLA's own."""
 
 import chex
 import jax
@@ -46,7 +46,7 @@ def test_values_and_gradients_equal_those_of_xla(
     return jax.jit(jax.vmap(gradient) if vmapped else gradient)(images, kernel)
 
   mine, xla = run(_patches.convolve), run(jax.lax.conv_general_dilated)
-  # Sums of up to 98 products of about 1, in another order.
+  # Up to 98 products of about 1 are summed in another order.
   chex.assert_trees_all_close(mine, xla, rtol=1e-4, atol=1e-4)
 
 
@@ -60,7 +60,7 @@ def test_bfloat16_stays_bfloat16():
     for convolve in (_patches.convolve, jax.lax.conv_general_dilated)
   )
   assert mine.dtype == jnp.bfloat16
-  # One rounding to 8 bits of sums of the same products.
+  # Sums of the same products are rounded to 8 bits once.
   np.testing.assert_allclose(
     mine.astype(np.float32), xla.astype(np.float32), rtol=2**-6, atol=2**-6
   )

@@ -1,4 +1,4 @@
-"""The language model: what a position sees, and what it learns."""
+"""The language model is causal and learns."""
 
 import functools
 
@@ -37,8 +37,8 @@ def applied(model):
 
 @positions
 def test_attention_is_causal(positions):
-  # One layer, as two know an order even without positions: what the second
-  # sees has seen more or less.
+  # There is one layer, because two know an order even without positions: the
+  # second one's inputs have seen more or fewer tokens.
   run = applied(build(positions=positions, num_layers=1))
   x = tokens(1, LENGTH)
   logits = run(x)
@@ -47,7 +47,7 @@ def test_attention_is_causal(positions):
     changed[0, place] = (x[0, place] + 1) % VOCABULARY
     moved = np.abs(run(changed) - logits).max(axis=(0, 2)) > 1e-6
     assert moved.tolist() == [i >= place for i in range(LENGTH)]
-  # The order of what came before matters too.
+  # The order of earlier tokens matters, too.
   swapped = np.concatenate([x[:, 1::-1], x[:, 2:]], axis=1)
   assert x[0, 0] != x[0, 1]
   assert np.abs(run(swapped) - logits)[0, -1].max() > 1e-5
@@ -79,7 +79,7 @@ def test_one_layer_matches_hand_computation():
       mean = weights @ v[sample, : place + 1] / weights.sum()
       h[sample, place] += dense(mean, layer["attend3_out"])
   up = dense(norm(h, layer["dense1_norm"]), layer["dense2_up"])
-  # Gelu in its usual approximation.
+  # This is the usual approximation of GELU.
   inner = np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)
   h = h + dense(up * (1 + np.tanh(inner)) / 2, layer["dense3_down"])
   expected = norm(h, params["layer2_norm"]) @ params["layer3_dense"]["kernel"]
@@ -110,7 +110,7 @@ def test_tied_logits_use_token_embeddings():
       lambda params: model.apply(params, {}, tokens(1, 2), train=True)[0].sum()
     )
   )(model.params)
-  # Also of tokens that do not occur.
+  # Tokens that do not occur have gradients, too.
   assert np.all(np.any(np.asarray(jac["layer0_tokens"]["table"]) != 0, axis=1))
 
 
@@ -147,7 +147,7 @@ def test_invalid_tokens_raise(shape, dtype, message):
 def test_transformer_overfits_a_few_sequences():
   model = build()
   x = jnp.asarray(tokens(4, LENGTH))
-  # The first token says which sequence it is.
+  # The first token identifies the sequence.
   x = x.at[:, 0].set(jnp.arange(4))
   optimizer = optax.adam(0.02)
 

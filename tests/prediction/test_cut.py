@@ -87,7 +87,7 @@ def test_half_precision_is_restored_exactly():
   assert front["a"]["kernel"].dtype == jnp.bfloat16
 
 
-def test_a_cut_is_plain_data():
+def test_cut_is_plain_data():
   cut = prediction.published_cut("resnet18")
   again = prediction.Cut.from_description(
     json.loads(json.dumps(cut.describe()))
@@ -104,7 +104,7 @@ def test_a_cut_is_plain_data():
   assert deeper.fingerprint != cut.fingerprint
 
 
-def test_a_cut_works_inside_compiled_and_mapped_functions():
+def test_cut_works_inside_compiled_and_mapped_functions():
   cut = prediction.cut(small(), 1)
   many = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), small())
   rows = jax.jit(jax.vmap(cut.flatten_front))(many)
@@ -194,7 +194,7 @@ def test_models_of_jdist_are_cut_in_order_of_execution(name):
   assert list(found) == list(sorted_keys)
 
 
-def test_the_order_can_be_given():
+def test_order_can_be_given():
   tree = small() | named("first", "Dense_0")
   order = ("first", "b", "a", "a_norm", "Dense_0")
   cut = prediction.cut(tree, 3, order=order)

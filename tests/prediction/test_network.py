@@ -101,7 +101,7 @@ def test_names_without_an_order_require_one():
 @pytest.mark.parametrize(
   "tree", [{}, None, {"d": {"kernel": np.zeros((2, 2))}}]
 )
-def test_a_network_of_one_layer_cannot_be_cut(tree):
+def test_network_of_one_layer_cannot_be_cut(tree):
   with pytest.raises(
     ValueError, match=r"`model` must have two layers.*got [01]"
   ):

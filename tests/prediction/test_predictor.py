@@ -252,7 +252,7 @@ def test_other_fronts_and_parameters_are_refused():
     predictor.apply(params, {"conv1": {"kernel": jnp.zeros((5, 5, 1, 6))}})
 
 
-def test_a_predictor_of_another_cut_is_refused_when_the_state_is_made():
+def test_predictor_of_another_cut_is_refused_when_the_state_is_made():
   model = models.build("lenet", input_shape=(8, 8, 1), num_classes=10)
   cuts = [prediction.cut(model, number) for number in (1, 2)]
   own, other = (prediction.predictor(cut) for cut in cuts)

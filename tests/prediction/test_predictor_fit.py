@@ -276,7 +276,7 @@ def test_drawn_images_are_distinct_and_balanced():
   assert sorted(every.tolist()) == list(range(160))
 
 
-def test_an_epoch_has_every_sample_once():
+def test_epoch_has_every_sample_once():
   fit = dataclasses.replace(FIT, samples_per_batch=4)
   epochs = [
     [

@@ -37,7 +37,7 @@ def test_saved_predictor_is_restored(tmp_path):
     assert jax.tree.structure(read) == jax.tree.structure(params)
 
 
-def test_a_predictor_of_another_network_or_cut_is_refused(tmp_path):
+def test_predictor_of_another_network_or_cut_is_refused(tmp_path):
   params = predictor().init(jax.random.key(0))
   prediction.save_predictor(tmp_path, predictor(), params)
   with pytest.raises(

@@ -131,7 +131,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
   assert found.collectives[0].send_s == pytest.approx(messages)
 
 
-def test_a_picture_is_drawn(tmp_path):
+def test_picture_is_drawn(tmp_path):
   pytest.importorskip("matplotlib")
   found = {
     "delayed": profiling.forecast(_TEXT, _DEVICE, _link(3.0)),

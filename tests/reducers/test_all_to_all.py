@@ -39,7 +39,7 @@ def test_three_ways_by_hand():
   ]
 
 
-def test_a_group_that_would_grow_is_sent_exactly():
+def test_group_that_would_grow_is_sent_exactly():
   ((_, _, _, exact),) = layout_of(structs((9,)), num_rows=8)
   assert exact
 

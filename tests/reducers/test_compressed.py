@@ -25,7 +25,7 @@ def reduce_once(reducer, trees, num_workers, substrate="vmap"):
 # By hand.
 
 
-def test_an_all_to_all_by_hand():
+def test_all_to_all_by_hand():
   """Two workers, a block of 2 each, codes -1, 0, 1 of the block's maximum."""
   x = jnp.asarray([[[4.0, 1.0, 8.0, 8.0]], [[2.0, 4.0, 0.0, 0.0]]])
   # Each is 4 entries; enough of them that the codec is worth it.
@@ -166,7 +166,7 @@ def test_nonfinite_values_reach_all_and_do_not_stay(name, bad):
     assert np.isfinite(x).all()
 
 
-def test_a_sum_that_overflows_is_seen():
+def test_sum_that_overflows_is_seen():
   x = jnp.full((2, 64), 3e38)
   mean, _, state = reduce_once(carry(small.Rounded()), x, 2)
   assert not np.isfinite(mean).any()
@@ -211,7 +211,7 @@ def test_num_bits_equals_sent_bytes(name, num_workers):
 
 
 @pytest.mark.parametrize("wire", ["sum", "all_to_all", "gather"])
-def test_the_compiled_program_has_few_collectives_and_those_bytes(wire):
+def test_compiled_program_has_few_collectives_and_those_bytes(wire):
   codec = {"sum": small.Whole(), "gather": small.Largest(2)}
   reducer = carry(codec.get(wire, small.Rounded()), wire=wire)
   team = collectives.workers(4, substrate="shard_map")
@@ -251,7 +251,7 @@ def test_large_leaf_is_sent_alone():
 # What is refused, and what is not kept.
 
 
-def test_wires_are_chosen_by_what_a_sum_of_payloads_means():
+def test_wire_follows_the_linearity_of_the_codec():
   assert carry(small.Whole()).wire == "sum"
   assert carry(small.Drawn()).wire == "sum"
   assert carry(small.Largest()).wire == "gather"

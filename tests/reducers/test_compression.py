@@ -183,7 +183,7 @@ class Signs(_reducers.Plain):
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-def test_drain_brings_in_what_a_feedback_holds(late):
+def test_drain_applies_the_residuals_of_a_feedback(late):
   targets = random_targets(8, 4, 5)  # Two rounds of 3, and two steps.
   optimizer = transforms.local_steps(
     SGD,
@@ -221,7 +221,7 @@ def test_drain_brings_in_what_a_feedback_holds(late):
 
 
 @pytest.mark.parametrize("substrate", ["vmap", "shard_map", "mixed"])
-def test_a_round_ends_under_a_conditional(substrate):
+def test_round_ends_under_a_conditional(substrate):
   text = _table.runner("compressed rounds", substrate).compile().as_text()
   assert " conditional(" in text
   assert all(c.conditional for c in profiling.read_collectives(text))

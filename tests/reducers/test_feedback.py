@@ -36,7 +36,7 @@ def test_error_feedback_by_hand():
   assert by_hand(LARGEST, reducers.ErrorFeedback(), xs) == wanted
 
 
-def test_a_decayed_residual_by_hand():
+def test_decayed_residual_by_hand():
   xs = [[4.0, 2.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
   # 2 is left, of it 1 is sent with the next 1.
   wanted = [[4.0, 0.0], [0.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
@@ -116,7 +116,7 @@ def test_nothing_is_lost(reducer, substrate):
     assert np.abs(held[name]).max() > 0.1
 
 
-def test_a_decayed_residual_loses_what_it_decays():
+def test_decayed_residual_loses_its_decay():
   xs = gradients(10)
   outputs, states = run(average(LARGEST, reducers.ErrorFeedback(0.5)), xs)
   residual = states.feedback.residual["a"]
@@ -168,7 +168,7 @@ def test_average_without_compression_keeps_no_state():
 
 
 @pytest.mark.parametrize("name", FEEDBACKS)
-def test_a_nan_at_one_worker_is_reported_and_does_not_stay(name):
+def test_nan_at_one_worker_is_reported_and_does_not_stay(name):
   xs = gradients(6)
   for t, worker, bad in ((1, 2, np.nan), (3, 0, np.inf)):
     xs["a"][t, worker, 1] = bad

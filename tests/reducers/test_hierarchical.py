@@ -51,7 +51,7 @@ def make():
   return {"w": jnp.asarray(rng.standard_normal(shape), jnp.float32)}
 
 
-def test_hosts_do_what_workers_with_their_means_would_do():
+def test_hosts_match_workers_with_their_means():
   trees = make()
   means, shares, states, _ = run(TWO, trees)
   alone, far, _, _ = _reducers.run(
@@ -110,7 +110,7 @@ PARTS = reducers.Hierarchical(reducers.Exact(), OUTER, parts=INSIDE)
 
 
 @pytest.mark.parametrize("inside", ["exact", "rounded"])
-def test_each_reduces_a_part(inside):
+def test_each_device_reduces_a_part(inside):
   inner = reducers.Exact() if inside == "exact" else OUTER
   reducer = reducers.Hierarchical(inner, OUTER, parts=INSIDE)
   trees = make()

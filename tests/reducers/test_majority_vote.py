@@ -11,7 +11,7 @@ from tests.reducers import _reducers
 VOTE = reducers.MajorityVote()
 
 
-def test_a_vote_by_hand():
+def test_vote_by_hand():
   x = jnp.asarray([[-1.0, 2.0, 0.0], [-3.0, -4.0, -5.0]])
   means, shares, *_ = _reducers.run(VOTE, x[:, None], 2)
   assert means[1, 0].tolist() == [-1, 1, 1]
@@ -36,7 +36,7 @@ def test_vote_has_sign_of_sum_of_own_shares(num_workers, dtype):
       np.testing.assert_array_equal(worker, np.where(total >= 0, 1.0, -1.0))
 
 
-def test_a_nan_is_seen_by_all():
+def test_nan_is_seen_by_all():
   x = jnp.ones((3, 1, 40)).at[1, 0, 0].set(jnp.nan)
   means, *_ = _reducers.run(VOTE, x, 3)
   assert np.isnan(means[:, 0, :16]).all()  # The row of worker 0.

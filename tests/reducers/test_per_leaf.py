@@ -31,7 +31,7 @@ def chosen(*rules):
   }
 
 
-def test_the_first_match_wins_and_the_rest_is_exact():
+def test_first_match_wins_and_the_rest_is_exact():
   rules = (
     reducers.Rule(LARGE, "embed"),
     reducers.Rule(ROUND, min_size=100),
@@ -89,7 +89,7 @@ def test_leaves_of_equal_reducers_are_reduced_together():
   assert traffic.bytes_per_step * 8 == policy.num_bits(LIKE, 4).sent
 
 
-def test_it_reduces_each_leaf_as_its_reducer_does():
+def test_each_leaf_is_reduced_by_its_reducer():
   policy = reducers.PerLeaf((reducers.Rule(ROUND, "embed"),))
   tree = jax.tree.map(
     lambda x: jnp.linspace(-1, 1, x.size).reshape(x.shape).astype(x.dtype), LIKE
@@ -105,7 +105,7 @@ def test_it_reduces_each_leaf_as_its_reducer_does():
   assert jax.tree.structure(reduced.mean) == jax.tree.structure(tree)
 
 
-def test_the_rules_are_printed_one_a_line():
+def test_rules_are_printed_one_a_line():
   policy = reducers.PerLeaf((reducers.Rule(LARGE, "embed"),))
   assert str(policy).splitlines() == [
     "PerLeaf:",

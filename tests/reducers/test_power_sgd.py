@@ -246,7 +246,7 @@ def test_zeros_become_unit_vectors_and_repetitions_nothing_too_long():
 
 
 @pytest.mark.parametrize("bad", (np.nan, np.inf))
-def test_only_its_own_matrix_is_not_finite(bad):
+def test_nonfinite_entry_affects_its_matrix_only(bad):
   p = matrix(12, 2)
   p[3, 1] = bad
   found, other = orthogonalize(

@@ -18,7 +18,7 @@ PHASES = reducers.Scheduled(
 
 
 @pytest.mark.parametrize("substrate", ["vmap", "shard_map"])
-def test_a_phase_is_its_reducer(substrate):
+def test_phase_is_its_reducer(substrate):
   xs = gradients(9)
   found, states = run(average(PHASES), xs, substrate)
   for start, stop, reducer in (
@@ -51,7 +51,7 @@ def test_residuals_continue_in_next_phase():
 
 
 @pytest.mark.parametrize("substrate", ["vmap", "mixed"])
-def test_a_phase_that_is_not_on_sends_nothing(substrate):
+def test_inactive_phase_sends_nothing(substrate):
   text = _table.runner("scheduled", substrate).compile().as_text()
   assert " conditional(" in text
   assert all(c.conditional for c in profiling.read_collectives(text))

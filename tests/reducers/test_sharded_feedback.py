@@ -197,7 +197,7 @@ def test_state_is_placed_with_its_shard():
   assert transforms.nonfinite_rounds(one) == 0
 
 
-def test_a_nan_stays_in_its_shard_and_is_counted():
+def test_nan_stays_in_its_shard_and_is_counted():
   team = team_of()
   optimizer = transforms.average_gradients(
     team.axis,

@@ -205,7 +205,7 @@ def test_narrow_floats_and_keys_are_loaded_with_the_same_bits(tmp_path):
     (lambda text: "{}", "cannot be read"),
   ],
 )
-def test_a_manifest_that_has_changed_is_refused(change, message, tmp_path):
+def test_manifest_that_has_changed_is_refused(change, message, tmp_path):
   body = {"what": "x", "note": 1}
   array_files.save_arrays(tmp_path, {"w": np.zeros(2)}, body)
   manifest = tmp_path / "arrays.json"

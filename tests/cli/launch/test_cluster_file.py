@@ -1,4 +1,4 @@
-"""Files for clusters: valid, and those of scripts/cluster are printed so."""
+"""Files for clusters are valid, and equal to those of scripts/cluster."""
 
 import copy
 import gzip
@@ -45,7 +45,8 @@ def test_shell_parses_the_scripts(kind, options, capsys):
 
 
 def test_script_restarts_its_ranks_until_the_run_ends(tmp_path, capsys):
-  # A process that says how it was started fails twice, and then for good.
+  # This `python` writes its arguments down, and exits with 75 twice and then
+  # with 3.
   (tmp_path / "mpirun").write_text(
     '#!/bin/bash\nshift 2\nexport OMPI_COMM_WORLD_RANK=3\n"$@"\n'
   )
@@ -108,7 +109,7 @@ def test_jobset_is_valid_for_kubernetes(options, capsys):
   assert (
     "--coordinator-address mine-run-0-0.mine:29400" in (container["command"][2])
   )
-  # The check finds a word too much.
+  # The schema refuses a misspelled word.
   wrong = copy.deepcopy(told)
   wrong["spec"]["replicatedJobs"][0]["template"]["spec"]["backofLimit"] = 0
   with pytest.raises(jsonschema.ValidationError, match="backofLimit"):

@@ -1,4 +1,4 @@
-"""Killed at random moments, launched runs end as undisturbed ones do.
+"""Launched runs that are killed at random moments end like undisturbed ones.
 
 Where `JDIST_KILLS_LOG` names a file, each kill, and each run that has ended as
 it should, adds a line to it.
@@ -29,7 +29,7 @@ _METHODS = {
 }
 _KILLS = 5
 _STEPS = 200
-# A busy machine may stop all of this for minutes.
+# A busy machine may suspend these processes for minutes.
 _LIMIT_S = 3600.0
 
 
@@ -83,19 +83,19 @@ def _disturb(process, folder, seeded, processes):
 
   while len(kills) < _KILLS and process.poll() is None:
     newer()
-    # Anywhere between two checkpoints, or while one is written.
+    # The moment lies between two checkpoints, or while one is written.
     time.sleep(seeded.uniform(0.0, min(newer(), 2.0)))
     how = seeded.choice([signal.SIGKILL, signal.SIGTERM])
     running = _children(process)
     if len(running) < processes:
       continue
-    # One that has ended meanwhile is not there to be killed.
+    # The process may have ended meanwhile.
     with contextlib.suppress(ProcessLookupError):
       number = seeded.randrange(len(running))
       os.kill(running[number], how)
       kills.append((how.name, number, _newest(folder)))
       _note(run=str(folder), kill=kills[-1])
-      # Until what is left of these has ended.
+      # Wait until the remaining ones have ended.
       while process.poll() is None and set(running) & set(_children(process)):
         time.sleep(0.01)
   return kills
@@ -106,7 +106,7 @@ def _arrays(folder):
 
   path = folder / "saved" / f"step_{_STEPS:08d}"
   with orbax.PyTreeCheckpointer() as checkpointer:
-    # Written by several processes, here they are arrays of one.
+    # Several processes have written the arrays, which one process reads here.
     named = checkpointer.metadata(path).item_metadata.tree
     as_numpy = {x: orbax.RestoreArgs(restore_type=np.ndarray) for x in named}
     return checkpointer.restore(path, restore_args=as_numpy)

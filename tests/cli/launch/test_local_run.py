@@ -1,4 +1,4 @@
-"""Processes on this machine: who ended how, and what is started again."""
+"""Processes on this machine: how they end, and when they are restarted."""
 
 import signal
 import subprocess
@@ -8,8 +8,8 @@ import pytest
 
 from jdist.cli.launch import _local_run
 
-# Ends as the file `plan` says for this start and this process: a status, or a
-# signal to itself. With `save`, it leaves a checkpoint before.
+# This process ends as the file `plan` says for this start and its number: with
+# a status, or by a signal to itself. With `save`, it first writes a checkpoint.
 _CHILD = """
 import os, pathlib, sys
 here = pathlib.Path(sys.argv[1])
@@ -75,7 +75,7 @@ def test_sigterm_of_one_process_restarts_the_run(tmp_path):
 
 
 def test_run_without_progress_is_given_up(tmp_path, capfd):
-  # The second start saves one, from which the count begins anew.
+  # The second start saves a checkpoint, which resets the count of restarts.
   plan = ["1 75", "1+3 75", "1 75", "1 75", "0 0"]
   assert _run(tmp_path, *plan) == (1, 4)
   told = capfd.readouterr().err
@@ -92,7 +92,7 @@ def test_restart_delays_double(tmp_path, monkeypatch):
 
 
 def test_sigterm_is_forwarded_and_ends_the_run():
-  # In one write each: two processes share the pipe.
+  # Each line is one write, because two processes share the pipe.
   waits = "import os, time; os.write(1, b'up\\n'); time.sleep(600)"
   code = (
     "import sys; from jdist.cli.launch import _local_run; "

@@ -19,11 +19,11 @@ TABLES = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "greedy")
 STAGES = (1, 2, 4)
 MICROBATCHES = (1, 4, 8, 32)
 CUTS = ("even", "uneven", "unlike")
-# Relative to the largest entry of each leaf's gradient.
+# Errors are relative to the largest entry of each leaf's gradient.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
 
 _SAMPLES = 2
-# The uneven cuts, by the number of stages; there are two more layers.
+# Uneven cuts by the number of stages, of models with two more layers.
 _UNEVEN = {1: [], 2: [3], 4: [1, 3, 4], 8: [1, 2, 4, 5, 6, 8, 9]}
 _WIDTHS = (6, 12, 12, 7, 9, 9, 5, 10, 8)
 
@@ -52,7 +52,8 @@ def pairwise():
   cells = product()
   missing = set().union(*map(pairs, cells))
   found = []
-  while missing:  # The one with the most new pairs, the first of equals.
+  # The cell with the most new pairs comes next, the first of equals.
+  while missing:
     found.append(max(cells, key=lambda x: len(pairs(x) & missing)))
     missing -= pairs(found[-1])
   return found

@@ -18,14 +18,14 @@ from tests.pipeline.runtime import _training
 
 _ITERATIONS = 12
 _SGD = optax.sgd(0.1, momentum=0.9)
-# Each takes the delay of a leaf, or a tree of them.
+# Each fix takes the delay of a leaf, or a tree of delays.
 _FIXES = {
   "none": lambda delay: _SGD,
   "prediction": lambda delay: transforms.predict_weights(_SGD, delay),
-  # Reads the parameters to which a late gradient is applied.
+  # Weight decay reads the parameters to which a late gradient is applied.
   "decay": lambda delay: optax.chain(optax.add_decayed_weights(0.1), _SGD),
 }
-# For three stages: micro-batches, each stage's delay, options.
+# Tables of three stages: micro-batches, each stage's delay, options.
 _TABLES = {
   "pipedream": (1, (2, 1, 0), {}),
   "2bw": (4, (1, 1, 1), {}),
@@ -73,7 +73,7 @@ def _processes(name, fix):
   batches = _training.of_first(_batches(name))
 
   def work(process, peers):
-    # A device has one stage, and its delay.
+    # A device has one stage, whose delay its optimizer takes.
     state = process.init_state(_FIXES[fix](delays[peers.device]))
     state, metrics = process.run(state, batches)
     return process.gather(state)[0], [x["loss"] for x in metrics]
@@ -89,5 +89,5 @@ def test_processes_match_delayed_gradients(name, fix):
   wanted, wanted_losses = _delayed(name, fix)
   assert small.error(params, wanted) < 1e-6
   np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
-  if fix != "none":  # It is another training.
+  if fix != "none":  # The fix must change the training.
     assert small.error(wanted, _delayed(name, "none")[0]) > 1e-3

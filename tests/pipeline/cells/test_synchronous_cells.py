@@ -57,7 +57,9 @@ def _params():
   found = []
   for cell in _cells.product():
     kept = None
-    if cell in few:  # In one dtype; every fourth in one program, which is dear.
+    # These run in one dtype, and every fourth also in one program, which takes
+    # long to compile.
+    if cell in few:
       turn = few.index(cell)
       runtime = "processes" if turn % 4 else "one program"
       kept = runtime, dtypes[(turn + turn // 4) % 2]

@@ -23,7 +23,7 @@ from tests.profiling import _reading
 _WORKERS, _STAGES, _MICRO, _COUNT = 2, 2, _training.MICRO, 2
 _INTERVAL, _SENT_IN = 2, 2
 _FOUR_BITS = reducers.Compression(
-  # A block is a leaf of 8 x 8: cut alike with the stages together or apart.
+  # A block is a leaf of 8 x 8, so stages have the same blocks as the model.
   reducers.compressed(codecs.Quantize(4, 64)),
   reducers.ErrorFeedback(),
 )
@@ -113,16 +113,16 @@ def test_codecs_communicate_over_workers_only(name):
   _, team, state, step = _pipeline(name)
   batch = team.place(_batches(1)[0])
   groups = _reading.groups(step.lower(state, batch).compile().as_text())
-  # Device 2 w + s: those of one worker.
+  # Stage s of worker w lies on device 2 w + s.
   over_stages = [
     kind
     for kind, members in groups
     if kind != "collective-permute"
     and any({0, 1} <= set(x) or {2, 3} <= set(x) for x in members)
   ]
-  # The last stage's loss and metrics, to all stages.
+  # It brings the last stage's loss and metrics to all stages.
   assert over_stages == ["all-reduce"]
-  # There are some, over workers alone.
+  # Other collectives exist, over workers alone.
   assert [
     kind
     for kind, members in groups
@@ -141,7 +141,7 @@ def test_four_bit_pipelines_match_four_bit_whole_models():
   for worker in range(_WORKERS):
     found = _of_worker(pipe, state.params, state, worker)
     one = jax.tree.map(lambda x, w=worker: x[w], wanted.params)
-    # A rounding of float32 may turn one code: a step of 1/7 of 0.1 of a block.
+    # Rounding in float32 may change a code by one: 1/7 of 0.1 of a block.
     assert small.error(found, one) < 1e-2
 
 
@@ -158,7 +158,7 @@ _TABLES = {"1f1b": ("1f1b", {}), "ours": ("ours", {"window": 2})}
       for x in [
         ("1f1b", "msdpu", small.SIZES, 2e-5),
         ("ours", "msdpu", small.SIZES, 2e-5),
-        # As of four bits above.
+        # The tolerance is that of four bits above.
         ("1f1b", "msdpu int4", small.SIZES, 1e-2),
       ]
     ),
@@ -169,7 +169,7 @@ def test_streamed_rounds_match_those_of_whole_models(
   table, name, sizes, tolerance
 ):
   pipe, team, state, step = _pipeline(name, _TABLES[table], sizes)
-  # Two rounds have arrived, half of the third one's message is sent.
+  # Two means have been applied, and half of the third message is sent.
   batches = _batches(3 * _INTERVAL + 1 + pipe.grid.behind)
   for batch in batches:
     state, _ = step(state, team.place(batch))
@@ -179,7 +179,8 @@ def test_streamed_rounds_match_those_of_whole_models(
   )
   late = wanted.opt_state.inner if delay else wanted.opt_state
   anchor = state.opt_state.inner.anchor
-  for x in jax.tree.leaves(anchor):  # To the bit.
+  # Workers have the same anchor to the bit.
+  for x in jax.tree.leaves(anchor):
     np.testing.assert_array_equal(x[0], x[1])
   for worker in range(_WORKERS):
     for own, tree in (
@@ -196,6 +197,6 @@ def test_streamed_rounds_match_those_of_whole_models(
       assert place.tolist() == [sent.shape[-1] // 2] * _WORKERS
   workers = jax.tree.leaves(state.params)[0]
   assert np.abs(np.asarray(workers[0] - workers[1])).max() > 0
-  # It is another training than without rounds, and the anchor has moved.
+  # The anchor must have moved.
   first = _of_worker(pipe, anchor, state, 0)
   assert small.error(first, small.merged(small.layers(sizes))[0]) > 1e-3

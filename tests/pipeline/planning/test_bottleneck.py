@@ -10,7 +10,7 @@ from jdist import cluster, pipeline
 from tests.pipeline.planning import _small_clusters as small
 
 _Cost = pipeline.LayerCost
-# The second output is small.
+# Layers b and e have small outputs.
 _FIVE = [
   _Cost(name, seconds, 2 * seconds, parameter_bytes=10, output_bytes=sent)
   for name, seconds, sent in zip(
@@ -31,7 +31,8 @@ def _pair(bytes_per_s, *, speeds=(1.0, 1.0), memory=math.inf, latency=0.0):
 
 
 def test_partition_matches_hand_calculation():
-  # 12 and 12 seconds behind c; its 50 bytes take 50 seconds on a slow link.
+  # A cut behind c makes stages of 12 seconds each, but its 50 bytes take 50
+  # seconds on a slow link.
   fast = pipeline.partition(_FIVE, _pair(1000.0))
   assert (fast.cuts, fast.bottleneck_s) == ((3,), 12.0)
   assert fast.trip_s == pytest.approx(24.0 + 2 * 0.05)
@@ -48,7 +49,8 @@ def test_fast_machine_gets_more_layers():
 
 
 def test_memory_moves_a_cut():
-  # Both copies, the gradients and momentum: 30 bytes a layer, 2 in flight.
+  # Parameters, gradients and momentum need 30 bytes a layer, and two
+  # micro-batches are in flight.
   costs = [dataclasses.replace(x, saved_bytes=10) for x in _FIVE]
   footprint = pipeline.Footprint(in_flight=(2, 1))
   free = pipeline.partition(costs, _pair(1e6), footprint=footprint)
@@ -67,7 +69,7 @@ def test_recomputation_keeps_inputs_and_costs_a_forward_pass():
   assert [x.backward_s for x in plan.stages] == [12.0, 12.0]
   assert [x.saved_bytes for x in plan.stages] == [8, 50]
   assert plan.memory_bytes == (90 + 32 + 300, 60 + 50 + 200)
-  # What one micro-batch saves while it is run again counts for memory, too.
+  # Arrays that a recomputed micro-batch saves count for memory, too.
   tight = pipeline.partition(costs, _pair(1e6, memory=400), footprint=footprint)
   assert tight.memory_bytes == (60 + 32 + 200, 90 + 5 + 300)
 

@@ -29,7 +29,7 @@ def test_costs_of_an_mlp_match_hand_counts(source):
     4 * (64 + 1) * 32, 4 * (32 + 1) * 16, 4 * (16 + 1) * 10,
   ]  # fmt: skip
   assert [x.output_bytes for x in found] == [4 * 4 * n for n in (32, 16, 10)]
-  # The cost of products; biases and rectifiers add a little.
+  # Products make up the cost; biases and rectifiers add a little.
   for cost, one in zip(found, (64 * 32, 32 * 16, 16 * 10), strict=True):
     product = 2 * 4 * one
     first = cost.name == "dense1"
@@ -39,8 +39,8 @@ def test_costs_of_an_mlp_match_hand_counts(source):
     assert cost.weight_s == pytest.approx(
       product if cost.backward_s and not first else cost.backward_s, rel=0.2
     )
-  # The input of 64 numbers and what the rectifier needs; parameters do not
-  # count.
+  # The input of 64 numbers and the rectifier's arrays are saved; parameters do
+  # not count.
   assert 4 * 4 * 64 < found[0].saved_bytes <= 4 * 4 * (64 + 2 * 32)
   assert found[2].saved_bytes == 4 * 4 * 16
 
@@ -49,7 +49,7 @@ def test_slow_memory_adds_seconds():
   layers = _mlp().layers
   free = pipeline.layer_costs(layers, _BATCH, flops_per_s=1e12)
   slow = pipeline.layer_costs(layers, _BATCH, flops_per_s=1e12, bytes_per_s=1e3)
-  # At least the parameters are read.
+  # Each pass reads the parameters at least.
   for one, other in zip(free, slow, strict=True):
     assert other.forward_s > one.parameter_bytes / 1e3 > one.forward_s
 

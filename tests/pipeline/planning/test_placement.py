@@ -19,7 +19,7 @@ def _levels(machines, each, inside, between):
     for i in range(each):
       links[f"m{m}d{i}", f"m{m}"] = cluster.Link(8 * inside)
     links[f"m{m}", "server"] = cluster.Link(8 * between)
-  # Interleaved, so that the order as given is a bad one.
+  # The names are interleaved, so that the given order is a bad one.
   names = [f"m{m}d{i}" for i in range(each) for m in range(machines)]
   return cluster.Cluster(
     tuple(map(cluster.Node, names)), cluster.Topology(links)
@@ -93,7 +93,7 @@ def test_devices_of_a_machine_get_consecutive_stages(number, each):
 
 
 def test_link_shared_by_distant_cuts_counts_for_each():
-  # In a ring a message goes over the machines between.
+  # In a ring a message passes the machines between its ends.
   pairs = [("a", "b"), ("b", "c"), ("c", "d"), ("d", "a")]
   ring = cluster.Topology(dict.fromkeys(pairs, cluster.Link(8.0)))
   machines = cluster.Cluster(tuple(map(cluster.Node, "acbd")), ring, server="a")

@@ -27,7 +27,7 @@ def _plan(machines, batch_size=8, **options):
 
 def test_asynchronous_plan_reaches_the_bottleneck_with_the_least_delay():
   best, rows = _plan(_machines(3))
-  # 6 layers of 3 seconds a sample on 3 machines.
+  # Six layers take 3 seconds a sample each, on three machines.
   assert best.samples_per_s == pytest.approx(1 / 6)
   assert best.plan.cuts == (2, 4) and best.delay == 1
   assert best.made.weights == "delayed"
@@ -57,7 +57,8 @@ def test_slow_machine_gets_fewer_layers_or_none():
 
 
 def test_little_memory_leads_to_recomputation():
-  # 30 of parameters in two copies and gradients, 60 a micro-batch of 1.
+  # Two copies of the parameters and the gradients take 30 bytes each, and a
+  # micro-batch of one sample 60.
   free, rows = _plan(_machines(2), tables=["gpipe", "1f1b"])
   assert not free.recompute and max(free.times.memory_bytes) == 90 + 120
   gpipe = next(x for x in rows if x.table == "gpipe")
@@ -113,7 +114,7 @@ def test_ours_widens_its_window_if_messages_wait_for_each_other():
   assert (best.send_factor, best.window) == (2.0, 3)
   alone = max(x.samples_per_s for x in rows if x.send_factor == 1.0)
   assert alone < 0.85 * best.samples_per_s
-  # A window that is asked for stays.
+  # A given window is kept.
   two, _ = pipeline.plan(costs, machines, 4, windows=[2], **options)
   assert two.window == 2 and two.samples_per_s < best.samples_per_s
 

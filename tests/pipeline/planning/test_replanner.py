@@ -45,7 +45,7 @@ def test_slow_machine_gives_a_layer_away():
   assert proposal.plan.cuts == (4,) and proposal.plan.bottleneck_s == 12.0
   assert proposal.moves == (_replanner.LayerMove(3, "worker1", "worker0"),)
   assert run.replanner._before is not None
-  # 1 / 12 samples a second where there was 1 / 18.
+  # The new plan reaches 1 / 12 samples a second instead of 1 / 18.
   assert run.steps(20) == [None] * 20 and run.replanner._before is None
   # The machine recovers, and gets its layer back.
   run.speeds["worker1"] = 1.0
@@ -76,7 +76,7 @@ def test_drift_follows_the_moving_average():
   run.steps(1)
   run.speeds["worker0"] = 0.5
   run.steps(1)
-  assert run.replanner.drift() == pytest.approx(0.25)  # 9 to 11.25 seconds.
+  assert run.replanner.drift() == pytest.approx(0.25)  # From 9 to 11.25 s.
   run.steps(1)
   assert run.replanner.drift() == pytest.approx(0.4375)
 
@@ -90,19 +90,19 @@ def test_plan_that_is_no_faster_is_undone():
   assert len(first) == 1 and none is None and back.returns
   assert back.plan.cuts == (3,) and run.replanner.patience == 4
   assert back.moves == (_replanner.LayerMove(3, "worker0", "worker1"),)
-  # The same speeds are no news.
+  # Equal speeds cause no other plan.
   assert run.steps(20) == [None] * 20
   run.speeds["worker1"] = 0.25
   run.extra_s = 0.0
   *early, again = run.steps(4)
   assert early == [None] * 3 and again.plan.cuts == (5,)
-  # It was faster: as patient as at first.
+  # The plan was faster, so the patience is the initial one again.
   run.steps(4)
   assert run.replanner.patience == 2 and run.replanner._before is None
 
 
 def test_small_gain_moves_nothing():
-  # The other cut, 12 seconds in place of 13.5, gains a ninth.
+  # The other cut takes 12 seconds instead of 13.5, and gains a ninth.
   for gain, moved in ((0.05, True), (0.2, False)):
     run = _Run(decay=0.0, patience=1, gain=gain)
     run.speeds["worker1"] = 2 / 3
@@ -126,7 +126,7 @@ def test_machines_change_their_order_if_that_is_better():
 
 
 def test_another_order_must_gain_as_much_as_a_move():
-  # Slow at first, 5 and 11.7 seconds are left, 11.4 in the other order.
+  # A moved layer leaves 11.7 seconds at the bottleneck, the other order 11.4.
   costs = [
     pipeline.LayerCost(name, 1.0, backward_s)
     for name, backward_s in (("a", 4.0), ("b", 5.0), ("c", 4.7))
@@ -147,8 +147,8 @@ def test_wrong_measurements_raise():
 
 
 def test_plan_that_recovers_part_of_the_loss_stays():
-  # 100 samples a second before, 25 once a machine is slow, 32 by the new plan:
-  # slower than the mean of the first two, and faster than the second.
+  # The throughput is 100 samples a second at first, 25 once a machine is slow,
+  # and 32 by the new plan: below the mean of the first two, above the second.
   machines = cluster.workers([1.0, 1.0])
   plan = pipeline.partition(_COSTS, machines)
   replanner = pipeline.Replanner(plan, _COSTS, machines)

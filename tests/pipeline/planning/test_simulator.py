@@ -34,9 +34,9 @@ def test_bubbles_match_the_formulas(stages, microbatches):
     "naive": fill / stages,
     "gpipe": fill / (microbatches + fill),
     "1f1b": fill / (microbatches + fill),
-    # Two stages a device.
+    # A device has two stages.
     "interleaved": fill / (2 * microbatches + fill),
-    # Both parts of the backward pass are as long as the forward pass.
+    # Each part of the backward pass is as long as the forward pass.
     "zb_h1": fill / (3 * microbatches + fill),
   }.items():
     table = pipeline.make_table(name, stages, microbatches)

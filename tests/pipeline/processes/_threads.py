@@ -26,7 +26,7 @@ def in_threads(number, work, **options):
   with concurrent.futures.ThreadPoolExecutor(number) as pool:
     futures = [pool.submit(run, i) for i in range(number)]
     concurrent.futures.wait(futures)
-    # The first cause and not what followed from it.
+    # The first error is the cause of the others.
     errors = [x.exception() for x in futures]
     for error in errors:
       if error is not None and not isinstance(error, ConnectionError):

@@ -90,7 +90,7 @@ def test_moved_layers_keep_their_bits():
     assert list(state.params) == [1 - peers.device]
     state = _layer_moves.move_layers(state, second, first, _optimizer())
     after = jax.device_get((state.params, state.opt_state, state.model_state))
-    # Stages of one device share nothing that an update uses up.
+    # Stages of one device share no array that an update donates.
     state, _ = first.run(state, _batches()[:1])
     return before, after
 
@@ -125,7 +125,8 @@ def test_tied_parameters_move_to_each_stage_that_has_them():
 
   for device, (moved, wanted, sent) in enumerate(in_threads(2, work)):
     assert small.error(moved, wanted) < 1e-5
-    # The layer between and its momentum: both have the tied matrix already.
+    # Only the layer between and its momentum are sent, because both devices
+    # have the tied matrix already.
     shapes = [[x.shape for x in arrays] for arrays in sent]
     assert shapes == ([] if device == 0 else [[(6, 6), (6, 6)]])
 
@@ -161,7 +162,7 @@ def test_state_of_an_optimizer_of_all_leaves_moves_to_the_first_stage():
       batches = _batches(np.float64)
       kept, losses = first.run(first.init_state(_all_leaves()), batches)
       state, found = first.run(first.init_state(_all_leaves()), batches[:2])
-      # First the layers alone, then the first stage, too.
+      # The first move takes layers alone, the second one the first stage, too.
       state = _layer_moves.move_layers(state, first, second, _all_leaves())
       state, more = second.run(state, batches[2:4])
       state = _layer_moves.move_layers(state, second, third, _all_leaves())

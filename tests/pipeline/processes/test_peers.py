@@ -48,7 +48,7 @@ def test_messages_with_one_tag_keep_the_order_of_sending():
         peers.send(1, _TAG, [np.float32(i)])
       peers.send(1, _TAG._replace(iteration=4), [np.float32(3)])
       return None
-    # When the last message has arrived, all have.
+    # Messages keep their order, so all have arrived with the last one.
     last = peers.receive(0, _TAG._replace(iteration=4), [np.float32(0)])
     found = [peers.receive(0, _TAG, [np.float32(0)]) for _ in range(3)]
     return [float(x) for (x,) in [*found, last]]
@@ -57,7 +57,7 @@ def test_messages_with_one_tag_keep_the_order_of_sending():
 
 
 def test_send_returns_before_the_message_is_received():
-  # More than any socket's buffer.
+  # The array is larger than any socket's buffer.
   big = np.zeros(32 << 20, np.uint8)
   seconds = []
 
@@ -113,7 +113,7 @@ def test_stranger_does_not_disturb_the_connection():
 def test_receive_raises_at_once_if_the_sender_has_ended():
   def work(peers):
     if peers.device == 1:
-      return None  # Closes.
+      return None  # The end of its thread closes the connection.
     begin = time.monotonic()
     with pytest.raises(ConnectionError, match="Device 1 of the pipeline is go"):
       peers.receive(1, _TAG, [np.zeros(2)])

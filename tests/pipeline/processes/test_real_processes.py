@@ -37,7 +37,7 @@ def _run(device, addresses, listener, answers, trained, folder):
     process.save(folder, state)
     if device == 1:
       trained.wait(60)
-      os._exit(1)  # As if it were killed: nothing is closed in order.
+      os._exit(1)  # Like a kill, it closes nothing in order.
     answers.put([x["loss"] for x in metrics])
     trained.set()
     try:

@@ -23,7 +23,7 @@ def _batches(dtype=np.float32):
 
 
 def _optimizer():
-  # With a count beside what has the shapes of the parameters.
+  # Its state has a count besides arrays of the parameters' shapes.
   return optax.sgd(optax.constant_schedule(0.1), momentum=0.9)
 
 
@@ -75,15 +75,15 @@ def _resume(folder, dtype=jnp.float32):
 def test_resumed_run_has_the_same_bits(tmp_path):
   wanted = _train(tmp_path)
   assert _resume(tmp_path) == (6, wanted)
-  # One was killed before it had saved the last step.
+  # A process was killed before it had saved the last step.
   shutil.rmtree(tmp_path / "step_00000006" / "stage_001")
   assert _resume(tmp_path) == (4, wanted)
-  # And of the step before a file is damaged.
+  # A file of the step before is damaged as well.
   path = next((tmp_path / "step_00000004" / "stage_000").glob("*.npy"))
   path.write_bytes(path.read_bytes()[:-1])
   with pytest.warns(UserWarning, match="Stage 0 of step 4 is damaged"):
     assert _resume(tmp_path) == (2, wanted)
-  # What is left is of no use: each process has another step.
+  # The remaining files are useless, because each process has another step.
   shutil.rmtree(tmp_path / "step_00000002" / "stage_000")
   with (
     pytest.warns(UserWarning, match="is damaged"),
@@ -154,12 +154,12 @@ def test_saving_after_incomplete_later_steps_keeps_the_new_step(
   for batch in batches[:3]:
     state, _ = process.run(state, [batch])
     process.save(tmp_path, state, keep=2)
-  # Step 3 was cut off: one of its stages is not there.
+  # Step 3 was interrupted: one of its stages is missing.
   shutil.rmtree(tmp_path / "step_00000003" / "stage_001")
   resumed = _alone(cuts=2)
   state = resumed.restore(tmp_path, _optimizer())
   assert state.step == 2
-  # What is saved next is before it, and the only step that is kept.
+  # The next save is of an earlier step, which is the only one to be kept.
   resumed.save(tmp_path, state, keep=1)
   assert _saved(tmp_path) == ["step_00000002"]
   assert resumed.restore(tmp_path, _optimizer()).step == 2

@@ -83,7 +83,7 @@ def test_window_matches_delayed_gradients_on_one_device(window):
   table = pipeline.ours(3, 4, window=window, num_iterations=6)
   layers = small.layers(small.UNLIKE)
   batches = small.batches(12, 1, _MICRO * 4, small.UNLIKE)
-  # Two runs of the table: the pipeline is drained between them.
+  # The table runs twice, and the pipeline is drained in between.
   for part in (batches[:6], batches):
     _, losses = _train(layers, table, part, sizes=small.UNLIKE)
   optimizer = transforms.delay_gradients(_momentum(), window - 1)

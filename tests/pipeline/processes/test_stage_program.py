@@ -43,7 +43,7 @@ def test_only_the_input_part_recomputes(recompute, again):
   args = cotangent, found.kept, given
   assert _products(program._input_program, *args) == 4 + again
   assert _products(program.weight_part, total, saved) == 4
-  # An input and a cotangent of each layer wait.
+  # Each layer keeps an input and a cotangent for the weight part.
   waiting = [x.shape for x in jax.tree.leaves(saved)]
   assert waiting == [(_ROWS, 8)] * 8
   grads = program.weight_part(total, saved)

@@ -108,7 +108,7 @@ def processes(
   """Returns the results of `work(process, peers)` on each device."""
 
   def run(peers):
-    # A thread does not inherit these settings.
+    # A thread does not inherit JAX's settings.
     with jax.enable_x64(x64), jax.numpy_dtype_promotion(promotion):
       return work(process(layers, table, *args, peers=peers, **options), peers)
 

@@ -66,7 +66,8 @@ def test_equal_stages_accept_optimizers_of_whole_leaves(name, table):
   batches = small.batches(3, 1, _MICRO * made.num_microbatches)
   pipe = _pipe(layers, made)
   assert pipe._ticks.params.stacked
-  with jax.numpy_dtype_promotion("standard"):  # As Muon is written.
+  # Muon mixes dtypes.
+  with jax.numpy_dtype_promotion("standard"):
     found = _train(pipe, _OF_MATRICES[name], batches)
     wanted = _unsplit(
       layers, _OF_MATRICES[name], batches, made.num_microbatches
@@ -80,7 +81,8 @@ def test_power_sgd_factors_each_stages_own_matrices():
   batches = small.batches(3, _WORKERS, _MICRO * 2)
   found = _train(_pipe(layers, table), _power_sgd, batches, _WORKERS)
   wanted = _unsplit(layers, _power_sgd, batches, 2, _WORKERS)
-  # Random first factors differ by leaf's place; rank 2 of 8 after 3 steps.
+  # The random first factors depend on a leaf's place, and three steps at rank
+  # 2 of 8 do not make them equal.
   assert small.error(found, wanted) < 0.1
 
 
@@ -175,7 +177,7 @@ def test_packed_stages_refuse_optimizers_of_whole_leaves(name):
   for packed in (pipe, tied):
     with pytest.raises(ValueError, match=words):
       packed.make_step(_REFUSED[name], axis="worker")
-  # Wherever in a chain it stands.
+  # It is found at any place of a chain.
   with pytest.raises(ValueError, match=words):
     pipe.make_step(
       jdist.local_sgd(_REFUSED[name], 2, axis="worker"), axis="worker"

@@ -124,12 +124,12 @@ def test_late_sends_overlap_the_conditionals_of_their_tick(
     "start", "start", "conditional", "conditional", "done", "done",
   ]  # fmt: skip
   assert {x.operands[0] for x in tick[-2:]} == {x.name for x in tick[:2]}
-  # Forward pass, and the table's kinds of backward passes, of every stage.
+  # Each stage has a forward pass and the table's kinds of backward passes.
   stages = table.num_stages
   kinds = len(pipe.grid.backward_ops)
   branches = sorted(len(x.called) for x in tick if x.called)
   assert branches == [1 + stages, 1 + kinds * stages]
-  # All work is in them: none was turned into a select, which runs all.
+  # All work is in conditionals: a select would run every branch.
   loop = profiling.read_loop(text)
   assert loop.turns == len(pipe.grid.rows)
   assert loop.around == (2, 2)
@@ -138,8 +138,8 @@ def test_late_sends_overlap_the_conditionals_of_their_tick(
     idle, *passes = lane
     assert not any(event.flops for event in idle)
     assert sum(any(event.flops for event in x) for x in passes) >= stages - 1
-  # Each sends to its neighbours alone. Permutes of several cycles were once
-  # split into parts that lost some (openxla/xla#45222).
+  # Each device sends to its neighbours alone. XLA once split permutes of
+  # several cycles into parts that lost some (openxla/xla#45222).
   size = len(table.devices)
   permutes = [x for kind, x in _reading.groups(text) if "permute" in kind]
   ring = stages > size

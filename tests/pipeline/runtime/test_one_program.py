@@ -106,7 +106,7 @@ def test_window_matches_delayed_gradients_on_one_device(
     batches[: len(batches) - behind],
     microbatches,
   )
-  # A loss shows the parameters that its gradient was taken at.
+  # A loss depends on the parameters at which its gradient was taken.
   assert np.isfinite(losses).all()
   np.testing.assert_allclose(losses[behind:], wanted_losses, rtol=1e-5)
 
@@ -114,7 +114,7 @@ def test_window_matches_delayed_gradients_on_one_device(
 _SGD = optax.sgd(0.1, momentum=0.9)
 _FIXES = {
   "prediction": lambda delay: transforms.predict_weights(_SGD, delay),
-  # Reads the parameters to which a late gradient is applied.
+  # Weight decay reads the parameters to which a late gradient is applied.
   "decay": lambda delay: optax.chain(optax.add_decayed_weights(0.1), _SGD),
 }
 
@@ -122,7 +122,7 @@ _FIXES = {
 @pytest.mark.parametrize(
   "fix",
   [
-    # Processes run the others by default, see `test_late_cells`.
+    # By default processes test the others, see `test_late_cells`.
     x if x == "prediction" else pytest.param(x, marks=pytest.mark.slow)
     for x in _FIXES
   ],
@@ -148,9 +148,9 @@ def test_window_with_a_correction_matches_delayed_gradients_with_it(fix):
   np.testing.assert_allclose(
     losses[behind:], wanted_losses[:-behind], rtol=1e-6
   )
-  # Without the fix it is another training.
+  # The fix must change the training.
   assert small.error(one.params, _unfixed()) > 1e-3
-  # The next iterations read what the first of them will.
+  # The first of the next iterations reads the prediction.
   kept = found.opt_state
   read = transforms.predicted_weights(kept.inner, found.params)
   chex.assert_trees_all_equal(kept.older, (read,) * pipe.grid.delay)
@@ -178,7 +178,8 @@ def test_drain_applies_every_gradient():
     pipe, lambda axis: jdist.ssgd(optimizer, axis=axis), batches, drained=True
   )
   assert (int(state.step[0]), int(state.opt_state.step[0])) == (5, 0)
-  # The gradients of five iterations, each at the parameters one update ago.
+  # Reference: the gradients of five iterations, each taken at the parameters
+  # one update ago.
   params, model_state = small.merged(layers)
   kept, versions = optimizer.init(params), [params]
   gradient = training.make_gradient(small.whole_loss(layers), accumulate=4)
@@ -229,7 +230,8 @@ def test_masked_micro_batches_count_by_their_samples():
 
 @functools.cache
 def _compiled(name, microbatches, **options):
-  # No number of samples here is a multiple of 61, only parameters are 61 * 61.
+  # Only parameters have the size 61 * 61, because no number of samples here is
+  # a multiple of 61.
   sizes = (61,) * 5
   table = pipeline.make_table(name, 4, microbatches, **options)
   pipe, _ = _pipe(table, sizes)
@@ -244,7 +246,7 @@ def _compiled(name, microbatches, **options):
 def _temporary_bytes(name, microbatches):
   pipe, batch, program = _compiled(name, microbatches)
   found = program.memory_analysis().temp_size_in_bytes
-  # Each device is given the batch and its rows, which do not count.
+  # The batch and the rows that each device receives do not count.
   rows = pipe.grid.rows
   return found - sum(x.nbytes for x in batch.values()) - rows.nbytes
 
@@ -253,7 +255,7 @@ def test_memory_of_1f1b_does_not_grow_with_micro_batches():
   flat = [_temporary_bytes("1f1b", m) for m in (8, 64)]
   grows = [_temporary_bytes("gpipe", m) for m in (8, 64)]
   assert flat[1] < 1.05 * flat[0]
-  # Its 56 micro-batches more keep an input each.
+  # It keeps an input of each of the 56 additional micro-batches.
   assert grows[1] - grows[0] > 56 * _MICRO * 61 * 4
 
 
@@ -280,10 +282,10 @@ def test_number_of_parameter_sized_buffers_does_not_grow_with_micro_batches(
   few, many = (
     _of_parameters(_compiled(name, m, **options)[2].as_text()) for m in (8, 64)
   )
-  # One device's stage, and of a window the sums and versions of it.
+  # They are one device's stage and, for a window, its sums and versions.
   assert (61, 61) in few and few.total() > 20
   assert few == many
-  # What grows are activations.
+  # Only activations grow.
   assert _largest(name, 8, options) < _largest(name, 64, options)
 
 

@@ -131,12 +131,12 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
     "pass on arrays of one dtype",
   ),
   (
-    "table",  # The newest weights in each pass.
+    "table",  # It reads the newest weights in each pass.
     lambda: _one_program(table=pipeline.make_table("paci", 4, 4)),
     "synchronous, or have delayed weights and a stage on each",
   ),
   (
-    "table",  # Stashed ones.
+    "table",  # It stashes weights.
     lambda: _one_program(table=pipeline.make_table("pipedream", 4, 1)),
     "synchronous, or have delayed weights and a stage on each",
   ),
@@ -148,7 +148,7 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
     "stage s on device s modulo their number in one program",
   ),
   (
-    "window",  # Several iterations of a synchronous table.
+    "window",  # A synchronous table has several iterations.
     lambda: _one_program(
       table=pipeline.make_table("1f1b", 4, 2, num_iterations=2)
     ),
@@ -159,7 +159,7 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
     lambda: _one_program(table=pipeline.ours(4, 2, window=2)),
     "at least 4 for 4 stages, 2 micro-batches and sends of 2",
   ),
-  # What both runtimes are given.
+  # Arguments of both runtimes.
   ("loss", lambda: _one_program(loss=None), "a function"),
   ("loss", lambda: _process(loss=None), "a function"),
   # Functions and trees of another form.
@@ -195,7 +195,7 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
     "under ['w'] in 'layer0' and 'layer1'. Give each layer a key of its own",
   ),
   (
-    "layers",  # Layers that are stages without `cut_layers`.
+    "layers",  # They have not passed `cut_layers`.
     lambda: _one_program(
       stages=_layers_with({"w": jnp.zeros(2)}, {"w": jnp.ones(2)}),
       table=_TWO_STAGES,
@@ -219,7 +219,7 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
     "on a mesh whose axis 'stage' has the table's 4 devices",
   ),
   ("inner", lambda: _one_program().make_step(None, axis=None), "an Optax"),
-  # What a run is given.
+  # Arguments of a run.
   (
     "batch",
     lambda: _batch_of(3, "one program"),

@@ -159,7 +159,7 @@ def test_both_parts_match_the_whole_backward_pass(name):
 @pytest.mark.parametrize(
   "name",
   [
-    # What compiles long.
+    # These take long to compile.
     pytest.param(x, marks=pytest.mark.slow)
     if x.startswith(("conv", "layer"))
     else x
@@ -167,7 +167,7 @@ def test_both_parts_match_the_whole_backward_pass(name):
   ],
 )
 def test_both_parts_match_to_twelve_digits_in_float64(name):
-  # Statistics of Flax begin in float32.
+  # Flax initializes statistics in float32.
   with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
     (wanted, _), ((gradient, _), _), (grads, _) = _compiled(name, jnp.float64)
     assert {x.dtype for x in jax.tree.leaves(wanted)} == {jnp.dtype("float64")}

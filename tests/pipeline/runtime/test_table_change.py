@@ -53,7 +53,8 @@ def test_window_continues_from_1f1b(sizes):
   state = team.jit(late.make_drain(chain, axis=team.axis))(state)
   found = _training.split(late, state)[0]
 
-  # On one device: in time, then a step late with an empty ring.
+  # The reference on one device is first in time, and then a step late,
+  # starting with an empty ring.
   one = collectives.workers(1, substrate="none")
   layers = small.layers(sizes)
   plain = _chain(None, 0)

@@ -22,7 +22,7 @@ def test_tick_times_of_a_full_pipeline_match_closed_forms(stages, send_s):
   count = 8
   table = pipeline.ours(stages, count, window=4)
   late = _times(_grid.make_grid(table, send_ticks=2), send_s, late=True)
-  # All devices take their forward passes together, then their backward ones.
+  # All devices run forward passes in one tick and backward passes in the next.
   assert late.step_s == count * (max(_F, send_s) + max(_B, send_s))
   assert late.free_s == late.compute_s == count * (_F + _B)
   assert late.send_s == 2 * count * send_s

@@ -33,7 +33,7 @@ def _copies(pipe, state, worker=0):
 @pytest.mark.parametrize(
   ("table", "fix"),
   [
-    # Both copies on the second device, in each of its chunks.
+    # Both copies lie on the second device, one in each of its chunks.
     (pipeline.make_table("interleaved", 2, 2, num_chunks=2), None),
     pytest.param(
       pipeline.make_table("1f1b", 3, 4), None, marks=pytest.mark.slow
@@ -75,7 +75,8 @@ def test_copies_receive_the_sum_of_their_gradients(table, fix):
 
 
 def test_differently_rounded_copies_receive_the_first_ones_update():
-  # The layer in between precedes it in its stage: blocks are cut elsewhere.
+  # The stage of the second copy begins with another layer, so that the codec's
+  # blocks have other borders.
   pipe = _pipe(pipeline.make_table("1f1b", 2, 2))
   batches = small.batches(3, 2, _MICRO * 2)
   compression = reducers.Compression(

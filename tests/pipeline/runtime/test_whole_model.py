@@ -227,7 +227,7 @@ def test_clip_local_uses_the_norm_of_all_stages():
   table = pipeline.make_table("1f1b", 4, _COUNT)
   found, _ = _one_program(layers, table, chain, batches, small.SIZES, 2)
   wanted = _unsplit(layers, chain, batches, _COUNT, 2)
-  # Clipping each stage by its own norm is another training.
+  # Clipping each stage by its own norm would give other numbers.
   assert small.error(found, wanted) < 1e-5
 
 
@@ -303,7 +303,7 @@ def test_prediction_accepts_clipping_inside():
   assert small.error(found, wanted) < 1e-5
 
 
-@jax.numpy_dtype_promotion("standard")  # As Adam is written.
+@jax.numpy_dtype_promotion("standard")  # Adam mixes dtypes.
 def test_state_is_stored_in_equal_parts():
   sizes = small.SIZES[:3]
   layers = small.layers(sizes)
@@ -315,7 +315,7 @@ def test_state_is_stored_in_equal_parts():
     sizes,
   )
   moments = [x for x in jax.tree.leaves(state.opt_state.inner) if x.ndim > 2]
-  # Both moments of two matrices of 64 numbers, a half on each device.
+  # Two matrices of 64 numbers have two moments each, half on each device.
   assert [x.shape for x in moments] == [(1, 2, 32)] * 4
   for x in moments:
     assert {s.data.shape for s in x.addressable_shards} == {(1, 1, 32)}

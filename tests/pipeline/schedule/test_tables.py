@@ -50,7 +50,8 @@ def test_1f1b_matches_hand_written_order():
 
 def test_interleaved_matches_megatron():
   table = pipeline.make_table("interleaved", 2, 4)
-  # As Megatron-LM has it; stages 0 and 2 on one device, 1 and 3 on the other.
+  # Megatron-LM has this order; stages 0 and 2 lie on one device, 1 and 3 on
+  # the other.
   assert [" ".join(map(str, x)) for x in table.devices] == [
     "F0/0 F1/0 F0/2 F1/2 F2/0 B0/2 F3/0 B1/2 F2/2 B0/0 F3/2 B1/0 "
     "B2/2 B3/2 U/2 B2/0 B3/0 U/0",
@@ -150,13 +151,13 @@ def test_full_pipeline_of_ours_never_waits():
       )
       for n in (10, 20)
     )
-    # Ten iterations more take their work alone.
+    # Ten more iterations take no longer than their work.
     assert many - few == pytest.approx(10 * microbatches * 3.0)
 
 
 def test_live_micro_batches_cover_messages_in_both_directions():
   times = [pipeline.StageTimes(send=1.0)] * 3
-  # Ten units there and back, in which five micro-batches fit.
+  # Messages there and back take ten units, the time of five micro-batches.
   assert _asynchronous_tables.least_window(times, 1) == 5
   table = pipeline.greedy(times, 8)
   assert pipeline.check_table(table).live == (5, 3, 1)
