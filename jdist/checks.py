@@ -123,6 +123,7 @@ def check_structural(
       f"`static_args=({name!r},)`."
     )
   number = check_int(name, value, minimum, maximum, remedy)
+  # Only a number beyond int32 is refused with the limit of int32 as the rule.
   return check_int(name, number, minimum, _LARGEST, remedy)
 
 
@@ -251,7 +252,7 @@ def check_continuous(
       f"`{name}` must be a number in {bracket}{low:g}, {high:g}], got "
       f"{show(value)}."
     ) from None
-  # Written such that NaN fails.
+  # A NaN compares as false, so it is refused, too.
   above = number > low if open_low else number >= low
   if not (above and number <= high):
     raise ValueError(
@@ -301,7 +302,7 @@ def check_arrays(name: str, tree: Any) -> None:
   """Raises a ValueError that names the first leaf that is not an array."""
   for leaf, value in named_leaves(tree).items():
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct | float):
-      continue  # The common case, as every trace comes through here.
+      continue  # This case is common, and each trace makes the check.
     if isinstance(value, int) and abs(value) > _LARGEST:
       raise ValueError(
         f"`{name}` must hold numbers of 32 bits, got {value}"
@@ -333,7 +334,7 @@ def check_gradients(name: str, tree: Any) -> None:
     if getattr(value, "dtype", None) == jax.dtypes.float0:
       raise ValueError(
         f"`{name}` must be gradients of floats, got float0 at {leaf!r}, which "
-        "is JAX's of an integer. Put the whole chain into "
+        "is JAX's type for an integer's gradient. Put the whole chain into "
         "`transforms.only_floats(...)`."
       )
 
@@ -343,8 +344,8 @@ def check_rate(name: str, value: Any) -> None:
   if isinstance(value, tuple) and any(map(callable, value)):
     raise ValueError(
       f"`{name}` must be a positive number or a schedule, a function of the "
-      f"step, got {show(value)}. An interval policy is given as `interval`, "
-      "and of an optimizer its rate is meant."
+      f"step, got {show(value)}. Give an interval policy as `interval`, and "
+      "the learning rate in place of an optimizer."
     )
   if not callable(value) or isinstance(value, type):
     # JAX refuses a Python int that does not fit into int32.

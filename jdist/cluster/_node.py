@@ -25,7 +25,8 @@ class Slowdown:
 
   def __post_init__(self) -> None:
     _check_interval(self)
-    _check_positive("factor", self.factor, "; a machine that stands is away")
+    remedy = "Take an `Outage` for a machine that does not compute."
+    _check_positive("factor", self.factor, remedy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +80,11 @@ class Node:
   def __post_init__(self) -> None:
     if not isinstance(self.name, str) or not self.name:
       raise ValueError(f"`name` must be text, got {self.name!r}.")
-    _check_positive("speed", self.speed, f" for {self.name!r}")
+    _check_positive("speed", self.speed, f"The machine is {self.name!r}.")
     if not 0 <= self.jitter < math.inf:
       raise ValueError(
-        f"`jitter` must not be negative, got {self.jitter} for {self.name!r}."
+        f"`jitter` must be finite and not negative, got {self.jitter} for "
+        f"{self.name!r}."
       )
     if not self.memory_bytes > 0:
       raise ValueError(
@@ -106,7 +108,7 @@ class Node:
       work_s: The seconds that it takes at speed 1, jitter included.
 
     >>> node = Node("a", speed=2.0, slowdowns=(Slowdown(3.0, 0.5),))
-    >>> node.end_s(start_s=0.0, work_s=8.0)  # 6 by second 3, then 1 a second.
+    >>> node.end_s(start_s=0.0, work_s=8.0)  # 6 s of work until second 3.
     5.0
     """
     if not self.slowdowns:
@@ -142,15 +144,17 @@ class Node:
     return not any(o.start_s <= now_s < o.end_s for o in self.outages)
 
 
-def _check_positive(name: str, value: Any, remedy: str = "") -> None:
+def _check_positive(name: str, value: Any, remedy: str) -> None:
   if not 0 < value < math.inf:
-    raise ValueError(f"`{name}` must be positive, got {value}{remedy}.")
+    raise ValueError(
+      f"`{name}` must be positive and finite, got {value}. {remedy}"
+    )
 
 
 def _check_interval(interval: Slowdown | Outage) -> None:
   if not 0 <= interval.start_s < math.inf:
     raise ValueError(
-      f"`start_s` must be a time from 0 on, got {interval.start_s}."
+      f"`start_s` must be finite and not negative, got {interval.start_s}."
     )
   if not interval.end_s > interval.start_s:
     raise ValueError(

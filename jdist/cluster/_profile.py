@@ -45,7 +45,9 @@ class Profile:
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       if field.name != "name" and not 0 <= value < math.inf:
-        raise ValueError(f"`{field.name}` must not be negative, got {value}.")
+        raise ValueError(
+          f"`{field.name}` must be finite and not negative, got {value}."
+        )
     if not self.seconds_per_sample + self.seconds_per_batch:
       raise ValueError(
         "`seconds_per_sample` or `seconds_per_batch` must be positive, got "

@@ -39,10 +39,10 @@ class _Fair:
     self.label = label
     self._bytes_per_s = link.bandwidth_bits_per_s / 8
     self._environment = environment
-    # The only message on the link, its beginning, its end and its bytes.
+    # The message that is alone on the link, with its beginning, end and bytes.
     self._alone: _Sharing | None = None
     self._begin_s, self._end_s, self._bytes = 0.0, 0.0, 0.0
-    # Bytes given to each message of the heap, as of which time.
+    # Bytes that each message of the heap has been given until `_at_s`.
     self._given, self._at_s = 0.0, 0.0
     # The count breaks ties in the order of arrival, which keeps runs
     # deterministic; messages have no order.
@@ -169,8 +169,10 @@ class _Sharing:
     event.callbacks.append(self._arrive)
 
   def _arrive(self, event: Any) -> None:
+    # Another message may have joined since, which moves the end.  Each schedule
+    # makes a new float, so identity distinguishes even equal times.
     if event._value is not self.due_s:
-      return  # Another message has joined since, and the end has moved.
+      return
     if self.note is not None and self.ends_s is not None:
       for queue, end_s in self.ends_s.items():
         self.note(queue.label, end_s)

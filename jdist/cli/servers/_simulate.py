@@ -26,8 +26,8 @@ def simulate(options: _commands.Simulate) -> None:
     updates = limits["samples"] / (options.batch_size * len(machines.nodes))
   training.pyplot()
   drawn = _drawn_seconds(options, machines, profile)
-  # All of them are built first: one that refuses a batch which fits no memory
-  # must do so before a directory is made.
+  # All protocols are built before a directory is made, because one may refuse a
+  # batch that does not fit into memory.
   runs = {
     name: server.Simulation(
       machines,

@@ -20,9 +20,10 @@ _OWN_TOKEN = secrets.token_hex(32)
 
 
 def set_token() -> None:
-  """Turns token authentication on, with a token of this process's own.
+  """Turns token authentication on, with this process's own token.
 
-  Unless the environment has one.  Raises a ValueError where it is too late.
+  A token of the environment is kept.  Raises a ValueError if Ray has been
+  imported before, because it reads the token at its import.
   """
   if os.environ.get(MODE) == "token":
     return
@@ -35,6 +36,8 @@ def set_token() -> None:
   os.environ[MODE], os.environ[TOKEN] = "token", _OWN_TOKEN
 
 
+# Variables that this process has set itself, after which a second call is
+# allowed although Ray has been imported.
 _SET: set[str] = set()
 
 
@@ -55,10 +58,9 @@ def import_ray() -> Any:
 
 
 def check_address(address: str | None) -> None:
-  """Raises a ValueError unless a cluster may be, and can be, connected to.
+  """Raises a ValueError unless a cluster answers at an address.
 
-  Off this machine only with token authentication, and only where something
-  answers.
+  A cluster on another machine also needs token authentication.
   """
   if address is None:
     return
