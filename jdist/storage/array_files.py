@@ -95,10 +95,8 @@ def save_arrays(
 
 def _words(name: str, leaf: Any) -> tuple[np.ndarray, str]:
   """Returns the bits of a leaf in a type that .npy files have, and its type."""
-  if isinstance(leaf, jax.Array) and jnp.issubdtype(
-    leaf.dtype, jax.dtypes.prng_key
-  ):
-    return np.asarray(jax.random.key_data(leaf)), str(leaf.dtype)
+  if _is_key(leaf):
+    return np.asarray(key_words(leaf)), str(leaf.dtype)
   words = array = np.asarray(leaf)
   # NumPy writes bfloat16 too, and reads it as bytes without a type.
   if array.dtype.isbuiltin == 2:
@@ -257,16 +255,31 @@ def _typed(words: np.ndarray, of: str) -> np.ndarray:
   return words.view(of)
 
 
+def _is_key(leaf: Any) -> bool:
+  dtype = getattr(leaf, "dtype", None)
+  return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def key_words(leaf: Any) -> Any:
+  """Returns the words of a random key, which files cannot hold as a key."""
+  return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def as_key(words: Any, like: Any) -> jax.Array:
+  """Undoes `key_words`, given the leaf or its shape."""
+  if not _is_key(like):
+    return jnp.asarray(words)
+  return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
+
+
 def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
   """Returns loaded arrays as a tree of the shapes and types of another.
 
   Raises:
     ValueError: when there are others; it names the first one.
   """
-  leaves, expected = checks.named_leaves(like), {}
-  for name, leaf in leaves.items():
-    key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    expected[name] = jax.random.key_data(leaf) if key else leaf
+  leaves = checks.named_leaves(like)
+  expected = {name: key_words(leaf) for name, leaf in leaves.items()}
   for name in expected | dict(arrays):
     found, wanted = (
       f"{x[name].dtype}{list(x[name].shape)}" if name in x else "nothing"
@@ -277,12 +290,7 @@ def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
         f"`directory` must hold {wanted} as {name!r}, got {found}. It was "
         "written for another model or optimizer, or by another version."
       )
-  found_leaves = []
-  for name, leaf in leaves.items():
-    array = jnp.asarray(arrays[name])
-    if leaf is not expected[name]:
-      array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
-    found_leaves.append(array)
+  found_leaves = [as_key(arrays[name], leaf) for name, leaf in leaves.items()]
   return jax.tree.unflatten(jax.tree.structure(like), found_leaves)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdist import checks, collectives
+from jdist.storage import array_files
 from jdist.training import _checkpoint_directory, _run_metadata
 
 PyTree = Any
@@ -151,7 +152,9 @@ class Checkpoints:
       )
       # Orbax refuses arrays without elements.
       if leaf.size:
-        arrays[f"{number:05d}"] = self._to_save(_plain(leaf), once)
+        arrays[f"{number:05d}"] = self._to_save(
+          array_files.key_words(leaf), once
+        )
     # While arrays of the same step are replaced, no manifest may claim them.
     if self._is_first:
       self._directory.forget(step)
@@ -335,7 +338,7 @@ class Checkpoints:
     leaves: list[jax.Array],
   ) -> list[jax.Array]:
     several = jax.process_count() > 1
-    templates, leaves = leaves, [_plain(leaf) for leaf in leaves]
+    templates, leaves = leaves, list(map(array_files.key_words, leaves))
     where = {}
     for number, (entry, leaf) in enumerate(zip(entries, leaves, strict=True)):
       if not leaf.size:
@@ -364,7 +367,7 @@ class Checkpoints:
       if leaf.size and not entries[i]["shared"]:
         own = arrays[f"{i:05d}"]
         values[i] = own if several else jax.device_put(own, leaf.sharding)
-    return [_like(x, y) for x, y in zip(values, templates, strict=True)]
+    return list(map(array_files.as_key, values, templates))
 
   def latest_step(self) -> int | None:
     """Returns the step of the newest checkpoint, None if there is none.
@@ -402,19 +405,6 @@ def _named(tree: PyTree) -> tuple[list[str], list[jax.Array]]:
   pairs = jax.tree_util.tree_leaves_with_path(tree)
   names = [jax.tree_util.keystr(path) for path, _ in pairs]
   return names, [jnp.asarray(leaf) for _, leaf in pairs]
-
-
-def _plain(leaf: jax.Array) -> jax.Array:
-  """Returns the data of a typed PRNG key, which Orbax does not accept."""
-  is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-  return jax.random.key_data(leaf) if is_key else leaf
-
-
-def _like(value: jax.Array, template: jax.Array) -> jax.Array:
-  """Reverts `_plain`: returns data as a key if the template is one."""
-  if not jnp.issubdtype(template.dtype, jax.dtypes.prng_key):
-    return value
-  return jax.random.wrap_key_data(value, impl=jax.random.key_impl(template))
 
 
 def _spans_hosts(workers: collectives.Workers) -> bool:

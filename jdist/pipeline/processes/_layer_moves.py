@@ -11,7 +11,7 @@ from jdist import cluster
 from jdist.pipeline.processes import _device_part, _peers, _stage_updates
 from jdist.pipeline.runtime._stages import by_path, LayerLike
 from jdist.pipeline.schedule._table import Table
-from jdist.storage import hashes
+from jdist.storage import array_files, hashes
 
 PyTree = Any
 _FIELDS = ("params", "opt_state", "model_state")
@@ -142,29 +142,16 @@ def _whole_state(
     return {0: state.opt_state[0]} if device == target else {}
   tag = _peers.Tag(_peers.Kind.LAYERS, 0, 1, state.step)
   if device == source:
-    own = jax.tree.map(_numbers, state.opt_state[0])
+    own = jax.tree.map(array_files.key_words, state.opt_state[0])
     peers.send(target, tag, jax.tree.leaves(own))
   if device != target:
     return {}
   # The fresh state only gives shapes.
   like = fresh[0]
-  shapes = jax.tree.leaves(jax.tree.map(_numbers, like))
+  shapes = jax.tree.leaves(jax.tree.map(array_files.key_words, like))
   leaves = peers.receive(source, tag, shapes)
   found = jax.tree.unflatten(jax.tree.structure(like), leaves)
-  return {0: jax.tree.map(_as_kept, found, like)}
-
-
-def _numbers(x: jax.Array) -> jax.Array:
-  """Returns an array as it is sent: a random key by its numbers."""
-  key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-  return jax.random.key_data(x) if key else x
-
-
-def _as_kept(x: Any, like: Any) -> jax.Array:
-  """Undoes `_numbers`."""
-  if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
-  return jnp.asarray(x)
+  return {0: jax.tree.map(array_files.as_key, found, like)}
 
 
 class _Leaves:
@@ -274,4 +261,4 @@ def _sources(
 
 
 def _digest(arrays: Iterable[Any]) -> str:
-  return hashes.fingerprint(*map(_numbers, arrays))
+  return hashes.fingerprint(*map(array_files.key_words, arrays))
