@@ -86,7 +86,7 @@ _REFUSED = (
 
 
 @pytest.mark.parametrize("number", range(len(_REFUSED)))
-def test_a_check_names_the_argument_and_the_rule(number):
+def test_check_names_the_argument_and_the_rule(number):
   check, values, rule = _REFUSED[number]
   for value in values:
     with pytest.raises(ValueError, match=f"`x` must be {rule}|`x` .*{rule}"):
@@ -94,7 +94,7 @@ def test_a_check_names_the_argument_and_the_rule(number):
 
 
 @pytest.mark.parametrize("value", [-1, 0.5, "a", True, 2**32, 2**63])
-def test_a_seed_is_one_that_jax_takes(value):
+def test_seed_is_one_that_jax_takes(value):
   with pytest.raises(ValueError, match="`seed` must be an int from 0"):
     checks.check_seed(value)
   assert checks.check_seed(np.uint32(3)) == 3
@@ -124,7 +124,7 @@ def test_traced_numbers_pass_and_structural_ones_do_not():
     jax.jit(lambda n: checks.check_structural("n", n, minimum=1))(2)
 
 
-def test_a_value_is_shown_by_its_type_where_that_is_shorter():
+def test_value_is_shown_by_its_type_where_that_is_shorter():
   assert checks.show("short") == "'short'"
   assert checks.show("x" * 200) == "a str"
   assert checks.show(np.zeros((3, 3))) == "float64[3, 3]"
@@ -142,7 +142,7 @@ def test_a_value_is_shown_by_its_type_where_that_is_shorter():
     ({"a": np.ones(2), "b": 1.0}, "there is a leaf b besides"),
   ],
 )
-def test_the_first_leaf_of_another_shape_is_named(leaves, rule):
+def test_first_leaf_of_another_shape_is_named(leaves, rule):
   with pytest.raises(ValueError, match=rf"^`x` must be y, but {rule}\. Do\.$"):
     checks.check_shapes("`x` must be y, but", "Do.", leaves, {"a": (2,)})
   checks.check_shapes("", "", {"a": np.ones(2)}, {"a": (2,)})

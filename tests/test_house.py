@@ -209,7 +209,7 @@ def test_exempted_files_exist(library):
 
 
 @pytest.mark.parametrize("name", _GUARDS)
-def test_a_guard_finds_what_is_wrong(name):
+def test_guard_finds_what_is_wrong(name):
   guard, broken = _GUARDS[name]
   assert guard(house.parse_sources(broken))
   assert not guard(house.parse_sources({"codecs/_a.py": '"""Packs bits."""'}))
@@ -223,7 +223,7 @@ def test_a_guard_finds_what_is_wrong(name):
     "def f(x): return LocalStepsState(x), x",
   ],
 )
-def test_a_state_may_be_named_in_transforms(text):
+def test_state_may_be_named_in_transforms(text):
   assert not _tables_of_states(house.parse_sources({"transforms/_a.py": text}))
 
 
@@ -258,7 +258,7 @@ def test_floors_are_counted_by_hand():
   assert house.find_floors(circle) == (2, ["a", "c"], [["a", "b"]])
 
 
-def test_a_room_is_seen_through_its_sub_rooms():
+def test_room_is_seen_through_its_sub_rooms():
   sources = house.parse_sources(
     {
       "transforms/__init__.py": (

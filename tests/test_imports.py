@@ -146,7 +146,7 @@ def test_extras_are_imported_where_they_are_used_and_not_above():
   assert not wrong, "\n".join(wrong)
 
 
-def test_the_table_finds_a_forbidden_import(tmp_path):
+def test_table_finds_a_forbidden_import(tmp_path):
   path = tmp_path / "bad.py"
   path.write_text("def f():\n  from jdist.training import fit\n")
   assert list(_imports(path)) == [("jdist.training.fit", False)]
@@ -171,7 +171,7 @@ def test_importing_jdist_loads_no_extra():
   assert ours <= theirs
 
 
-def test_a_command_that_trains_nothing_does_not_load_training():
+def test_command_that_trains_nothing_does_not_load_training():
   run = (
     "import sys; from jdist import cli; cli.main(['--version']); "
     "print([x for x in sys.modules if x.startswith('jdist.training')])"

@@ -352,14 +352,14 @@ def raw_errors(name, values):
 
 
 @pytest.mark.parametrize("name", ROOMS)
-def test_the_right_call_is_right(name):
+def test_right_call_is_right(name):
   function, given, then = ROOMS[name]
   then(function(**given))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ROOMS)
-def test_a_wrong_argument_is_named(name):
+def test_wrong_argument_is_named(name):
   assert not raw_errors(name, SOME)
 
 

@@ -125,7 +125,7 @@ def test_unknown_values_are_not_nan(name, substrate):
 
 
 @on_all
-def test_a_step_is_compiled_once(name, substrate):
+def test_step_is_compiled_once(name, substrate):
   _table.record(name, substrate)  # 30 steps.
   assert len(_table.runner(name, substrate).traces) == 1
 
@@ -136,7 +136,7 @@ def test_parameters_and_state_may_be_donated(name, substrate):
 
 
 @every_line
-def test_a_fresh_state_may_be_donated(name):
+def test_fresh_state_may_be_donated(name):
   # Made outside of a program, where equal counters are easily one buffer.
   optimizer = TABLE[name].make(None)
   params = jax.tree.map(jnp.asarray, _running.PARAMS)
@@ -229,7 +229,7 @@ def test_continuous_arguments_may_be_injected_in_a_chain(name):
     ("msdpu", "warmup_steps", ("interval",)),
   ],
 )
-def test_a_structural_argument_is_not_injected(name, argument, others):
+def test_structural_argument_is_not_injected(name, argument, others):
   optimizer = TABLE[name].inject(None, static_args=others)
   message = (
     rf"`{argument}` shapes the program and must be a Python int, got an "
@@ -240,7 +240,7 @@ def test_a_structural_argument_is_not_injected(name, argument, others):
 
 
 @pytest.mark.parametrize("name", _thinned.some(smooth, smooth[::4]))
-def test_a_scan_over_steps_is_the_same(name):
+def test_scan_over_steps_is_the_same(name):
   team = _running.team("shard_map")
   optimizer = TABLE[name].make(team.axis)
   one = _running.make_step(optimizer)

@@ -69,7 +69,7 @@ def test_unsupported_control_raises_with_its_name(method, name):
 
 
 @pytest.mark.parametrize("method", FOLLOWING)
-def test_a_host_ends_rounds(method):
+def test_host_ends_rounds(method):
   optimizer = FOLLOWING[method]()
   assert transforms.rounds_ahead(optimizer.init(W)).shape == (2, 3)
   _, ended = update(optimizer, round_ends=True)
@@ -101,7 +101,7 @@ def test_stream_steps_without_a_stream_raise(build):
     ({"stream_steps": True}, "`stream_steps` must be an int >= 1, got True"),
   ],
 )
-def test_a_control_of_another_kind_is_refused(said, message):
+def test_control_of_another_kind_is_refused(said, message):
   with pytest.raises(ValueError, match=message):
     transforms.Control(**said)
 

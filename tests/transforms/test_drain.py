@@ -206,7 +206,7 @@ def overlap(x, interval, alpha, mu):
 
 
 @pytest.mark.parametrize(("steps", "mu"), [(8, 0.0), (8, 0.5), (6, 0.5)])
-def test_an_anchor_that_is_late_takes_both_means(steps, mu):
+def test_anchor_that_is_late_takes_both_means(steps, mu):
   targets = random_targets(steps, 4, 1)
   optimizer = methods.overlap_local_sgd(SGD, 3, 0.6, mu, axis="worker")
   [(every, (w, _), _)] = run(optimizer, targets)

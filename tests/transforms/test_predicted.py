@@ -166,7 +166,7 @@ def test_replicas_are_equal_to_the_bit(make, substrate):
 
 
 @pytest.mark.parametrize("substrate", ["vmap", "shard_map"])
-def test_a_residual_in_few_bits_is_equal_on_all_workers(substrate):
+def test_residual_in_few_bits_is_equal_on_all_workers(substrate):
   xs = targets(12, 4, like=LARGE)
   seen, program = train(compared, 4, xs, substrate, LARGE)
   for params, state in seen:
@@ -177,7 +177,7 @@ def test_a_residual_in_few_bits_is_equal_on_all_workers(substrate):
     assert sent_in(program) < 4 * 1088  # Less than the front in float32.
 
 
-def test_a_front_of_mp2_in_few_bits():
+def test_front_of_mp2_in_few_bits():
   """Is the front of local steps with the same compression."""
   compression = reducers.Compression(
     codecs.Quantize(2, 64, rounding="stochastic"),
@@ -222,7 +222,7 @@ def everything(axis):
   return methods.ssgd(optax.sgd(0.1), axis=axis)
 
 
-def test_the_bytes_are_those_of_the_front():
+def test_bytes_are_those_of_the_front():
   for make, entries in ((synchronous, 5), (published, 5), (everything, 14)):
     _, program = train(make, 4, targets(1, 4), "shard_map")
     assert sent_in(program) == 4 * entries
@@ -257,7 +257,7 @@ def refreshed(axis, rate=0.1):
   )
 
 
-def test_a_residual_by_hand():
+def test_residual_by_hand():
   xs = targets(6, 2)
   seen, _ = train(refreshed, 2, xs)
   w = {k: np.float64(v) for k, v in PARAMS.items()}
@@ -285,7 +285,7 @@ def rotating(axis):
   )
 
 
-def test_a_rotating_refresh():
+def test_rotating_refresh():
   xs = targets(12, 2)
   seen, _ = train(rotating, 2, xs)
   for t, (params, state) in enumerate(seen):

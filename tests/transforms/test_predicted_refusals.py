@@ -63,7 +63,7 @@ def ones(front, **shapes):
     (lambda theta, f: {"c": theta[:2] * f["a"]}, "it fails: TypeError.*broad"),
   ],
 )
-def test_a_prediction_that_does_not_fit_is_refused_at_init(predict, message):
+def test_prediction_that_does_not_fit_is_refused_at_init(predict, message):
   optimizer = methods.mp2(optax.sgd(0.1), Cut(), predict, THETA, axis=None)
   with pytest.raises(
     ValueError, match=rf"`predict`.*`predictor_params`.*{message}.*was made for"
@@ -100,7 +100,7 @@ def refuse_or_init(front, axis="worker", rest=None):
   return jax.eval_shape(jax.vmap(optimizer.init, axis_name=axis), both)
 
 
-def test_a_part_that_does_not_average_is_refused_where_there_are_workers():
+def test_part_that_does_not_average_is_refused_where_there_are_workers():
   alone = optax.sgd(0.1, momentum=0.9)
   together = methods.ssgd(optax.sgd(0.1), axis="worker")
   with pytest.raises(ValueError, match=r"`front` must bring.*`ssgd\(front"):
@@ -148,7 +148,7 @@ def frozen(axis):
   return optax.chain(adam, optax.sgd(0.1))
 
 
-def test_an_update_without_parameters_is_refused():
+def test_update_without_parameters_is_refused():
   optimizer = methods.mp2(optax.sgd(0.1), Cut(), predict, THETA, axis=None)
   with pytest.raises(ValueError, match="`params` must be given to `update`"):
     optimizer.update(PARAMS, optimizer.init(PARAMS))

@@ -216,7 +216,7 @@ def test_parameters_must_be_given():
     optimizer.update(w, optimizer.init(w))
 
 
-def test_a_needed_loss_must_be_given():
+def test_needed_loss_must_be_given():
   optimizer = msdpu(interval=intervals.msdpu(2), learning_rate=0.1)
   w = jnp.ones(2)
   state = optimizer.init(w)
@@ -226,7 +226,7 @@ def test_a_needed_loss_must_be_given():
     optimizer.update(w, state, w, loss=jnp.ones(2))
 
 
-def test_a_pull_outside_of_local_steps_is_refused():
+def test_pull_outside_of_local_steps_is_refused():
   optimizer = optax.chain(transforms.pull_to_anchor(0.1, 0.1), SGD)
   w = jnp.ones(2)
   with pytest.raises(ValueError, match="must stand in the inner chain of"):
@@ -271,7 +271,7 @@ def test_invalid_gradients_of_update_first_raise():
     optimizer.hold(w | {"n": np.zeros(1, jax.dtypes.float0)}, optimizer.init(w))
 
 
-def test_a_known_carry_is_known_while_a_program_is_traced():
+def test_known_carry_is_known_while_a_program_is_traced():
   # As arrays, which `optax.inject_hyperparams` makes of numbers.
   one = jnp.float32(1.0)
 

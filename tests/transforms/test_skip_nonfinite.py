@@ -51,7 +51,7 @@ def test_nan_of_one_worker_skips_the_step_of_all(method):
   assert np.isnan(run(plain, _gradients)[0]).any()
 
 
-def test_the_trainer_counts_and_the_guard_is_one_scalar():
+def test_trainer_counts_and_the_guard_is_one_scalar():
   workers = collectives.workers(2, substrate="vmap")
   axis = workers.axis
   optimizer = optax.chain(

@@ -12,7 +12,7 @@ from tests.transforms import _table
 SGD = optax.sgd(0.1, momentum=0.9)
 
 
-def test_a_method_without_rounds_is_always_synchronized():
+def test_method_without_rounds_is_always_synchronized():
   w = jnp.ones(2)
   state = methods.ssgd(SGD, axis=None).init(w)
   assert transforms.synchronized(state) is True
@@ -55,7 +55,7 @@ def test_updates_of_integers_are_still_a_tree_like_the_parameters(updates):
 
 @pytest.mark.parametrize("substrate", ["vmap", "mixed"])
 @pytest.mark.parametrize("name", ["local", "late outer", "msdpu"])
-def test_a_round_ends_under_a_conditional(name, substrate):
+def test_round_ends_under_a_conditional(name, substrate):
   text = _table.runner(name, substrate).compile().as_text()
   assert " conditional(" in text
   found = profiling.read_collectives(text)

@@ -230,7 +230,7 @@ def test_by_default_the_front_layers_are_held_back():
   assert begins_after(optimizer, state, "b") == [False]
 
 
-def test_an_evaluation_sees_the_pending_update():
+def test_evaluation_sees_the_pending_update():
   workers = team("vmap")
 
   def apply(params, model_state, images, *, train):
@@ -277,7 +277,7 @@ def test_number_in_flight_is_bounded(in_flight):
   assert len(buckets) > 6
 
 
-def test_a_mean_in_two_halves_sends_as_much():
+def test_mean_in_two_halves_sends_as_much():
   workers = team("shard_map")
   sent = {}
   for scatter in (False, True):
@@ -333,7 +333,7 @@ def scaled_by_loss(rate, name="loss"):
 @pytest.mark.parametrize(
   ("form", "name"), [*((form, "loss") for form in FORMS), ("mean", "value")]
 )
-def test_a_loss_reaches_the_optimizer_as_the_mean(form, name):
+def test_loss_reaches_the_optimizer_as_the_mean(form, name):
   optimizer = transforms.update_first(
     scaled_by_loss(0.5, name), axis="worker", max_bytes=16, **FORMS[form]
   )
@@ -400,7 +400,7 @@ def test_two_halves_refuse_gradients_of_another_dtype():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_a_sharded_worker_sends_its_own_parts(share):
+def test_sharded_worker_sends_its_own_parts(share):
   mesh = collectives.make_mesh((2, 2), ("worker", "fsdp"))
   workers = collectives.workers(2, mesh=mesh)
   specs = {

@@ -111,7 +111,7 @@ def test_drain_applies_all_gradients_of_every_leaf():
   chex.assert_trees_all_equal((again, same), (drained, state))
 
 
-def test_a_drain_decays_weights_as_its_updates_leave_them():
+def test_drain_decays_weights_as_its_updates_leave_them():
   decayed = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1))
   optimizer = transforms.delay_gradients(decayed, 2)
   found, state = run(optimizer, PARAMS, 6)
@@ -123,7 +123,7 @@ def test_a_drain_decays_weights_as_its_updates_leave_them():
 
 
 @pytest.mark.parametrize("delay", [0, 1, 4])
-def test_a_delay_diverges_just_above_its_stable_rate(delay):
+def test_delay_diverges_just_above_its_stable_rate(delay):
   # Of w <- w - lr * w[delay ago]: lr < 2 sin(pi / (4 delay + 2)).
   bound = 2 * np.sin(np.pi / (4 * delay + 2))
   for rate, converges in ((0.95 * bound, True), (1.05 * bound, False)):

@@ -81,7 +81,7 @@ def test_post_local_hides_the_warm_up_from_its_policy():
   assert unfold(policy, losses) == [1, 1, 4, 4, 4, 4, 2]
 
 
-def test_the_last_round_ends_with_the_training():
+def test_last_round_ends_with_the_training():
   assert unfold(intervals.ending_at(10, 4), [1.0] * 3, 10)[:3] == [4, 4, 2]
   assert unfold(intervals.ending_at(8, 4), [1.0] * 3, 8)[:2] == [4, 4]
   both = intervals.ending_at(7, intervals.post_local(2, 3))
@@ -128,7 +128,7 @@ def test_qsr_sizes_rounds_of_a_warmup_by_the_rate_after_it():
     intervals.qsr(rate, 0.2, 2)
 
 
-def test_a_rate_of_zero_is_the_longest_round():
+def test_rate_of_zero_is_the_longest_round():
   def zero(t):
     return jnp.where(t < 1, 0.1, 0.0)
 
@@ -164,7 +164,7 @@ def test_msdpu_follows_the_square_root_of_the_averaged_loss():
   assert unfold(policy, [4.0, 0.0, 16.0]) == [8, 8, 8, 6, 10]
 
 
-def test_a_falling_rate_lengthens_the_rounds():
+def test_falling_rate_lengthens_the_rounds():
   def rate(t):
     return jnp.where(t < 8, 0.4, 0.1)
 
@@ -175,7 +175,7 @@ def test_a_falling_rate_lengthens_the_rounds():
     assert unfold(policy, [1.0] * 4)[-1] == 8
 
 
-def test_a_rate_that_warms_up_from_zero_does_not_shorten_the_rounds():
+def test_rate_that_warms_up_from_zero_does_not_shorten_the_rounds():
   warmup = optax.linear_schedule(0.0, 0.1, 8)
   assert unfold(intervals.msdpu(4, warmup), [1.0] * 4) == [4] * 6
   capped = intervals.adacomm(9, 1, warmup, form="capped")
@@ -183,7 +183,7 @@ def test_a_rate_that_warms_up_from_zero_does_not_shorten_the_rounds():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_loss_that_is_not_finite_changes_nothing(bad):
+def test_loss_that_is_not_finite_changes_nothing(bad):
   for policy in (
     intervals.msdpu(8, decay=0.5),
     intervals.adacomm(8, 1, form="capped"),
@@ -230,7 +230,7 @@ ADAPTIVE = {
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", ADAPTIVE)
-def test_a_loss_changes_the_interval_two_rounds_later(name):
+def test_loss_changes_the_interval_two_rounds_later(name):
   # The interval of round r + 1 comes from losses up to round r - 1.
   steps = 60
   calm = np.ones(steps)
@@ -255,7 +255,7 @@ def test_a_loss_changes_the_interval_two_rounds_later(name):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", ADAPTIVE)
-def test_the_next_interval_is_known_a_round_before(name):
+def test_next_interval_is_known_a_round_before(name):
   losses = np.random.default_rng(0).uniform(0.1, 2, (60, 4))
   lengths, coming, rounds = train(ADAPTIVE[name], losses, "worker")
   assert len(np.unique(lengths)) >= 2
@@ -323,7 +323,7 @@ REJECTED = {
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", REJECTED)
-def test_an_argument_out_of_range_is_refused(name):
+def test_argument_out_of_range_is_refused(name):
   make, message = REJECTED[name]
   with pytest.raises(ValueError, match=message):
     make()
