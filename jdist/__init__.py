@@ -21,4 +21,5 @@ from jdist.reducers import Compression as Compression
 from jdist.transforms import anchor as anchor
 from jdist.transforms import apply_updates as apply_updates
 from jdist.transforms import average_gradients as average_gradients
+from jdist.transforms import evaluation_params as evaluation_params
 from jdist.transforms import local_steps as local_steps

@@ -1,4 +1,4 @@
-"""Declarations of states, on their classes, and the dtype of what they hold.
+"""Declarations of states, the law of each leaf, and the dtype of what it holds.
 
 Training loops, checkpoints and drains read them from a state, a NamedTuple of
 arrays, and need no table of types:
@@ -7,15 +7,56 @@ arrays, and need no table of types:
     class DelayState(NamedTuple):
       step: jax.Array
       pending: PyTree
+
+The law of a leaf says what workers do with it:
+
+    iterate    a position: it moves with the worker's parameters, and its
+               distance from them is averaged at the end of a round
+    moment     each worker's own, as the momenta of an optimizer
+    statistic  averaged at the end of a round, as those of batch normalization
+    random     a key, which is folded by the worker's number
+    counter    equal on all workers, and never averaged
+    constant   equal on all workers; it may be infinite, as a mask is
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+import dataclasses
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 _T = TypeVar("_T", bound=type)
+PyTree = Any
+Law = Literal["iterate", "moment", "statistic", "random", "counter", "constant"]
+LAWS: tuple[str, ...] = typing.get_args(Law)
+
+# Fields of Optax's states whose law cannot be seen from their dtype.  All other
+# floats are moments: every state of Optax 0.2.8 was read.  MADGRAD and COCOB
+# compute positions from sums of gradients, so that a round averages these, too:
+# with sums of its own a worker would undo the round in its next step.
+_OPTAX: Mapping[str, Mapping[str, Law]] = {
+  "ScheduleFreeState": {
+    "b1": "constant", "weight_sum": "counter", "max_lr": "counter",
+    "z": "iterate",
+  },
+  "MadgradState": {
+    "grad_sum_sq": "statistic", "s": "statistic", "x0": "iterate",
+  },
+  "COCOBState": {
+    "init_particles": "iterate", "cumulative_gradients": "statistic",
+    "scale": "statistic", "subgradients": "statistic", "reward": "statistic",
+  },
+  "SAMState": {"cache": "iterate"},
+  "InjectStatefulHyperparamsState": {"hyperparams": "constant"},
+  # They measure the distance from where training began, which stays there.
+  "MechanicState": {"x0": "constant"},
+  "ProdigyState": {"params0": "constant"},
+  "DoGState": {"init_params": "constant"},
+  "DoWGState": {"init_params": "constant"},
+  "ScaleByDistanceOverGradientsState": {"init_params": "constant"},
+}  # fmt: skip
 
 
 def declare(
@@ -26,6 +67,8 @@ def declare(
   averages: bool = False,
   update_pending: bool = False,
   streams: bool = False,
+  laws: Mapping[str, Law] | None = None,
+  evaluates: str | None = None,
 ) -> Callable[[_T], _T]:
   """Declares the properties of a state, as attributes of its class.
 
@@ -41,12 +84,16 @@ def declare(
     averages: Whether the transformation makes the workers' updates equal.
     update_pending: Whether the last step's update is applied in the next step.
     streams: Whether a message is sent in parts, some in every step.
+    laws: The laws of fields which `find_laws` would not infer.
+    evaluates: The field with the parameters to evaluate, for instance an
+      average of iterates; see `jdist.evaluation_params`.
 
   Returns:
     A decorator of the class.
 
   Raises:
-    ValueError: when `shared` names an unknown field.
+    ValueError: when `shared` or `laws` names an unknown field, or a law is
+      unknown.
 
   >>> from typing import NamedTuple
   >>> @declare(shared=("step",))
@@ -55,22 +102,30 @@ def declare(
   >>> State.shared
   frozenset({'step'})
   """
-  flags = {
-    "shared": frozenset(shared),
+  shared = frozenset(shared)
+  flags: dict[str, Any] = {
+    "shared": shared,
     "rounds": rounds,
     "drains": drains,
     "averages": averages,
     "update_pending": update_pending,
     "streams": streams,
   }
+  if laws is not None:
+    _check_laws(laws.values())
+    # Laws alone say nothing about workers that are equal, or about rounds.
+    alone = {"laws": laws, "evaluates": evaluates}
+    flags = alone | (flags if any(flags.values()) else {})
 
   def decorate(state: _T) -> _T:
     # A typing error would silently store a leaf once per worker.
-    unknown = flags["shared"] - set(getattr(state, "_fields", ()))  # type: ignore[operator]
-    if unknown:
-      raise ValueError(
-        f"`shared` must name fields of {state.__name__}, got {sorted(unknown)}."
-      )
+    for what, named in (("shared", shared), ("laws", laws or ())):
+      unknown = {*named} - {*getattr(state, "_fields", ())}
+      if unknown:
+        raise ValueError(
+          f"`{what}` must name fields of {state.__name__}, got "
+          f"{sorted(unknown)}."
+        )
     for name, value in flags.items():
       # A class may define one of them as a property instead.
       if name not in vars(state):
@@ -78,6 +133,163 @@ def declare(
     return state
 
   return decorate
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Laws:
+  """Laws of leaves that differ from what `find_laws` infers, without arrays.
+
+  A state keeps them, so that all that read it agree.
+
+  Attributes:
+    named: names of leaves, or of what holds them, and their laws.
+  """
+
+  named: tuple[tuple[str, Law], ...] = ()
+
+
+def exceptions(
+  tree: PyTree, given: Mapping[str, Law] | None = None
+) -> Laws | tuple[()]:
+  """Returns the laws of a model's state that its types do not show.
+
+  Args:
+    tree: the model's first state.  A float that is infinite at the beginning,
+      as a mask of an attention, is a constant.
+    given: laws by the names of leaves, or of what holds them ("norm.mask",
+      "norm"), as a user gives them; they come before what is inferred.
+
+  Raises:
+    ValueError: when a law is unknown, or a name is that of no leaf.
+
+  >>> exceptions({"mask": jnp.array([0.0, -jnp.inf]), "mean": jnp.zeros(2)})
+  Laws(named=(('mask', 'constant'),))
+  """
+  given = dict(given or {})
+  _check_laws(given.values())
+  named = _named(tree)
+  for name in given:
+    if not any(_holds(name, leaf) for leaf in named):
+      raise ValueError(
+        f"`laws` must name leaves of the state, got {name!r}. Its leaves are "
+        f"{', '.join(named) or 'none'}."
+      )
+  for name, leaf in named.items():
+    if not any(_holds(x, name) for x in given) and _is_infinite(leaf):
+      given[name] = "constant"
+  return Laws(tuple(given.items())) if given else ()
+
+
+def find_laws(
+  tree: PyTree, floats: Law = "moment", laws: Laws | tuple[()] = ()
+) -> PyTree:
+  """Returns the law of every leaf, a tree of texts like the given one.
+
+  It is what the class of a state declares, or else shown by the dtype: typed
+  keys, and raw ones that are called so, are random, and integers count.
+
+  Args:
+    tree: the state of an optimizer or of a model, or its shapes.
+    floats: the law of real and complex numbers of which nothing is known:
+      "moment" for optimizers, "statistic" for models.
+    laws: exceptions by name.
+
+  >>> find_laws({"key": jax.random.key(0), "mean": jnp.zeros(2)}, "statistic")
+  {'key': 'random', 'mean': 'statistic'}
+  """
+  found: list[Law] = list(_walk(tree, None, "", floats))
+  if isinstance(laws, Laws):
+    for number, name in enumerate(_named(tree)):
+      for key, law in laws.named:
+        found[number] = law if _holds(key, name) else found[number]
+  return jax.tree.unflatten(jax.tree.structure(tree), found)
+
+
+def evaluated_field(kind: type) -> str | None:
+  """Returns the field of a state's class by which parameters are evaluated."""
+  if kind.__name__ == "ScheduleFreeState" and "b1" in getattr(
+    kind, "_fields", ()
+  ):
+    return "z"
+  return getattr(kind, "evaluates", None)
+
+
+def untold(tree: PyTree) -> list[int]:
+  """Returns the numbers of the floats in states of which nothing is known."""
+  laws = _walk(tree, None, "", "moment", unknown="untold")
+  return [number for number, law in enumerate(laws) if law == "untold"]
+
+
+def field_laws(kind: type) -> Mapping[str, Law] | None:
+  """Returns the laws that a state's class declares; None if it is unknown."""
+  declared: Mapping[str, Law] | None = vars(kind).get("laws")
+  if isinstance(declared, Mapping):
+    return declared
+  if kind.__module__.partition(".")[0] == "optax":
+    return _OPTAX.get(kind.__name__, {})
+  return {} if hasattr(kind, "shared") else None
+
+
+def _walk(
+  x: Any, law: Any, name: str, floats: Law, unknown: Any = None
+) -> Iterator[Any]:
+  """Yields the laws of a tree's leaves, in their order.
+
+  Floats that stand in no known state have the law `unknown`, if it is given.
+  """
+  children, _ = jax.tree_util.tree_flatten_with_path(
+    x, is_leaf=lambda y: y is not x
+  )
+  fields = field_laws(type(x))
+  if fields is not None:
+    unknown = None
+  for path, child in children:
+    if not path:
+      yield _law_of(x, law, name, unknown or floats)
+      continue
+    key = jax.tree_util.keystr(path, simple=True, separator=".")
+    yield from _walk(child, (fields or {}).get(key, law), key, floats, unknown)
+
+
+def _law_of(x: Any, law: Any, name: str, floats: Any) -> Any:
+  dtype = jnp.result_type(x)
+  if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    return law if law == "constant" else "random"
+  if law is not None:
+    return law
+  if jnp.issubdtype(dtype, jnp.inexact):
+    return floats
+  called = "key" in name or "rng" in name
+  raw = dtype == jnp.uint32 and jnp.shape(x)[-1:] == (2,)
+  return "random" if raw and called else "counter"
+
+
+def _named(tree: PyTree) -> dict[str, Any]:
+  pairs = jax.tree_util.tree_leaves_with_path(tree)
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="."): leaf
+    for path, leaf in pairs
+  }
+
+
+def _holds(name: str, leaf: str) -> bool:
+  """Returns whether a name is that of a leaf, or of a tree that holds it."""
+  return leaf == name or leaf.startswith(f"{name}.")
+
+
+def _is_infinite(leaf: Any) -> bool:
+  if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+    return False
+  inexact = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+  return bool(inexact and jnp.isinf(leaf).any())
+
+
+def _check_laws(given: Iterable[Any]) -> None:
+  for law in given:
+    if law not in LAWS:
+      known = ", ".join(map(repr, LAWS))
+      raise ValueError(f"`laws` must be of {known}, got {law!r}.")
 
 
 def wide_dtype(dtype: Any) -> Any:

@@ -10,6 +10,12 @@ from jdist.transforms._clipping import clip_deviations as clip_deviations
 from jdist.transforms._clipping import clip_local as clip_local
 from jdist.transforms._control import Control as Control
 from jdist.transforms._drain import drain as drain
+from jdist.transforms._evaluation_params import (
+  evaluation_params as evaluation_params,
+)
+from jdist.transforms._evaluation_params import (
+  mean_statistics as mean_statistics,
+)
 from jdist.transforms._frozen_adam import (
   scale_by_frozen_adam as scale_by_frozen_adam,
 )

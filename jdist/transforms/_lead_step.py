@@ -8,7 +8,7 @@ import optax
 
 from jdist import checks, collectives, reducers, states
 from jdist.transforms import _control, intervals
-from jdist.transforms.local import _anchor, _round
+from jdist.transforms.local import _anchor, _iterates, _round
 
 PyTree = Any
 # Users have written one of these two names.
@@ -104,10 +104,12 @@ def lead_step(
 
   def init_fn(params: optax.Params) -> LeadStepState:
     anchor = jax.tree.map(_anchor.wide_copy, params)
+    inner = local.init(params)
+    _iterates.refuse(inner, _NAME)
     return LeadStepState(
       clock=_round.start_clock(intervals.fixed(1)),
       anchor=anchor,
-      inner=local.init(params),
+      inner=inner,
       outer=optimizer.init(anchor),
       held=jax.tree.map(jnp.zeros_like, anchor),
       in_flight=jnp.asarray(False),

@@ -11,7 +11,13 @@ import optax
 
 from jdist import checks, collectives, reducers, states
 from jdist.transforms import _control, _shared, intervals
-from jdist.transforms.local import _anchor, _round, _sync_state, _synchronizer
+from jdist.transforms.local import (
+  _anchor,
+  _iterates,
+  _round,
+  _sync_state,
+  _synchronizer,
+)
 
 PyTree = Any
 Fragments = int | Callable[[str], int]
@@ -154,9 +160,11 @@ def fragment_steps(
 
   def init_fn(params: optax.Params) -> FragmentsState:
     labels, parts = split(params)
+    inner_state = optimizer.init(params)
+    _iterates.refuse(inner_state, _NAME)
     return FragmentsState(
       clock=_round.start_clock(intervals.fixed(interval)),
-      inner=optimizer.init(params),
+      inner=inner_state,
       fragments=tuple(
         one.init(_part(params, labels, p)) for p, one in enumerate(parts)
       ),

@@ -95,7 +95,8 @@ def local_steps(
 
   def init_fn(params: optax.Params) -> _sync_state.LocalStepsState:
     inner_state = sync.optimizer.init(params)
-    return _sync_state.LocalStepsState(inner_state, sync.init(params))
+    first = sync.init(params, inner_state)
+    return _sync_state.LocalStepsState(inner_state, first)
 
   return _anchor.only_floats(
     optax.GradientTransformationExtraArgs(init_fn, sync.update)

@@ -44,8 +44,8 @@ class SlowMomentum(_round.Average):
       of the local step.
     slow_learning_rate: alpha > 0.
     momentum: beta in [0, 1].
-    buffers: what happens to the inner optimizer's floating-point arrays after
-      a round: "maintain" leaves each worker its own, "reset" initializes them
+    buffers: what happens to the inner optimizer's moments (`states`) after a
+      round: "maintain" leaves each worker its own, "reset" initializes them
       again, "average" takes the workers' mean, never compressed.
 
   Source and departures: `methods.slow_mo`.
@@ -116,14 +116,15 @@ class SlowMomentum(_round.Average):
 
 
 def _buffers(state: PyTree) -> list[jax.Array]:
-  # Counters stay, so that schedules continue.
-  return list(filter(_anchor.is_trained, jax.tree.leaves(state)))
+  # Counters stay, so that schedules continue; rounds move iterates.
+  laws = jax.tree.leaves(states.find_laws(state))
+  pairs = zip(jax.tree.leaves(state), laws, strict=True)
+  return [x for x, law in pairs if law == "moment"]
 
 
 def _with_buffers(state: PyTree, buffers: list[jax.Array]) -> PyTree:
-  leaves, treedef = jax.tree.flatten(state)
   new = iter(buffers)
-  leaves = [
-    next(new).astype(x.dtype) if _anchor.is_trained(x) else x for x in leaves
-  ]
-  return jax.tree.unflatten(treedef, leaves)
+  return jax.tree.map(
+    lambda x, law: next(new).astype(x.dtype) if law == "moment" else x,
+    state, states.find_laws(state),
+  )  # fmt: skip

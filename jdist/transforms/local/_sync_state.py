@@ -60,7 +60,7 @@ class Flight(NamedTuple):
     return jnp.stack([jnp.where(late, window, -1), offset, interval], -1)
 
 
-@states.declare(shared=("anchor", "memory", "kept"))
+@states.declare(shared=("anchor", "memory", "kept", "iterates"))
 class SyncState(NamedTuple):
   """State of a `Synchronizer`.
 
@@ -73,6 +73,8 @@ class SyncState(NamedTuple):
       `()` where every round ends on the anchor.
     flight: the message that is being sent, a `Flight`; `()` without a delay.
     compression: the compression's state, `()` without one.
+    iterates: the agreed distances of the inner optimizer's iterates from the
+      anchor, and its agreed statistics, float32; `()` for most optimizers.
   """
 
   clock: _round.RoundClock
@@ -81,6 +83,7 @@ class SyncState(NamedTuple):
   kept: Any
   flight: Any
   compression: Any
+  iterates: Any = ()
 
   @property
   def streams(self) -> bool:

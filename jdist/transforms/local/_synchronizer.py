@@ -1,6 +1,7 @@
 """The synchronizer: local steps, and what brings the workers together."""
 
 import dataclasses
+import functools
 from typing import Any, TypeAlias
 
 import jax
@@ -14,6 +15,7 @@ from jdist.transforms.local import (
   _anchor,
   _chunked_stream,
   _delayed,
+  _iterates,
   _late_mean,
   _round,
   _sender,
@@ -61,9 +63,30 @@ class Synchronizer:
       late = dataclasses.replace(late, policy=policy)
     return dataclasses.replace(self, policy=policy, late=late)
 
-  def init(self, params: optax.Params) -> SyncState:
-    """Returns the state before the first step, on the anchor."""
+  def for_whole(self) -> "Synchronizer":
+    """Returns the same for `Whole` trees, which hold iterates, too."""
+    rule, late = _iterates.WholeRule(self.rule), self.late
+    if late is not None:
+      late = dataclasses.replace(late, rule=rule)
+    return dataclasses.replace(self, rule=rule, late=late)
+
+  def init(self, params: optax.Params, inner: PyTree = ()) -> SyncState:
+    """Returns the state before the first step, on the anchor.
+
+    Args:
+      params: the parameters.
+      inner: the inner optimizer's state, which may hold iterates.
+    """
+    _iterates.check_told(self.optimizer.init, params, inner)
     anchor = jax.tree.map(_anchor.wide_copy, params)
+    if rest := _iterates.read(inner, anchor):
+      _iterates.check_exact(inner, self.compression)
+      whole = _iterates.Whole(anchor, tuple(map(_anchor.wide_copy, rest)))
+      return _iterates.split(self.for_whole()._first(whole))
+    return self._first(anchor)
+
+  def _first(self, anchor: PyTree) -> SyncState:
+    """Returns the state on an anchor."""
     memory: Any = ()
     if self.compression is not None:
       memory = self.compression.init(self.rule.like(anchor), self.axis)
@@ -92,7 +115,13 @@ class Synchronizer:
     """Takes a local step, and ends the round if it is over."""
     if params is None:
       _anchor.check_params(params, "`local_steps`")
-    sync = state.sync
+    if state.sync.iterates != ():
+      state = state._replace(sync=_iterates.join(state.sync))
+      updates, state = self.for_whole().update(
+        updates, state, params, control=control, **extra_args
+      )
+      return updates, state._replace(sync=_iterates.split(state.sync))
+    sync, anchor = state.sync, _iterates.params_of(state.sync.anchor)
     # A drain passes zeros for gradients, which the inner optimizer must not
     # see.
     if control.drain:
@@ -102,15 +131,24 @@ class Synchronizer:
     # It is first in a step and reads the state: no message waits for the
     # gradients of this step, and they do not wait for it.
     sending = self.send(sync, control)
-    collectives.check_local(updates, self.axis, what="`updates`", like=params)
-    if not collectives.same_form(sync.anchor, params):
-      _anchor.check_anchor(sync.anchor, params)
+    # A lookahead takes the gradient by its fast parameters, of a pair.
+    pair: Any = params if isinstance(params, optax.LookaheadParams) else None
+    if pair and isinstance(updates, optax.LookaheadParams):
+      updates = updates.fast
+    like = pair.fast if pair else params
+    collectives.check_local(updates, self.axis, what="`updates`", like=like)
+    if not collectives.same_form(anchor, params):
+      _anchor.check_anchor(anchor, params)
+    if pair:
+      zeros = jax.tree.map(jnp.zeros_like, pair.slow)
+      updates = optax.LookaheadParams(updates, zeros)
     updates, memory = self.rule.correct(updates, sync.memory, sync.clock.step)
+    updates = updates.fast if pair else updates
     # The clock counts before the round may end, and so `step - 1` is the number
     # of the last local step in a `Round`.
     clock = sync.clock.advance(extra_args.get("loss"))
     interval = sync.clock.interval
-    extra_args |= {"anchor": sync.anchor, "interval_steps": interval}
+    extra_args |= {"anchor": anchor, "interval_steps": interval}
     updates, inner = self.optimizer.update(
       updates, state.inner, params, **extra_args
     )
@@ -208,16 +246,13 @@ class Synchronizer:
   ) -> Step:
     """Ends a round; a late message was streamed in `steps`, if it was."""
     state = step.sync
-    local = jax.tree.map(_anchor.moved, params, step.updates)
-    end = self._round(step, params, local)
+    end = self._round(step, params)
     if self.late is None:
       after, target, loss, state = self._end_now(end, state)
     else:
       after, target, loss, state = self.late.end(end, state, steps)
     state = state._replace(clock=state.clock.end(self.policy, loss))
-    # A worker that stays where it is keeps its inner update to the bit.
-    updates = _anchor.towards(step.updates, target, local)
-    return collectives.varying(Step(updates, after.inner, state), self.axis)
+    return self._placed(step, state, end, after, target)
 
   def _end_now(
     self, end: _round.Round, state: SyncState
@@ -267,11 +302,9 @@ class Synchronizer:
       )
 
     def arrive(step: Step, params: optax.Params, found: Any = None) -> Step:
-      local = jax.tree.map(_anchor.moved, params, step.updates)
-      end = self._round(step, params, local)
+      end = self._round(step, params)
       after, target, state = late.arrive(end, step.sync, steps, found)
-      updates = _anchor.towards(step.updates, target, local)
-      return collectives.varying(Step(updates, after.inner, state), self.axis)
+      return self._placed(step, state, end, after, target)
 
     if arrives is None:
       # The mean is taken in one conditional and applied in another, which alone
@@ -301,8 +334,7 @@ class Synchronizer:
     if self.late is None and self.rule.apart:
       # The workers keep a distance from the anchor between rounds, too.
       begun |= state.kept > 0
-    local = jax.tree.map(_anchor.wide, params)
-    end = self._round(Step((), inner, state), params, local)
+    end = self._round(Step(None, inner, state), params)
     if self.late is not None:
       end, state = self.late.flush(end, state)
     # The late mean comes first: a rule may measure a message from the anchor.
@@ -315,8 +347,11 @@ class Synchronizer:
     )
     if self.late is not None:
       state = self.late.clear(state)
-    updates = _anchor.onto(state.anchor, params)
-    return collectives.varying(Step(updates, end.inner, state), self.axis)
+    anchor, inner = state.anchor, end.inner
+    if isinstance(anchor, _iterates.Whole):
+      inner = _iterates.write(inner, anchor, end.local)
+    updates = _anchor.onto(_iterates.params_of(anchor), params)
+    return collectives.varying(Step(updates, inner, state), self.axis)
 
   def _settle(
     self, begun: jax.Array, end: _round.Round, state: SyncState
@@ -338,11 +373,32 @@ class Synchronizer:
     end = _late_mean.change_if(begun, end, moved, self.axis)
     return end, state._replace(compression=memory)
 
-  def _round(
-    self, step: Step, params: optax.Params, local: PyTree
-  ) -> _round.Round:
+  def _placed(
+    self,
+    step: Step,
+    state: SyncState,
+    end: _round.Round,
+    after: _round.Round,
+    target: PyTree,
+  ) -> Step:
+    """Returns the step that places the worker and its iterates."""
+    local, inner = end.local, after.inner
+    if isinstance(target, _iterates.Whole):
+      inner = _iterates.write(inner, target, local)
+      local, target = local.params, target.params
+    # A worker that stays where it is keeps its inner update to the bit.
+    updates = _anchor.towards(step.updates, target, local)
+    return collectives.varying(Step(updates, inner, state), self.axis)
+
+  def _round(self, step: Step, params: optax.Params) -> _round.Round:
     """Returns what a rule sees, with the progress since the round's start."""
     state = step.sync
+    if step.updates is None:  # A drain takes no step.
+      local = jax.tree.map(_anchor.wide, params)
+    else:
+      local = jax.tree.map(_anchor.moved, params, step.updates)
+    if isinstance(state.anchor, _iterates.Whole):
+      local = _iterates.Whole(local, _iterates.read(step.inner, local))
     start = state.anchor if self.late is None else self.late.start(state)
     return _round.Round(
       anchor=state.anchor,
@@ -372,7 +428,7 @@ def make_synchronizer(
   policy, rule = _scheduled_interval.as_policy(interval), _round.as_rule(rule)
   wanted = "`transforms.Delayed(...)`, or None for a mean at the round's end"
   checks.check_type("overlap", overlap, _delayed.Delayed | None, wanted)
-  optimizer = optax.with_extra_args_support(inner)
+  optimizer = _lenient(inner)
   late, mix = None, None
   if overlap is not None:
     overlap.check_rule(rule)
@@ -380,6 +436,28 @@ def make_synchronizer(
     if overlap.steps != 0:
       late, compression = _late(overlap, policy, axis, rule, compression)
   return Synchronizer(optimizer, policy, axis, rule, compression, late, mix)
+
+
+def _lenient(
+  optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+  """Withholds the extra arguments that an optimizer's update does not know."""
+  optimizer = optax.with_extra_args_support(optimizer)
+
+  def update(
+    updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+  ) -> tuple[PyTree, PyTree]:
+    try:
+      return optimizer.update(updates, state, params, **extra_args)
+    except TypeError as error:
+      # `optax.contrib.sam`, for instance, takes one, and no others.
+      for name in extra_args:
+        if f"unexpected keyword argument '{name}'" in str(error):
+          left = {k: x for k, x in extra_args.items() if k != name}
+          return update(updates, state, params, **left)
+      raise
+
+  return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
 def _late(
@@ -403,8 +481,9 @@ def _late(
       compression = stream.chunks(compression, steps)
     elif stream.specs is not None:
       stream = dataclasses.replace(stream, specs=rule.like(stream.specs))
+    like = functools.partial(_iterates.whole_like, rule)
     sender = _chunked_stream.ChunkedStream(
-      stream, compression, axis, rule.like, policy.needs_loss
+      stream, compression, axis, like, policy.needs_loss
     )
   late = _late_mean.LateMean(overlap, sender, rule, policy, axis, relative)
   return late, compression

@@ -1,0 +1,322 @@
+"""Positions in an inner optimizer's state, which rounds must move.
+
+Schedule-free SGD, for instance, keeps z besides the parameters y, at which
+gradients are taken, and computes the average x of both.  A round that moves y
+alone would leave x and z behind, and workers would drift apart.
+
+A round therefore sends more than the parameters: an iterate's distance from
+them, d = z - y, and statistics as they are.  The sync rule moves the
+parameters, and the rest is averaged, at once, late, streamed or compressed as
+the parameters are.  A worker that is placed at y has the iterate y + d
+afterwards: positions stay what they are to one another, whatever an outer
+optimizer does to the parameters.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import optax
+
+from jdist import states
+from jdist.transforms.local import _anchor, _round
+
+PyTree = Any
+# The parameter of a statistic.
+_NONE = -1
+
+
+class Whole(NamedTuple):
+  """What a round moves.
+
+  Attributes:
+    params: the parameters, or a tree like them.
+    rest: distances of iterates from their parameters, and statistics, float32;
+      one entry for each leaf that `_places` finds.
+  """
+
+  params: PyTree
+  rest: tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WholeRule(_round.SyncRule):
+  """Follows a sync rule for the parameters, and averages the rest.
+
+  Attributes:
+    rule: the rule for the parameters.
+  """
+
+  rule: _round.SyncRule
+
+  @property
+  def apart(self) -> bool:  # type: ignore[override]
+    """Whether the workers keep a distance from the anchor."""
+    return self.rule.apart
+
+  def init(self, anchor: Whole) -> PyTree:
+    return self.rule.init(anchor.params)
+
+  def correct(
+    self, updates: PyTree, memory: PyTree, step: jax.Array
+  ) -> tuple[PyTree, PyTree]:
+    return self.rule.correct(updates, memory, step)
+
+  def message(self, end: _round.Round, relative: bool) -> Whole:
+    rest = end.progress if relative else end.local
+    return Whole(self.rule.message(_of_params(end), relative), rest.rest)
+
+  def like(self, tree: PyTree) -> PyTree:
+    return whole_like(self.rule, tree)
+
+  def progress_in(self, message: Whole) -> Whole:
+    return Whole(self.rule.progress_in(message.params), message.rest)
+
+  def exact(self, end: _round.Round) -> PyTree:
+    return self.rule.exact(_of_params(end))
+
+  def depart(self, end: _round.Round) -> PyTree:
+    return self.rule.depart(_of_params(end))
+
+  def move(
+    self, end: _round.Round, mean: Whole, exact: PyTree, relative: bool
+  ) -> _round.Round:
+    return self._moved(self.rule.move, end, mean, exact, relative)
+
+  def settle(
+    self, end: _round.Round, mean: Whole, exact: PyTree, relative: bool
+  ) -> _round.Round:
+    return self._moved(self.rule.settle, end, mean, exact, relative)
+
+  def place(self, before: _round.Round, after: _round.Round) -> Whole:
+    params = self.rule.place(_of_params(before), _of_params(after))
+    return Whole(params, after.anchor.rest)
+
+  def _moved(
+    self,
+    move: Any,
+    end: _round.Round,
+    mean: Whole,
+    exact: PyTree,
+    relative: bool,
+  ) -> _round.Round:
+    after = move(_of_params(end), mean.params, exact, relative)
+    rest = mean.rest
+    if relative:
+      rest = jax.tree.map(jnp.subtract, end.anchor.rest, rest)
+    return end._replace(
+      anchor=Whole(after.anchor, rest), inner=after.inner, memory=after.memory
+    )
+
+
+def whole_like(rule: _round.SyncRule, tree: PyTree) -> PyTree:
+  """Returns the form of a relative message, for trees like the anchor."""
+  if isinstance(tree, Whole):
+    return Whole(rule.like(tree.params), tree.rest)
+  return rule.like(tree)
+
+
+def params_of(anchor: PyTree) -> PyTree:
+  """Returns the parameters of an anchor."""
+  return anchor.params if isinstance(anchor, Whole) else anchor
+
+
+def join(state: Any) -> Any:
+  """Returns a `SyncState` whose anchor holds the rest, too."""
+  whole = Whole(state.anchor, state.iterates)
+  return state._replace(anchor=whole, iterates=())
+
+
+def split(state: Any) -> Any:
+  """Undoes `join`; returns a state without iterates as it is."""
+  whole = state.anchor
+  if not isinstance(whole, Whole):
+    return state
+  return state._replace(anchor=whole.params, iterates=whole.rest)
+
+
+def _of_params(end: _round.Round) -> _round.Round:
+  return end._replace(
+    anchor=end.anchor.params,
+    local=end.local.params,
+    progress=end.progress.params,
+  )
+
+
+def _moves(state: Any) -> bool:
+  """Returns whether a state's class declares leaves that rounds move."""
+  laws = (states.field_laws(type(state)) or {}).values()
+  return "iterate" in laws or "statistic" in laws
+
+
+def read(inner: PyTree, local: PyTree) -> tuple[jax.Array, ...]:
+  """Returns the rest of what a round moves, beside the parameters.
+
+  Args:
+    inner: the inner optimizer's state.
+    local: the worker's parameters, float32.
+
+  Raises:
+    ValueError: when an iterate has not the form of the parameters.
+  """
+  # A fast way out, as almost no optimizer has any.
+  if not _anchor.contains(inner, _moves):
+    return ()
+  leaves, params = jax.tree.leaves(inner), jax.tree.leaves(local)
+  return tuple(
+    _anchor.wide(leaves[i]) - (0 if of == _NONE else params[of])
+    for i, of in _places(inner, local)
+  )
+
+
+def check_told(
+  init: Callable[[PyTree], PyTree], params: PyTree, inner: PyTree
+) -> None:
+  """Raises a ValueError for a copy of parameters whose law is not known.
+
+  Args:
+    init: makes the inner optimizer's state.
+    params: the parameters.
+    inner: the state that `init` made.
+  """
+  pair = isinstance(params, optax.LookaheadParams)
+  if not pair and _anchor.contains(inner, _looks_ahead):
+    raise ValueError(
+      "`params` must be a pair for `optax.lookahead`, got "
+      f"{type(params).__name__}. Give `init` and `update` "
+      "`optax.LookaheadParams.init_synced(params)`, and gradients by its "
+      "`fast` parameters."
+    )
+  untold = states.untold(inner)
+  if not untold:
+    return
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params
+  )
+  traced = jax.make_jaxpr(init)(shapes).jaxpr
+  # Zeros in the form of the parameters depend on none of their values.
+  copies = set(traced.invars)
+  for equation in traced.eqns:
+    if not copies.isdisjoint(x for x in equation.invars if not _is_literal(x)):
+      copies.update(equation.outvars)
+  known = jax.tree_util.tree_leaves_with_path(params)
+  leaves = jax.tree_util.tree_leaves_with_path(inner)
+  for number in untold:
+    (path, leaf), out = leaves[number], traced.outvars[number]
+    if _is_literal(out) or out not in copies or _fit(path, leaf, known) < 0:
+      continue
+    raise ValueError(
+      f"`inner` keeps a copy of the parameters in `{jax.tree_util.keystr(path)}"
+      "`, and a round must know whether to move it. Declare it on the class of "
+      "its state, a NamedTuple, by `states.declare(laws={field: law})`: "
+      "'iterate' moves with the parameters, as an average of them does, and "
+      "'constant' stays."
+    )
+
+
+def _looks_ahead(state: Any) -> bool:
+  return isinstance(state, optax.LookaheadState)
+
+
+def _is_literal(x: Any) -> bool:
+  return isinstance(x, jax.extend.core.Literal)
+
+
+def refuse(inner: PyTree, name: str) -> None:
+  """Raises a ValueError for a method that cannot move iterates."""
+  if _anchor.contains(inner, _moves):
+    raise ValueError(
+      "`inner` must not keep iterates, as `optax.contrib.schedule_free` does, "
+      f"for {name}, which would move the parameters alone. Take a method with "
+      "one round for all of them, for instance `jdist.diloco`."
+    )
+
+
+def check_exact(inner: PyTree, compression: Any) -> None:
+  """Raises a ValueError where a codec would round sums of an optimizer."""
+  if compression is None or "statistic" not in jax.tree.leaves(
+    states.find_laws(inner)
+  ):
+    return
+  raise ValueError(
+    "`compression` must be None for an inner optimizer whose positions are "
+    "computed from sums of gradients, as `optax.contrib.madgrad` and `cocob` "
+    "do: a round averages the sums, and a rounded sum of squares may be "
+    "negative. Leave it out, or take another inner optimizer."
+  )
+
+
+def write(inner: PyTree, target: Whole, local: Whole) -> PyTree:
+  """Returns the inner state of a worker that goes from `local` to `target`."""
+  leaves, structure = jax.tree.flatten(inner)
+  # A difference, so that a worker that stays keeps its iterates to the bit.
+  moved, rest = jax.tree.map(jnp.subtract, target, local)
+  moved = jax.tree.leaves(moved)
+  places = _places(inner, target.params)
+  for (i, of), x in zip(places, rest, strict=True):
+    by = x if of == _NONE else moved[of] + x
+    leaves[i] = (_anchor.wide(leaves[i]) + by).astype(leaves[i].dtype)
+  return jax.tree.unflatten(structure, leaves)
+
+
+def at_anchor(state: PyTree) -> PyTree:
+  """Returns a state in which iterates stand as they do at the anchor.
+
+  It may have an axis of workers in front; states of rounds become those of
+  their inner optimizers.
+  """
+
+  def has(x: Any) -> bool:
+    return hasattr(getattr(x, "sync", None), "iterates")
+
+  def one(x: Any) -> Any:
+    if not has(x) or x.sync.iterates == ():
+      return x
+    there = Whole(x.sync.anchor, x.sync.iterates)
+    local = jax.tree.map(_anchor.wide, x.sync.anchor)
+    here = Whole(local, read(x.inner, local))
+    return write(x.inner, there, here)
+
+  return jax.tree.map(one, state, is_leaf=has)
+
+
+def _places(inner: PyTree, params: PyTree) -> list[tuple[int, int]]:
+  """Returns the leaves that a round moves, and the parameter of each.
+
+  A statistic has `_NONE`.  The parameter of an iterate is the one with whose
+  path its own ends, so that parameters that are masked may be missing.
+  """
+  known = jax.tree_util.tree_leaves_with_path(params)
+  laws = jax.tree.leaves(states.find_laws(inner))
+  found: list[tuple[int, int]] = []
+  leaves = jax.tree_util.tree_leaves_with_path(inner)
+  for number, ((path, leaf), law) in enumerate(zip(leaves, laws, strict=True)):
+    if law == "statistic":
+      found.append((number, _NONE))
+    if law != "iterate":
+      continue
+    of = _fit(path, leaf, known)
+    if of == _NONE:
+      name = jax.tree_util.keystr(path)
+      raise ValueError(
+        "`inner` must keep its iterates in the form of the parameters, so that "
+        f"a round can move both, but `{name}` {list(leaf.shape)} is none of "
+        "them. Take wrappers that change the form of the parameters, as "
+        "`optax.flatten`, out of the method."
+      )
+    found.append((number, of))
+  return found
+
+
+def _fit(path: Any, leaf: Any, known: list[tuple[Any, Any]]) -> int:
+  """Returns the number of the parameter that a leaf corresponds to."""
+  fits = [
+    (len(end), number)
+    for number, (end, like) in enumerate(known)
+    if path[len(path) - len(end) :] == end
+    and jnp.shape(like) == jnp.shape(leaf)
+  ]
+  return max(fits)[1] if fits else _NONE

@@ -1,0 +1,283 @@
+"""Iterates inside an inner optimizer's state, moved by rounds."""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist import codecs, reducers, states, transforms
+from tests.transforms import _rounds
+
+INTERVAL, RATE = 4, 0.1
+# Two workers with unlike data, whose targets' mean is 1.
+TARGETS = np.array([-3.0, 5.0], np.float32)
+FREE = optax.contrib.schedule_free_sgd(RATE)
+
+
+def train(optimizer, targets=TARGETS, steps=40):
+  targets = np.broadcast_to(targets, (steps, *np.shape(targets)))
+  params, state = _rounds.train(optimizer, targets)
+  return params, state
+
+
+def reference(optimizer, end, steps, targets=TARGETS):
+  """Plain JAX: `end(round, params, state)` moves all workers at once."""
+  params = jnp.zeros_like(jnp.asarray(targets))
+  state = jax.vmap(optimizer.init)(params)
+  for step in range(steps):
+    updates, state = jax.vmap(optimizer.update)(params - targets, state, params)
+    params = params + updates
+    if (step + 1) % INTERVAL == 0:
+      params, state = end(step // INTERVAL, params, state)
+  return params, state
+
+
+def mean(x):
+  return jnp.broadcast_to(x.mean(0), x.shape)
+
+
+def test_round_averages_both_sequences_of_schedule_free():
+  params, state = train(jdist.local_sgd(FREE, INTERVAL, axis="worker"))
+  wanted, inner = reference(
+    FREE, lambda _, y, s: (mean(y), s._replace(z=mean(s.z))), 40
+  )
+  np.testing.assert_allclose(params[-1], wanted, rtol=1e-5)
+  np.testing.assert_allclose(state.inner.z[-1], inner.z, rtol=1e-5)
+
+
+def test_outer_step_shifts_iterates_with_the_parameters():
+  outer = optax.sgd(0.7, 0.9, nesterov=True)
+  memory = outer.init(jnp.zeros(()))
+  anchor = jnp.zeros(())
+
+  def end(number, y, inner):
+    nonlocal anchor, memory
+    del number
+    update, memory = outer.update(anchor - y.mean(), memory, anchor)
+    anchor = anchor + update
+    # The mean distance of z from y is kept.
+    z = jnp.full_like(y, anchor + (inner.z - y).mean())
+    return jnp.full_like(y, anchor), inner._replace(z=z)
+
+  params, state = train(jdist.diloco(FREE, INTERVAL, axis="worker"))
+  wanted, inner = reference(FREE, end, 40)
+  np.testing.assert_allclose(params[-1], wanted, rtol=1e-5)
+  np.testing.assert_allclose(state.inner.z[-1], inner.z, rtol=1e-4)
+
+
+@pytest.mark.parametrize("stream", [None, transforms.Stream()], ids=str)
+def test_late_round_moves_distances_as_parameters(stream):
+  keep = 1 / 2
+  y_anchor = d_anchor = jnp.zeros(())
+  y_sent = d_sent = None
+
+  def end(number, y, inner):
+    """Delayed averaging of y and of d = z - y, with half the progress kept."""
+    nonlocal y_anchor, d_anchor, y_sent, d_sent
+    start = (
+      (y_anchor, d_anchor)
+      if y_sent is None
+      else (y_anchor - keep * y_sent, d_anchor - keep * d_sent)
+    )
+    progress = start[0] - y, start[1] - (inner.z - y)
+    if y_sent is not None:
+      y_anchor, d_anchor = y_anchor - y_sent.mean(), d_anchor - d_sent.mean()
+    y_sent, d_sent = progress
+    y = y_anchor - keep * y_sent
+    return y, inner._replace(z=y + d_anchor - keep * d_sent)
+
+  late = transforms.Delayed(stream=stream, carry=None)
+  optimizer = transforms.local_steps(
+    FREE, INTERVAL, axis="worker", overlap=late
+  )
+  params, state = train(optimizer)
+  wanted, inner = reference(FREE, end, 40)
+  np.testing.assert_allclose(params[-1], wanted, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(state.inner.z[-1], inner.z, rtol=1e-5, atol=1e-5)
+
+
+ROUNDS = {
+  "at once": {},
+  "late": {"overlap": transforms.Delayed()},
+  "within a round": {"overlap": transforms.Delayed(steps=2)},
+  "compressed": {
+    "compression": jdist.Compression(
+      codecs.Quantize(8), reducers.ErrorFeedback()
+    )
+  },
+  "elastic": {"rule": transforms.Elastic()},
+  "slow momentum": {"rule": transforms.SlowMomentum(RATE, buffers="reset")},
+}
+
+
+@pytest.mark.parametrize("options", ROUNDS)
+def test_schedule_free_is_evaluated_at_the_mean_of_the_targets(options):
+  optimizer = transforms.local_steps(
+    FREE, INTERVAL, axis="worker", **ROUNDS[options]
+  )
+  params, state = train(optimizer, steps=400)
+  state, params = jax.tree.map(lambda x: x[-1], (state, params))
+  found = jdist.evaluation_params(state, params)
+  np.testing.assert_allclose(found, 1.0, atol=0.05)
+  # Between two rounds, too, x belongs to the anchor.
+  by_optax = optax.contrib.schedule_free_eval_params(
+    FREE.init(jnp.zeros(()))._replace(z=state.anchor + state.sync.iterates[0]),
+    state.anchor,
+  )
+  np.testing.assert_allclose(found, by_optax, rtol=1e-5)
+
+
+def test_one_worker_is_plain_schedule_free():
+  targets = _rounds.random_targets(12, 1)
+  params, state = _rounds.train(
+    jdist.local_sgd(FREE, INTERVAL, axis="worker"), targets
+  )
+  w, inner = jnp.zeros(()), FREE.init(jnp.zeros(()))
+  update = jax.jit(FREE.update)
+  for target in targets[:, 0]:
+    updates, inner = update(w - target, inner, w)
+    w = w + updates
+  np.testing.assert_allclose(params[-1, 0], w, rtol=1e-6)
+  np.testing.assert_allclose(state.inner.z[-1, 0], inner.z, rtol=1e-6)
+
+
+@pytest.fixture
+def as_users_promote():
+  """Optax's lookahead and SAM multiply bools by floats."""
+  with jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+@pytest.mark.usefixtures("as_users_promote")
+@pytest.mark.parametrize("of_pair", [False, True])
+def test_lookahead_takes_part_with_both_of_its_parameters(of_pair):
+  """Gradients are by the fast parameters, or by the pair as `jax.grad`'s."""
+  inner = optax.lookahead(optax.sgd(RATE), 2, 0.5)
+  optimizer = jdist.local_sgd(inner, INTERVAL, axis="worker")
+  pair = optax.LookaheadParams.init_synced(jnp.zeros(2))
+
+  def one(target):
+    params, state = pair, optimizer.init(pair)
+    for _ in range(2 * INTERVAL):
+      fast = params.fast - target
+      zeros = jnp.zeros_like(fast)
+      given = optax.LookaheadParams(fast, zeros) if of_pair else fast
+      updates, state = optimizer.update(given, state, params)
+      params = jdist.apply_updates(params, updates, state)
+    return params, jdist.evaluation_params(state, params)
+
+  params, found = jax.jit(jax.vmap(one, axis_name="worker"))(TARGETS)
+  # Two fast steps move by 0.19 of the distance, of which half is kept.
+  slow = 1 - (1 - 0.19 / 2) ** INTERVAL
+  np.testing.assert_allclose(found, np.full((2, 2), slow), rtol=1e-5)
+  np.testing.assert_allclose(params.fast, params.slow, rtol=1e-6)
+
+
+def test_lookahead_without_a_pair_names_the_pair():
+  inner = optax.lookahead(optax.sgd(RATE), 2, 0.5)
+  with pytest.raises(ValueError, match="LookaheadParams"):
+    jdist.local_sgd(inner, INTERVAL, axis=None).init(jnp.zeros(2))
+
+
+@pytest.mark.usefixtures("as_users_promote")
+def test_round_averages_the_true_parameters_of_sam():
+  """A round that ends between two of SAM's updates moves its cache, too."""
+  inner = optax.contrib.sam(optax.sgd(RATE), optax.sgd(0.3), sync_period=3)
+  params, _ = train(jdist.local_sgd(inner, INTERVAL, axis="worker"))
+  wanted, _ = reference(
+    inner, lambda _, y, s: (mean(y), s._replace(cache=mean(s.cache))), 40
+  )
+  np.testing.assert_allclose(params[-1], wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["madgrad", "cocob"])
+def test_dual_averages_do_not_undo_rounds(name):
+  """Positions that are computed from sums of gradients stay together."""
+  inner = {
+    "madgrad": optax.contrib.madgrad(RATE),
+    "cocob": optax.contrib.cocob(),
+  }
+  params, state = train(
+    jdist.local_sgd(inner[name], INTERVAL, axis="worker"), steps=200
+  )
+  # Apart by 16.7 and 7.8 if each worker keeps its own sums.
+  apart = abs(params[-40:, 0] - params[-40:, 1]).max()
+  assert apart < 1.5
+  np.testing.assert_allclose(state.anchor[-1], 1.0, atol=0.15)
+
+
+class AverageState(typing.NamedTuple):
+  average: typing.Any
+
+
+def averaging(kind=AverageState):
+  """A user's own SGD that averages its iterates."""
+
+  def update(updates, state, params):
+    updates = jax.tree.map(lambda g: -RATE * g, updates)
+    average = jax.tree.map(
+      lambda a, p, u: a + 0.1 * (p + u - a), state.average, params, updates
+    )
+    return updates, kind(average)
+
+  return optax.GradientTransformation(kind, update)
+
+
+def test_copy_of_the_parameters_without_a_law_raises():
+  optimizer = jdist.local_sgd(averaging(), INTERVAL, axis=None)
+  with pytest.raises(ValueError, match=r"copy of the parameters.*\.average"):
+    optimizer.init({"w": jnp.ones(2)})
+
+
+def test_declared_law_answers_what_a_copy_is():
+  kept = states.declare(laws={"average": "constant"})(
+    type("Kept", (AverageState,), {})
+  )
+  moved = states.declare(laws={"average": "iterate"}, evaluates="average")(
+    type("Moved", (AverageState,), {})
+  )
+  _, own = train(jdist.local_sgd(averaging(kept), INTERVAL, axis="worker"))
+  params, state = train(
+    jdist.local_sgd(averaging(moved), INTERVAL, axis="worker")
+  )
+  assert abs(own.inner.average[-1, 0] - own.inner.average[-1, 1]) > 0.1
+  np.testing.assert_allclose(*state.inner.average[-1], rtol=1e-6)
+  last = jax.tree.map(lambda x: x[-1], state)
+  np.testing.assert_allclose(
+    jdist.evaluation_params(last, params[-1]),
+    last.inner.average,
+    rtol=1e-6,
+  )
+
+
+@pytest.mark.parametrize(
+  ("make", "said"),
+  [
+    (
+      lambda: jdist.local_sgd(optax.flatten(FREE), 4, axis=None),
+      "form of the parameters",
+    ),
+    (
+      lambda: jdist.diloco(
+        optax.contrib.madgrad(0.1),
+        4,
+        axis=None,
+        compression=jdist.Compression(codecs.Quantize(4)),
+      ),
+      "`compression` must be None",
+    ),
+    (lambda: transforms.fragment_steps(FREE, 4, 2, axis=None), "iterates"),
+    (
+      lambda: transforms.lead_step(optax.sgd(0.1), FREE, axis=None),
+      "iterates",
+    ),
+  ],
+  ids=["another form", "rounded sums", "fragments", "a lead"],
+)
+def test_iterates_that_cannot_be_moved_raise(make, said):
+  with pytest.raises(ValueError, match=said):
+    make().init({"a": jnp.ones((2, 3)), "b": jnp.ones(4)})
