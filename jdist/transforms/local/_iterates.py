@@ -69,8 +69,8 @@ class WholeRule(_round.SyncRule):
     rest = end.progress if relative else end.local
     return Whole(self.rule.message(_of_params(end), relative), rest.rest)
 
-  def like(self, tree: PyTree) -> PyTree:
-    return whole_like(self.rule, tree)
+  def like(self, tree: Whole) -> Whole:
+    return tree._replace(params=self.rule.like(tree.params))
 
   def progress_in(self, message: Whole) -> Whole:
     return Whole(self.rule.progress_in(message.params), message.rest)
@@ -110,18 +110,6 @@ class WholeRule(_round.SyncRule):
     return end._replace(
       anchor=Whole(after.anchor, rest), inner=after.inner, memory=after.memory
     )
-
-
-def whole_like(rule: _round.SyncRule, tree: PyTree) -> PyTree:
-  """Returns the form of a relative message, for trees like the anchor."""
-  if isinstance(tree, Whole):
-    return Whole(rule.like(tree.params), tree.rest)
-  return rule.like(tree)
-
-
-def params_of(anchor: PyTree) -> PyTree:
-  """Returns the parameters of an anchor."""
-  return anchor.params if isinstance(anchor, Whole) else anchor
 
 
 def join(state: Any) -> Any:

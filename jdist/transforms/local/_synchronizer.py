@@ -1,7 +1,6 @@
 """The synchronizer: local steps, and what brings the workers together."""
 
 import dataclasses
-import functools
 from typing import Any, TypeAlias
 
 import jax
@@ -121,7 +120,8 @@ class Synchronizer:
         updates, state, params, control=control, **extra_args
       )
       return updates, state._replace(sync=_iterates.split(state.sync))
-    sync, anchor = state.sync, _iterates.params_of(state.sync.anchor)
+    sync, anchor = state.sync, state.sync.anchor
+    anchor = anchor.params if isinstance(anchor, _iterates.Whole) else anchor
     # A drain passes zeros for gradients, which the inner optimizer must not
     # see.
     if control.drain:
@@ -350,7 +350,8 @@ class Synchronizer:
     anchor, inner = state.anchor, end.inner
     if isinstance(anchor, _iterates.Whole):
       inner = _iterates.write(inner, anchor, end.local)
-    updates = _anchor.onto(_iterates.params_of(anchor), params)
+      anchor = anchor.params
+    updates = _anchor.onto(anchor, params)
     return collectives.varying(Step(updates, inner, state), self.axis)
 
   def _settle(
@@ -481,7 +482,12 @@ def _late(
       compression = stream.chunks(compression, steps)
     elif stream.specs is not None:
       stream = dataclasses.replace(stream, specs=rule.like(stream.specs))
-    like = functools.partial(_iterates.whole_like, rule)
+
+    def like(tree: PyTree) -> PyTree:
+      if isinstance(tree, _iterates.Whole):
+        return tree._replace(params=rule.like(tree.params))
+      return rule.like(tree)
+
     sender = _chunked_stream.ChunkedStream(
       stream, compression, axis, like, policy.needs_loss
     )
