@@ -9,7 +9,15 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import codecs, methods, profiling, reducers, training, transforms
+from jdist import (
+  codecs,
+  collectives,
+  methods,
+  profiling,
+  reducers,
+  training,
+  transforms,
+)
 from tests.training import _tiny
 
 
@@ -75,3 +83,27 @@ def test_host_programs_stream_fragments_in_four_bits():
     program = team.jit(functools.partial(step, control=control))
     found = profiling.read_collectives(program.lower(first, batch).compile())
     assert found and not any(each.conditional for each in found)
+
+
+@pytest.mark.parametrize("fragments", [2, 4, 5])
+def test_host_ends_rounds_of_many_fragments_where_the_device_does(fragments):
+  """From four fragments on, a host reads more than ten numbers of a step."""
+  team = collectives.workers(2, substrate="vmap")
+  optimizer = transforms.fragment_steps(
+    optax.sgd(0.5), 5, fragments, axis=team.axis
+  )
+
+  def loss_fn(params, model_state, batch, key):
+    del key
+    loss = sum(jnp.sum((x - jnp.sum(batch)) ** 2) for x in params)
+    return loss, (model_state, {})
+
+  step = training.make_step(loss_fn, optimizer, axis=team.axis)
+  state = training.init_state(team, optimizer, [np.zeros(2, np.float32)] * 5)
+  batches = [np.array([[t], [2 - t]], np.float32) for t in range(7)]
+  by_device, program = state, team.jit(step)
+  for batch in batches:
+    by_device, _ = program(by_device, team.place(batch))
+  trainer = training.Trainer(team, step)
+  by_host, _ = trainer.fit(state, lambda start: iter(batches[start:]), 7)
+  chex.assert_trees_all_equal(by_host.params, by_device.params)

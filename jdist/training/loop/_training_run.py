@@ -356,7 +356,9 @@ class TrainingRun:
       1, ended, after_steps=before, after_rounds=self._rounds
     )
     self._rounds = rounds
-    places = [columns[n][0] for n in self._step.names if n.startswith("ahead_")]
+    # By number: in the order of names "ahead_10" would precede "ahead_2".
+    ahead = sum(n.startswith("ahead_") for n in self._step.names)
+    places = [columns[f"ahead_{i}"][0] for i in range(ahead)]
     self._ahead.append(
       np.reshape(places, self._place_shape) if places else None
     )
