@@ -254,7 +254,8 @@ def slow_mo(
     slow_momentum: beta in [0, 1]; 0.5 as in the authors' code, the paper tunes
       it in 0.4 to 0.8.
     axis: The axis of the workers.
-    buffers: The treatment of the optimizer's own momentum after a round:
+    buffers: The treatment of the optimizer's own momentum when a round's mean
+      is applied:
       "maintain" keeps each worker's, "reset" clears it, "average" takes the
       workers' mean, for the bytes of another round or more.
     overlap: `transforms.Delayed(...)` for a late mean; see `local_steps`.
