@@ -176,7 +176,7 @@ class _Echo:
   """Prints the stderr of another process than the first with its number."""
 
   def __init__(self, number: int, stream: IO[str] | None):
-    self.num_processesber = number
+    self._number = number
     assert stream is not None
     self._stream = stream
     # Lines of jdist wait until it is known whether another process has printed
@@ -194,7 +194,7 @@ class _Echo:
           self._print(line)
 
   def _print(self, line: str) -> None:
-    sys.stderr.write(f"[{self.num_processesber}] {line}")
+    sys.stderr.write(f"[{self._number}] {line}")
     sys.stderr.flush()
 
   def show(self) -> None:
