@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, collectives, transforms
-from jdist.training import _gradient, _silent_step, _train_state
+from jdist.training import _gradient, _train_state
 
 PyTree = Any
 Metrics = _gradient.Metrics
@@ -212,7 +212,7 @@ def _check_communicates(
 
   if not collectives.communicates(update, gradient.grads, gradient.loss):
     size = collectives.size(axis)
-    raise _silent_step.silent_step_error("optimizer", size)
+    raise _train_state.silent_step_error("optimizer", size)
 
 
 def _check_not_first(opt_state: PyTree) -> None:

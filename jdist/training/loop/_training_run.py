@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks, collectives, transforms
-from jdist.training import _silent_step, _train_state
+from jdist.training import _train_state
 from jdist.training.loop import _programs, _progress, _record, _watchdog
 
 PyTree = Any
@@ -154,7 +154,7 @@ class CompiledStep:
       sum(c.payload_bytes * c.count for c in x.collectives) for x in traffic
     )
     if num > 1 and sent <= statistics:
-      raise _silent_step.silent_step_error("step", num)
+      raise _train_state.silent_step_error("step", num)
 
 
 def _takes_control(step: Callable[..., Any]) -> bool:
