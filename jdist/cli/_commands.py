@@ -253,6 +253,10 @@ class Pipeline:
   samples: int = option(1, within=COUNT, needs=_PLAN)
   """For plan: samples of the micro-batch to which the costs belong."""
 
+  max_delay: int = option(0, within=NOT_NEGATIVE, needs=_PLAN)
+  """For plan: updates by which gradients may be late, which costs accuracy (see
+  the experiments' page ACCURACY.md)."""
+
   cluster: _groups.Cluster = option(None, needs=_TIMED)
   """For simulate and plan: a TOML file of machines and links, as
   `cluster.load_cluster` reads it (default: equal machines and free links)."""

@@ -29,6 +29,8 @@ from jdist.pipeline.runtime._stages import cut_layers as cut_layers
 from jdist.pipeline.runtime._tick_times import TickTimes as TickTimes
 from jdist.pipeline.runtime._whole_model import whole_model as whole_model
 from jdist.pipeline.schedule._asynchronous_tables import ours as ours
+from jdist.pipeline.schedule._asynchronous_tables import zb_h2 as zb_h2
+from jdist.pipeline.schedule._asynchronous_tables import zb_v as zb_v
 from jdist.pipeline.schedule._checker import check_table as check_table
 from jdist.pipeline.schedule._list_schedule import greedy as greedy
 from jdist.pipeline.schedule._list_schedule import StageTimes as StageTimes

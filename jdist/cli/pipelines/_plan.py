@@ -32,6 +32,7 @@ def run(options: _commands.Pipeline) -> None:
     num_microbatches=_one(options.microbatches),
     num_stages=_one(options.stages),
     windows=_one(options.window),
+    max_delay=options.max_delay,
     optimizer_copies=options.optimizer_copies,
     input_bytes=input_bytes,
   )
@@ -48,7 +49,43 @@ def run(options: _commands.Pipeline) -> None:
   console.print(_stages(best, machines))
   console.print(_candidates(found))
   _output.print_files(output, ["plan"], timelines=False)
-  print(f"Table: {output / 'table.txt'}")
+  print(_command(best, found, output / "table.txt"))
+
+
+def _command(
+  best: pipeline.Candidate,
+  found: Sequence[pipeline.Candidate],
+  path: pathlib.Path,
+) -> str:
+  """Returns the command that trains with the best table that it can run."""
+  lines = [f"Table: {path}"]
+  able = [x for x in found if x.times is not None and _one_program(x)]
+  if best not in able:
+    lines.append(
+      f"Processes of their own run {best.table} (pipeline.StageProcess); "
+      "`jdist train --stages`, which is one program, does not."
+    )
+  if able:
+    chosen = best if best in able else able[0]
+    share = chosen.samples_per_s / best.samples_per_s
+    table = str(path)
+    if chosen is not best:
+      table = f"{chosen.table} --microbatches {chosen.num_microbatches}"
+      table += f" --window {chosen.window}" if chosen.table == "ours" else ""
+      lines.append(f"Its best table has {100 * share:.1f} % of the speed:")
+    lines.append(f"  jdist train --stages {chosen.num_stages} --table {table}")
+  return "\n".join(lines)
+
+
+def _one_program(choice: pipeline.Candidate) -> bool:
+  """Returns whether one program can run a candidate's table."""
+  assert choice.made is not None
+  # `jdist train` makes a table by its name for equal stages, so that a list
+  # schedule can only be read from the file of the best one.
+  made = choice.made
+  return made.num_iterations == 1 or (
+    made.weights == "delayed" and not made.splits_backward
+  )
 
 
 def _costs(

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdist import cluster
@@ -11,11 +11,22 @@ from jdist.pipeline.planning import _routes, _simulator
 from jdist.pipeline.planning._plan import Plan
 from jdist.pipeline.schedule import _asynchronous_tables, _table_registry
 from jdist.pipeline.schedule._checker import check_table
-from jdist.pipeline.schedule._list_schedule import greedy, StageTimes
+from jdist.pipeline.schedule._list_schedule import (
+  greedy,
+  live_to_fill,
+  StageTimes,
+)
 from jdist.pipeline.schedule._table import Table
 
 # The micro-batches per stage over which a full pipeline is measured.
 _FULL = 12
+# Tables that are made from the times of stages, so that they depend on cuts.
+LISTED = ("greedy", "ours", "zb_h2", "zb_v")
+ZERO_BUBBLE = {
+  "zb_h2": _asynchronous_tables.zb_h2, "zb_v": _asynchronous_tables.zb_v
+}  # fmt: skip
+# The stages of a device, where it has several.
+CHUNKS = {"interleaved": 2, "zb_v": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +37,13 @@ class Candidate:
     table: The name of the table.
     num_microbatches: The number of micro-batches of the batch.
     num_stages: The number of stages, and of machines.
-    window: The window of `ours`; 1 for `greedy`, else None.
+    window: The window of `ours`; 1 for other tables that are
+      made from times, else None.
     recompute: Whether stages keep their input only.
-    extra_live: How many more micro-batches a stage of `ours` or `greedy` may
-      keep than if no stage ever waits; negative if memory is short.
+    extra_live: How many more micro-batches a stage of a table that is made from
+      times may keep than by default; negative if memory is short.
     send_factor: How much longer a message is assumed to take than one that is
-      alone on its links, when the table of `ours` is made.
+      alone on its links, when the table is made.
     plan: The cuts and machines; None if none fits.
     made: The table; None if the candidate was not simulated.
     times: The times of the simulation.
@@ -83,7 +95,11 @@ class Candidate:
 
 
 def stage_times(
-  found: Plan, machines: cluster.Cluster, send_factor: float = 1.0
+  found: Plan,
+  machines: cluster.Cluster,
+  send_factor: float = 1.0,
+  *,
+  split: bool = False,
 ) -> list[StageTimes]:
   """Returns the seconds of a plan's stages, from which tables are made.
 
@@ -92,6 +108,8 @@ def stage_times(
     machines: The machines that it names.
     send_factor: How much longer a message takes than one that is alone on its
       links.
+    split: Whether the backward pass is split, so that its two parts have times
+      of their own.
   """
   routes = _routes.Routes(machines)
   times = []
@@ -102,9 +120,14 @@ def stage_times(
       way = name, found.nodes[i + 1]
       send = cost.output_bytes * routes.byte_s(*way) + routes.latency_s(*way)
     speed = machines.node(name).speed
+    assert cost.weight_s is not None
+    backward = cost.input_s if split else cost.backward_s
     times.append(
       StageTimes(
-        cost.forward_s / speed, cost.backward_s / speed, send=send * send_factor
+        cost.forward_s / speed,
+        backward / speed,
+        cost.weight_s / speed,
+        send * send_factor,
       )
     )
   return times
@@ -115,16 +138,20 @@ def make_table_of(
 ) -> Table:
   """Makes a candidate's table, for equal stages if there is no plan yet."""
   name, number = choice.table, choice.num_microbatches
-  if name in ("greedy", "ours"):
-    times = [StageTimes()] * choice.num_stages
+  if name in LISTED:
+    times = [StageTimes()] * (choice.num_stages * CHUNKS.get(name, 1))
+    split = name in ZERO_BUBBLE
     if found is not None:
-      times = stage_times(found, machines, choice.send_factor)
+      times = stage_times(found, machines, choice.send_factor, split=split)
     window = choice.window or 1
+    iterations = _iterations(choice, window)
+    if split:
+      return _zero_bubble(choice, times, iterations)
     make: Callable[..., Table] = functools.partial(greedy, times, number)
     if name == "ours":
       make = functools.partial(
         _asynchronous_tables.ours, times, number, window=window,
-        num_iterations=_iterations(choice, window),
+        num_iterations=iterations,
       )  # fmt: skip
     made = make()
     if not choice.extra_live:
@@ -138,6 +165,20 @@ def make_table_of(
     window = 1 + math.ceil(choice.num_stages / number)
     options["num_iterations"] = _iterations(choice, window)
   return _table_registry.make_table(name, choice.num_stages, number, **options)
+
+
+def _zero_bubble(
+  choice: Candidate, times: Sequence[StageTimes], iterations: int
+) -> Table:
+  """Makes a zero-bubble table with limits relative to its default ones."""
+  make, number = ZERO_BUBBLE[choice.table], choice.num_microbatches
+  live = [min(x, number) for x in live_to_fill(times)]
+  saved = choice.num_stages if choice.table == "zb_v" else max(live)
+  extra = choice.extra_live
+  return make(
+    times, number, num_iterations=iterations,
+    max_live=[max(1, x + extra) for x in live], max_saved=max(1, saved + extra),
+  )  # fmt: skip
 
 
 def _iterations(choice: Candidate, window: int) -> int:

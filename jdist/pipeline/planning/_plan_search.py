@@ -11,16 +11,17 @@ from jdist import checks, cluster
 from jdist.pipeline.planning import _bottleneck, _costs, _placement, _simulator
 from jdist.pipeline.planning._candidate import (
   Candidate,
+  CHUNKS,
+  LISTED,
   make_table_of,
   stage_times,
+  ZERO_BUBBLE,
 )
 from jdist.pipeline.planning._plan import Footprint, Plan, stage_bytes
 from jdist.pipeline.schedule._asynchronous_tables import least_window
 from jdist.pipeline.schedule._checker import check_table, TableReport
 from jdist.pipeline.schedule._table_registry import TABLES
 
-# The stages of a device in an interleaved table.
-_CHUNKS = 2
 # The most micro-batches per machine that are tried by default.
 _MOST_MICROBATCHES = 8
 # How often a table is partitioned again for the memory that it then needs.
@@ -44,6 +45,7 @@ def plan(
   num_stages: Sequence[int] | None = None,
   windows: Sequence[int] | None = None,
   recompute: Sequence[bool] = (False, True),
+  max_delay: int | None = 0,
   optimizer_copies: float = 1.0,
   input_bytes: float = 0.0,
 ) -> tuple[Candidate, list[Candidate]]:
@@ -69,6 +71,9 @@ def plan(
     windows: Windows of `"ours"`; by default from 1 to the least that never
       waits, and wider ones if messages wait for each other.
     recompute: Whether stages keep their input only: one value or both.
+    max_delay: By how many updates gradients may be late.  The default leaves
+      out all tables whose gradients are late, because these cost accuracy; None
+      allows any delay.
     optimizer_copies: The optimizer's state in sizes of the parameters.
     input_bytes: The bytes of the model's input for a micro-batch of `samples`.
 
@@ -82,6 +87,8 @@ def plan(
   """
   checks.check_int("batch_size", batch_size, 1)
   checks.check_int("samples", samples, 1)
+  if max_delay is not None:
+    checks.check_int("max_delay", max_delay, 0)
   known = (*TABLES, "greedy")
   tables = list(known if tables is None else tables)
   for name in tables:
@@ -110,7 +117,7 @@ def plan(
     )
   search = _Search(
     costs, machines, batch_size, samples, optimizer_copies, input_bytes,
-    windows is None,
+    windows is None, math.inf if max_delay is None else max_delay,
   )  # fmt: skip
   for again in recompute:
     for stages in search.stages(num_stages, again):
@@ -132,6 +139,7 @@ class _Search:
   input_bytes: float
   # Whether windows are chosen by the search.
   widens: bool
+  max_delay: float
 
   def __post_init__(self) -> None:
     self._candidates: list[Candidate] = []
@@ -191,7 +199,7 @@ class _Search:
 
   def add(self, choice: Candidate, windows: Sequence[int] | None) -> None:
     """Adds the candidates of a table, one for each of its windows."""
-    if choice.table in ("ours", "greedy"):
+    if choice.table in LISTED:
       self._add_capped(choice, windows)
     elif choice.table != _EACH or choice.num_microbatches == 1:
       self._append(choice)
@@ -215,11 +223,12 @@ class _Search:
     except ValueError as error:
       self._candidates.append(dataclasses.replace(choice, reason=str(error)))
       return
-    if choice.table == "greedy":
+    if choice.table != "ours":
       windows = [1]
     elif windows is None:
       times = stage_times(found, self.machines)
-      windows = range(1, 1 + least_window(times, choice.num_microbatches))
+      least = least_window(times, choice.num_microbatches)
+      windows = range(1, 1 + int(min(least, self.max_delay + 1)))
     for window in windows:
       each = dataclasses.replace(choice, window=window)
       most = max(check_table(make_table_of(each, found, self.machines)).live)
@@ -233,6 +242,11 @@ class _Search:
   def _cut(self, choice: Candidate) -> Candidate:
     """Finds cuts for which the table that they lead to fits into memory."""
     report = check_table(make_table_of(choice, None, self.machines))
+    if max(report.delays) > self.max_delay:
+      raise ValueError(
+        f"Gradients of table {choice.table} are late by {max(report.delays)} "
+        f"updates, more than `max_delay` {self.max_delay:.0f}."
+      )
     # The table depends on the cuts by its stages' times, and the cuts on the
     # table by its memory; a few turns usually agree.
     for _ in range(_TURNS):
@@ -260,12 +274,13 @@ class _Search:
       "footprint": footprint, "num_microbatches": choice.num_microbatches
     }  # fmt: skip
     # Each stage of a machine gets its part of the machine.
-    chunks = _CHUNKS if choice.table == "interleaved" else 1
+    chunks = CHUNKS.get(choice.table, 1)
     machines = self._changed(1 / chunks, 1 / chunks)
     whole = _bottleneck.Chain(costs, self.machines, **options)
     plans, errors = [], []
     for order in self._orders[choice.num_stages, choice.recompute]:
-      nodes = order * chunks
+      # A V returns to the first machine, other tables start there again.
+      nodes = order + order[::-1] if choice.table == "zb_v" else order * chunks
       try:
         found = _bottleneck.partition(costs, machines, nodes=nodes, **options)
         plans.append(whole.plan(nodes, found.cuts))
@@ -303,40 +318,46 @@ class _Search:
   def _with_more_live(self, choice: Candidate) -> Iterator[Candidate]:
     """Yields a candidate, and those that keep more while that helps."""
     most, before = choice.samples_per_s, 0.0
+    # One more weight part that waits gains little; one a stage fills a bubble.
+    step = choice.num_stages if choice.table in ZERO_BUBBLE else 1
     while True:
       done = self._simulated(choice)
       yield done
       rate, extra = done.samples_per_s, choice.extra_live
       enough = rate >= most * (1 - _EQUAL) or rate <= before * (1 + _EQUAL)
-      if enough or extra < 0 or choice.table not in ("ours", "greedy"):
+      if enough or extra < 0 or choice.table not in LISTED:
         return
       before = rate
       try:
         choice = self._cut(
-          dataclasses.replace(choice, extra_live=2 * extra or 1)
+          dataclasses.replace(choice, extra_live=2 * extra or step)
         )
       except ValueError:
         return
 
   def _slower_sends(self, done: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yields the best of `ours` again, made for slower messages.
+    """Yields the best tables again, made for slower messages.
 
     Messages that wait for each other on a link take longer than the first table
     assumes, so more micro-batches and iterations must be in progress.
     """
-    ours = [x for x in done if x.times is not None and x.table == "ours"]
-    best = max(ours, key=lambda x: x.samples_per_s, default=None)
-    if best is None:
-      return
+    for name in ("ours", "zb_h2", "zb_v"):
+      found = [x for x in done if x.times is not None and x.table == name]
+      best = max(found, key=lambda x: x.samples_per_s, default=None)
+      if best is not None:
+        yield from self._slower(best)
+
+  def _slower(self, best: Candidate) -> Iterator[Candidate]:
     assert best.plan is not None
     least_s = best.plan.bottleneck_s * best.num_microbatches
     if best.samples_per_s * least_s >= self.batch_size * (1 - _EQUAL):
       return
     for factor in _SEND_FACTORS:
       window = best.window
-      if self.widens:
+      if self.widens and best.table == "ours":
         times = stage_times(best.plan, self.machines, factor)
-        window = least_window(times, best.num_microbatches)
+        least = least_window(times, best.num_microbatches)
+        window = int(min(least, self.max_delay + 1))
       choice = dataclasses.replace(
         best, window=window, extra_live=0, send_factor=factor
       )

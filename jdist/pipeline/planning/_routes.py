@@ -28,7 +28,7 @@ class Routes:
     self, one: str, other: str
   ) -> tuple[tuple[_Hop, float, float], ...]:
     """Returns each hop of a route with its seconds a byte and its latency."""
-    if self._topology is None:
+    if self._topology is None or one == other:
       return ()
     ways = self._topology.route(one, other)
     links = [(hop, self._topology.link(*hop)) for hop in ways]

@@ -69,6 +69,13 @@ def make_grid(table: Table, *, send_ticks: int = 1) -> Grid:
       f"each device in one program, got {table}, weights {table.weights!r}. "
       "Run it with each stage in a process of its own."
     )
+  if table.splits_backward:
+    # All stages update together at the end of a step of one program.
+    raise ValueError(
+      "`table` must not overlap iterations without a delay in one program, "
+      f"whose stages update together, got {table}. Run it with each stage in a "
+      "process of its own, or take zb_h1."
+    )
   return _continuous(table, send_ticks)
 
 

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Sequence
 
+from jdist import checks
 from jdist.pipeline.schedule._flush_tables import alternating
 from jdist.pipeline.schedule._list_schedule import (
   check_arguments,
   list_schedule,
   live_for_full_use,
+  live_to_fill,
   StageTimes,
 )
 from jdist.pipeline.schedule._table import Action, Table, Weights, with_updates
@@ -126,6 +128,129 @@ def ours(
     num_iterations=num_iterations,
     window=window,
     max_live=live_for_full_use(times) if max_live is None else max_live,
+  )
+
+
+def zb_h2(
+  times: int | Sequence[StageTimes],
+  num_microbatches: int,
+  *,
+  num_iterations: int = 8,
+  max_live: Sequence[int] | None = None,
+  max_saved: int | None = None,
+) -> Table:
+  r"""Overlaps iterations although no gradient is late (ZB-H2).
+
+  Backward passes are split.  A stage updates its parameters as soon as its own
+  weight parts are done, and starts the next iteration while the stages in front
+  are still busy with this one:
+
+  .. math:: w_{k + 1} = w_k - \eta \nabla f(w_k)
+
+  Equal stages with passes of equal times and free links never wait from
+  :math:`M \ge 2 S - 1` micro-batches on.
+
+  An optimizer that looks at the gradients of all stages, such as one that clips
+  by their norm, lets each update wait for all stages.  The gradients are the
+  same, but the overlap is lost, which a simulation does not show.
+
+  Args:
+    times: The times of each stage, in any unit; a number of stages stands for
+      equal times and free links.
+    num_microbatches: The number M of micro-batches in an iteration.
+    num_iterations: The number of iterations in the table.
+    max_live: How many micro-batches each stage may keep between their forward
+      pass and the input part of their backward pass.  The default is the number
+      that it can start before the first gradient returns.
+    max_saved: How many micro-batches each stage may keep until their weight
+      part is done.  The default is the greatest `max_live`: 2 S - 1 for equal
+      stages, twice the memory of 1F1B's first stage.
+
+  References:
+    Qi et al., "Zero bubble pipeline parallelism", ICLR 2024,
+    arXiv:2401.10241.  Departures: a list schedule from given times in place of
+    the order for equal stages; no validation after the step, because a stage
+    never needs to undo its update.
+  """
+  if isinstance(times, int):
+    times = [StageTimes()] * times
+  return _zero_bubble(
+    "zb_h2", times, None, num_microbatches, num_iterations, max_live, max_saved
+  )
+
+
+def zb_v(
+  times: int | Sequence[StageTimes],
+  num_microbatches: int,
+  *,
+  num_iterations: int = 8,
+  max_live: Sequence[int] | None = None,
+  max_saved: int | None = None,
+) -> Table:
+  r"""Overlaps iterations with two stages on each device, laid as a V (ZB-V).
+
+  Device d of D has the stages d and 2 D - 1 - d, so that the loss is on the
+  first device and a gradient starts where the last forward pass ended.  No
+  gradient is late, and updates are those of `zb_h2`.  With the default limit a
+  device keeps no more activations than 1F1B's first stage.
+
+  Args:
+    times: The times of each of the 2 D stages, in any unit; a number D of
+      devices stands for equal times and free links.
+    num_microbatches: The number M of micro-batches in an iteration.
+    num_iterations: The number of iterations in the table.
+    max_live: How many micro-batches each stage may keep between their forward
+      pass and the input part of their backward pass.  The default is the number
+      that it can start before the first gradient returns.
+    max_saved: How many micro-batches each stage may keep until their weight
+      part is done.  The default is D; 2 D and more approach full use.
+
+  References:
+    Qi et al., "Pipeline parallelism with controllable memory", NeurIPS 2024,
+    arXiv:2405.15362.  Departure: a list schedule from given times in place of
+    the order for equal stages.
+  """
+  if isinstance(times, int):
+    times = [StageTimes()] * (2 * times)
+  checks.check_list("times", times, "StageTimes")
+  if len(times) % 2:
+    raise ValueError(
+      f"`times` must be two stages for each device in a V, got {len(times)}."
+    )
+  devices = len(times) // 2
+  there_and_back = [*range(devices), *reversed(range(devices))]
+  return _zero_bubble(
+    "zb_v", times, there_and_back, num_microbatches, num_iterations, max_live,
+    devices if max_saved is None else max_saved,
+  )  # fmt: skip
+
+
+def _zero_bubble(
+  name: str,
+  times: Sequence[StageTimes],
+  device_of: Sequence[int] | None,
+  num_microbatches: int,
+  num_iterations: int,
+  max_live: Sequence[int] | None,
+  max_saved: int | None,
+) -> Table:
+  """Makes a list schedule with split backward passes and a window of 1."""
+  counts = {
+    "num_microbatches": num_microbatches, "num_iterations": num_iterations
+  }  # fmt: skip
+  if max_saved is not None:
+    counts["max_saved"] = max_saved
+  check_arguments(times, max_live, **counts)
+  live = live_to_fill(times) if max_live is None else max_live
+  return list_schedule(
+    name,
+    times,
+    num_microbatches,
+    num_iterations=num_iterations,
+    max_live=live,
+    max_saved=max(live) if max_saved is None else max_saved,
+    split=True,
+    device_of=device_of,
   )
 
 

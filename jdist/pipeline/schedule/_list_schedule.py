@@ -61,6 +61,25 @@ def live_for_full_use(times: Sequence[StageTimes]) -> list[int]:
   return found[::-1]
 
 
+def live_to_fill(times: Sequence[StageTimes]) -> list[int]:
+  r"""Returns how many forward passes start before the first backward pass.
+
+  .. math:: \left\lceil \frac{\sum_{j \ge s} (f_j + b_j) - b_s + 2 \sum_{j \ge
+    s}^{S - 2} c_j}{\max_j f_j} \right\rceil
+
+  A stage that keeps so many micro-batches always has a forward pass to run
+  while the first gradient is on its way; :math:`2 (S - s) - 1` for equal stages
+  and free links, the warm-up of ZB-H2.
+  """
+  slowest = max(x.forward for x in times) or 1.0
+  found, trip = [], 0.0
+  for i, x in reversed(list(enumerate(times))):
+    trip += x.forward + (2 * x.send if i + 1 < len(times) else 0.0)
+    found.append(max(1, math.ceil(trip / slowest - 1e-9)))
+    trip += x.backward
+  return found[::-1]
+
+
 def list_schedule(
   name: str,
   times: Sequence[StageTimes],
@@ -71,6 +90,7 @@ def list_schedule(
   max_live: Sequence[int],
   max_saved: int | None = None,
   split: bool = False,
+  device_of: Sequence[int] | None = None,
 ) -> Table:
   """Makes a table: backward before forward, the oldest iteration first.
 
@@ -79,48 +99,61 @@ def list_schedule(
   version of the parameters exists; else the weight part of a split backward
   pass, which nothing waits for but the update.  No stage keeps more than
   `max_saved` micro-batches between their forward pass and their weight part.
+  Stage s is on device `device_of[s]`, by default on a device of its own.
   """
-  stages = range(len(times))
+  devices = [*range(len(times))] if device_of is None else [*device_of]
+  held: list[list[int]] = [[] for _ in range(1 + max(devices))]
+  # A device prefers the stages that are nearer to the loss.
+  for s in reversed(range(len(times))):
+    held[devices[s]].append(s)
   total = num_microbatches * num_iterations
   most_saved = total if max_saved is None else max_saved
   ops = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT
   counts = {op: [0] * len(times) for op in ops}
   # These lists hold when each stage's inputs and gradients are available.
   # Micro-batches pass through a stage in order, so a count names them.
-  inputs: list[list[float]] = [[] for _ in stages]
-  gradients: list[list[float]] = [[] for _ in stages]
+  inputs: list[list[float]] = [[] for _ in times]
+  gradients: list[list[float]] = [[] for _ in times]
   inputs[0] = [0.0] * total
-  free = [0.0] * len(times)
-  orders: list[list[Action]] = [[] for _ in stages]
-  wakes = [(0.0, s) for s in stages]
+  free = [0.0] * len(held)
+  orders: list[list[Action]] = [[] for _ in held]
+  wakes = [(0.0, device) for device in range(len(held))]
 
-  def choose(s: int, now: float) -> Op:
+  def can(op: Op, s: int, now: float) -> bool:
     f, b, w = (counts[op][s] for op in ops)
     w = w if split else b
-    # A backward pass frees memory and lets the stages in front continue.
-    if b < f and b < len(gradients[s]) and gradients[s][b] <= now:
-      return Op.BACKWARD
+    if op == Op.BACKWARD:
+      return b < f and b < len(gradients[s]) and gradients[s][b] <= now
+    if op == Op.BACKWARD_WEIGHT:
+      return split and w < b
     # An iteration's update follows its last gradients, so it needs no event.
     updates = w // num_microbatches
-    if (
+    return (
       f < len(inputs[s])
       and inputs[s][f] <= now
       and f - b < max_live[s]
       and f - w < most_saved
       and updates > f // num_microbatches - window
-    ):
-      return Op.FORWARD
-    return Op.BACKWARD_WEIGHT if split and w < b else Op.IDLE
+    )
 
-  # Events are handled in the order of time, and of stages at equal times, so
+  def choose(device: int, now: float) -> tuple[Op, int] | None:
+    # A backward pass frees memory and lets the stages in front continue.
+    for op in (Op.BACKWARD, Op.FORWARD, Op.BACKWARD_WEIGHT):
+      for s in held[device]:
+        if can(op, s, now):
+          return op, s
+    return None
+
+  # Events are handled in the order of time, and of devices at equal times, so
   # that the table depends on its arguments only.
   while wakes:
-    now, s = heapq.heappop(wakes)
-    if free[s] > now:
+    now, device = heapq.heappop(wakes)
+    if free[device] > now:
       continue
-    op = choose(s, now)
-    if op == Op.IDLE:
+    chosen = choose(device, now)
+    if chosen is None:
       continue
+    op, s = chosen
     done = counts[op]
     iteration, microbatch = divmod(done[s], num_microbatches)
     done[s] += 1
@@ -130,18 +163,18 @@ def list_schedule(
         gradients[s].append(end)
       else:
         inputs[s + 1].append(end + times[s].send)
-        heapq.heappush(wakes, (end + times[s].send, s + 1))
+        heapq.heappush(wakes, (end + times[s].send, devices[s + 1]))
     elif op == Op.BACKWARD_WEIGHT:
       end = now + times[s].weight
     else:
       end = now + times[s].backward
       if s:
         gradients[s - 1].append(end + times[s - 1].send)
-        heapq.heappush(wakes, (end + times[s - 1].send, s - 1))
+        heapq.heappush(wakes, (end + times[s - 1].send, devices[s - 1]))
       op = Op.BACKWARD_INPUT if split else op
-    orders[s].append(Action(op, s, microbatch, iteration))
-    free[s] = end
-    heapq.heappush(wakes, (end, s))
+    orders[device].append(Action(op, s, microbatch, iteration))
+    free[device] = end
+    heapq.heappush(wakes, (end, device))
   return Table(
     name,
     tuple(with_updates(order, num_microbatches) for order in orders),

@@ -36,7 +36,7 @@ def _flush(
   return TableEntry(factory, meaning)
 
 
-_late = functools.partial(TableEntry, asynchronous=True)
+_overlapping = functools.partial(TableEntry, asynchronous=True)
 TABLES = {
   "naive": _flush("naive", _flush_tables.naive, "one device at a time"),
   "gpipe": _flush(
@@ -56,12 +56,20 @@ TABLES = {
   "zb_h1": _flush(
     "zb_h1", _flush_tables.zb_h1, "gradients of the parameters fill the bubble"
   ),
-  "pipedream": _late(
+  "zb_h2": _overlapping(
+    _async.zb_h2, "no flush and no gradient late: zb_h1 in twice the memory"
+  ),
+  "zb_v": _overlapping(
+    _async.zb_v, "zb_h2 with two stages on each device, in 1f1b's memory"
+  ),
+  "pipedream": _overlapping(
     _async.pipedream, "an update after each micro-batch, weights stashed"
   ),
-  "2bw": _late(_async.two_bw, "no flush, two versions of the weights"),
-  "paci": _late(_async.paci, "no flush, the newest weights in each pass"),
-  "ours": _late(_async.ours, "no flush, a window of iterations"),
+  "2bw": _overlapping(_async.two_bw, "no flush, two versions of the weights"),
+  "paci": _overlapping(
+    _async.paci, "no flush, the newest weights in each pass"
+  ),
+  "ours": _overlapping(_async.ours, "no flush, a window of iterations"),
 }
 
 
@@ -73,7 +81,7 @@ def make_table(
   Args:
     name: One of `TABLES`.
     num_stages: The number of stages, one on each device; for `"interleaved"`
-      the number of devices.
+      and `"zb_v"` the number of devices.
     num_microbatches: The number of micro-batches in an iteration.
     **options: Options of the table, such as `num_iterations`, `window` or
       `num_chunks`; see `table_options`.
