@@ -25,6 +25,7 @@ import studies
 
 from jdist import pipeline, training
 
+# The tables with a flush when the rows were made.
 FLUSHED = (
   *(name for name, x in pipeline.TABLES.items() if not x.asynchronous),
   "greedy",

@@ -41,7 +41,19 @@ class Cell:
     """Samples of an update."""
     return self.number * self.samples
 
-  def planned(self, tables: Sequence[str] | None) -> pipeline.Candidate:
+  def finer(self, factor: int) -> "Cell":
+    """Returns the cell with more and smaller micro-batches of one batch."""
+    return dataclasses.replace(
+      self,
+      costs=[x.scaled(1 / factor) for x in self.costs],
+      number=self.number * factor,
+      samples=self.samples // factor,
+      input_bytes=self.input_bytes / factor,
+    )
+
+  def planned(
+    self, tables: Sequence[str] | None, max_delay: int | None = None
+  ) -> pipeline.Candidate:
     """Returns the joint search's best: of all tables, or of some."""
     whole = tables is not None and "pipedream" in tables
     best, _ = pipeline.plan(
@@ -51,6 +63,7 @@ class Cell:
       samples=self.samples,
       tables=tables,
       num_microbatches=[1 if whole else self.number],
+      max_delay=max_delay,
       optimizer_copies=_COPIES,
       input_bytes=self.input_bytes,
     )
@@ -80,6 +93,11 @@ class Cell:
 def ours(cell: Cell) -> dict[str, Any]:
   """The joint search over all tables, at the given micro-batches."""
   return _of_candidate(cell, cell.planned(None))
+
+
+def in_time(cell: Cell) -> dict[str, Any]:
+  """The joint search over all tables whose gradients are never late."""
+  return _of_candidate(cell, cell.planned(None, max_delay=0))
 
 
 def planned_over(cell: Cell, tables: Sequence[str]) -> dict[str, Any]:

@@ -81,6 +81,7 @@ def test_plan_is_printed_and_its_table_can_be_checked(capsys, tmp_path):
     )
   )
   words = f"plan 1f1b ours --costs {costs} --stages 2 --batch-size 4"
+  words += " --max-delay 1"
   told = _run(f"{words} --output {output}", capsys)
   assert "samples/s" in told and "a to b" in told and "c to d" in told
   rows = [
@@ -90,8 +91,18 @@ def test_plan_is_printed_and_its_table_can_be_checked(capsys, tmp_path):
   assert rows[0]["table"] == "ours" and rows[0]["cuts"] == [2]
   assert rows[0]["samples_per_s"] == pytest.approx(1 / 6)
   assert (output / "plan.png").stat().st_size > 1000
+  assert f"jdist train --stages 2 --table {output}" in told.replace("\n", "")
   told = _run(f"check {output / 'table.txt'}", capsys)
   assert "delay of the gradients, by stage: 1 1" in told
+
+
+def test_plan_names_the_runtime_of_its_table(capsys, tmp_path):
+  words = "plan 1f1b zb_h2 --model lenet --stages 2 --batch-size 8 --samples 4"
+  told = _run(f"{words} --output {tmp_path}", capsys)
+  row = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
+  assert row["table"] == "zb_h2" and row["delay"] == 0
+  assert "pipeline.StageProcess" in told
+  assert "jdist train --stages 2 --table 1f1b --microbatches" in told
 
 
 def test_network_is_planned_by_its_operations(capsys, tmp_path):

@@ -130,3 +130,21 @@ def test_flushed_tables_have_no_delay_and_a_bubble(programs, monkeypatch):
   assert found["delay"] == 0
   ours = programs["methods"].ours(cell)["samples_per_s"]
   assert ours / 2 < found["samples_per_s"] < ours
+
+
+def test_plans_in_time_match_late_ones_with_more_micro_batches(
+  programs, monkeypatch
+):
+  _loading.load("report", "pipeline/report.py", monkeypatch)
+  full = _loading.load("full_use", "pipeline/full_use.py", monkeypatch)
+  cell = dataclasses.replace(_cell(programs), samples=8)
+  rows = [
+    {"network": "net", "topology": "equal", "stages": 2, **x}
+    for x in full.results(cell)
+  ]
+  ours = [x for x in rows if x["method"] == "ours"]
+  assert [x["delay"] for x in ours] == [0] * 3
+  late = programs["methods"].ours(cell)["samples_per_s"]
+  assert ours[-1]["samples_per_s"] > 0.97 * late
+  head, _, first, *_ = full.table(full.rates(rows)).splitlines()
+  assert len(head.split(" | ")) == len(first.split(" | ")) == 8

@@ -26,15 +26,37 @@ def _plan(machines, batch_size=8, **options):
 
 
 def test_asynchronous_plan_reaches_the_bottleneck_with_the_least_delay():
-  best, rows = _plan(_machines(3))
+  tables = {*pipeline.TABLES, "greedy"} - {"zb_h2", "zb_v"}
+  best, rows = _plan(_machines(3), tables=sorted(tables), max_delay=None)
   # Six layers take 3 seconds a sample each, on three machines.
   assert best.samples_per_s == pytest.approx(1 / 6)
   assert best.plan.cuts == (2, 4) and best.delay == 1
   assert best.made.weights == "delayed"
-  assert {x.table for x in rows} == {*pipeline.TABLES, "greedy"}
+  assert {x.table for x in rows} == tables
   rates = [x.samples_per_s for x in rows if x.times is not None]
   assert rates[1:] == sorted(rates[1:], reverse=True)
   assert max(rates) <= best.samples_per_s * 1.005
+
+
+def test_default_plan_has_no_late_gradient_and_no_bubble():
+  best, rows = _plan(_machines(3), recompute=[False])
+  assert (best.table, best.delay) == ("zb_h2", 0)
+  assert best.samples_per_s == pytest.approx(1 / 6, rel=0.005)
+  assert {x.table for x in rows} == {*pipeline.TABLES, "greedy"}
+  reasons = [x.reason for x in rows if x.table == "2bw" and x.num_stages == 3]
+  assert any("late by 1 updates" in reason for reason in reasons)
+
+
+def test_v_shaped_plan_returns_to_the_first_machine():
+  best, _ = _plan(_machines(2), tables=["zb_v"], recompute=[False])
+  assert best.plan.nodes == ("n0", "n1", "n1", "n0") and best.delay == 0
+  # A cut between two stages of one machine costs no message.
+  links = {f"n{i}": cluster.Link(8.0) for i in range(2)}
+  machines = cluster.Cluster(
+    _machines(2).nodes, cluster.star(links, "switch"), server="switch"
+  )
+  linked, _ = _plan(machines, tables=["zb_v"], recompute=[False])
+  assert linked.samples_per_s <= best.samples_per_s
 
 
 def test_synchronous_plan_takes_the_most_micro_batches():
@@ -47,12 +69,12 @@ def test_synchronous_plan_takes_the_most_micro_batches():
 
 
 def test_slow_machine_gets_fewer_layers_or_none():
-  best, _ = _plan(_machines(2, speed=0.5), tables=["ours"])
+  best, _ = _plan(_machines(2, speed=0.5), tables=["ours"], max_delay=1)
   assert best.samples_per_s == pytest.approx(1 / 12)
   assert [x.forward_s for x in best.plan.stages] == [0.5 * 8, 0.5 * 4] or (
     best.plan.cuts == (4,)
   )
-  idle, _ = _plan(_machines(2, speed=0.01), tables=["ours"])
+  idle, _ = _plan(_machines(2, speed=0.01), tables=["ours"], max_delay=1)
   assert idle.num_stages == 1 and idle.plan.nodes == ("n0",)
 
 
@@ -72,6 +94,7 @@ def test_little_memory_leads_to_recomputation():
 def test_ours_keeps_fewer_micro_batches_if_memory_is_short():
   options = {"tables": ["ours", "greedy"], "recompute": [False]}
   options |= {"windows": [2], "num_microbatches": [8], "num_stages": [3]}
+  options |= {"max_delay": 1}
   free, _ = pipeline.plan(_LAYERS[:3], _machines(3), 8, **options)
   assert free.times.memory_bytes == (100, 80, 60)
   tight, rows = pipeline.plan(
@@ -90,7 +113,7 @@ def test_ours_keeps_more_micro_batches_if_messages_delay_them():
   costs = [_Cost(f"{x}", 0.3 * x, 0.7 * x) for x in (3, 4, 2)]
   best, rows = pipeline.plan(
     costs, machines, 8, tables=["ours"], recompute=[False], windows=[2],
-    num_microbatches=[8], num_stages=[3],
+    num_microbatches=[8], num_stages=[3], max_delay=None,
   )  # fmt: skip
   assert best.extra_live == 2 and best.samples_per_s == pytest.approx(0.25)
   assert [x.extra_live for x in rows] == [2, 1, 0]
@@ -108,7 +131,7 @@ def test_ours_widens_its_window_if_messages_wait_for_each_other():
     for i, (x, sent) in enumerate([(2, 8), (3, 3), (1, 2), (4, 0)])
   ]
   options = {"tables": ["ours"], "num_microbatches": [4], "num_stages": [4]}
-  options |= {"recompute": [False]}
+  options |= {"recompute": [False], "max_delay": None}
   best, rows = pipeline.plan(costs, machines, 4, **options)
   assert best.samples_per_s == pytest.approx(1 / best.plan.bottleneck_s)
   assert (best.send_factor, best.window) == (2.0, 3)

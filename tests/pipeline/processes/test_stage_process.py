@@ -78,6 +78,28 @@ def test_synchronous_table_matches_unsplit_model(table, sizes, recompute):
   np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+  ("name", "devices", "clip_norm"),
+  # A V refuses to clip, see `check_barriers`.
+  [("zb_h2", 3, None), ("zb_h2", 3, 0.05), ("zb_v", 2, None)],
+)
+def test_overlapping_iterations_match_the_unsplit_model(
+  name, devices, clip_norm
+):
+  table = pipeline.make_table(name, devices, 4, num_iterations=5)
+  layers = small.layers(small.UNLIKE, statistics=True)
+  batches = small.batches(5, 1, _MICRO * 4, small.UNLIKE)
+  found, losses = _train(
+    layers, table, batches, sizes=small.UNLIKE, clip_norm=clip_norm
+  )
+  chain = _momentum()
+  if clip_norm is not None:
+    chain = optax.chain(optax.clip_by_global_norm(clip_norm), chain)
+  wanted, wanted_losses = _reference(layers, batches, 4, chain)
+  assert small.error(found, wanted) < 1e-5
+  np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
+
+
 @pytest.mark.parametrize("window", [_slow(2), 3])
 def test_window_matches_delayed_gradients_on_one_device(window):
   table = pipeline.ours(3, 4, window=window, num_iterations=6)

@@ -121,6 +121,11 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
   ("cuts", lambda: _cut([0]), "grow"),
   ("cuts", lambda: _cut([4]), "grow"),
   ("stages", lambda: _one_program(table=_TWO_STAGES), "the table's 2, got 4"),
+  (
+    "table",
+    lambda: _one_program(table=pipeline.make_table("zb_h2", 4, 2)),
+    "must not overlap iterations without a delay in one program",
+  ),
   ("stages", lambda: _process(table=_TWO_STAGES), "the table's 2, got 1"),
   (
     "stages",

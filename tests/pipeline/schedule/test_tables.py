@@ -117,6 +117,9 @@ def test_bubbles_match_the_formulas(stages, microbatches):
     ("2bw", (4, 3, 2, 1)),
     ("paci", (4, 3, 2, 1)),
     ("ours", (4, 3, 2, 1)),
+    ("zb_h2", (7, 7, 7, 7)),
+    # A device has two stages, each of half the size.
+    ("zb_v", (4,) * 8),
   ],
 )
 def test_live_micro_batches_match_the_formulas(name, live):
@@ -132,6 +135,8 @@ def test_live_micro_batches_match_the_formulas(name, live):
     (("2bw", 4, 8), (2, 2, 2, 2), (1, 1, 1, 1)),
     (("paci", 4, 8), (1, 1, 1, 1), (1, 1, 1, 0)),
     (("paci", 4, 1), (1, 1, 1, 1), (3, 2, 1, 0)),
+    (("zb_h2", 4, 8), (1, 1, 1, 1), (0, 0, 0, 0)),
+    (("zb_v", 2, 8), (1, 1, 1, 1), (0, 0, 0, 0)),
     (("ours", 4, 8), (2, 2, 2, 2), (1, 1, 1, 1)),
     (("ours", 4, 1), (4, 4, 4, 4), (3, 3, 3, 3)),
   ],
@@ -153,6 +158,65 @@ def test_full_pipeline_of_ours_never_waits():
     )
     # Ten more iterations take no longer than their work.
     assert many - few == pytest.approx(10 * microbatches * 3.0)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+@pytest.mark.parametrize("more", [0, 1, 8])
+def test_zb_h2_has_no_bubble_from_2_s_less_1_micro_batches_on(stages, more):
+  microbatches = 2 * stages - 1 + more
+
+  def makespan(count):
+    return _makespan(
+      pipeline.make_table("zb_h2", stages, microbatches, num_iterations=count)
+    )
+
+  assert makespan(20) - makespan(10) == pytest.approx(10 * microbatches * 3)
+  # With one micro-batch less a device has to wait.
+  if stages > 1 and not more:
+    few, many = (
+      _makespan(
+        pipeline.make_table("zb_h2", stages, microbatches - 1, num_iterations=n)
+      )
+      for n in (10, 20)
+    )
+    assert many - few > 10 * (microbatches - 1) * 3
+
+
+def test_zb_v_waits_less_than_zb_h1_in_the_memory_of_1f1b():
+  def period(name):
+    few, many = (
+      _makespan(pipeline.make_table(name, 8, 16, num_iterations=n))
+      for n in (10, 20)
+    )
+    return (many - few) / 10
+
+  # Passes of zb_v's stages, of which a device has two, take half as long.
+  assert period("zb_v") / 2 == 51.5 and period("zb_h1") == 55
+  report = pipeline.check_table(pipeline.make_table("zb_v", 8, 16))
+  assert sum(x for x in report.live) / 2 == 8 * 8
+
+
+def test_zero_bubble_of_unequal_stages_keeps_the_slowest_busy():
+  times = [
+    pipeline.StageTimes(*x)
+    for x in ((1, 1, 1), (2, 3, 1), (1, 2, 1), (1, 1, 0))
+  ]
+
+  def seconds(action):
+    each = times[action.stage]
+    return {
+      pipeline.Op.FORWARD: each.forward,
+      pipeline.Op.BACKWARD_INPUT: each.backward,
+      pipeline.Op.BACKWARD_WEIGHT: each.weight,
+      pipeline.Op.UPDATE: 0.0,
+    }[action.op]
+
+  few, many = (
+    _makespan(pipeline.zb_h2(times, 16, num_iterations=n), seconds)
+    for n in (6, 12)
+  )
+  # The slowest stage needs 6 a micro-batch.
+  assert (many - few) / 6 == pytest.approx(16 * 6, rel=0.03)
 
 
 def test_live_micro_batches_cover_messages_in_both_directions():
