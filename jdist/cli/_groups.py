@@ -187,8 +187,8 @@ class RoundOptions:
 
   stream: bool = option(False, "late", "stream", hint="--overlap")
   """Send a late mean in sub-tensors, some in every step, while the step is
-  computed. Gives the same numbers, but compiles a few programs instead of
-  one."""
+  computed, by a few programs instead of one. The numbers are the same without a
+  codec; a codec encodes each sub-tensor by itself in place of each leaf."""
 
   correction: float | None = option(None, "correction")
   """MSDPU correction strength, the pull towards the anchor per round (default

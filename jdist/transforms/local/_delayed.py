@@ -30,8 +30,9 @@ class Delayed:
 
   Without `stream` a message is sent when its mean is due, in a conditional
   where nothing overlaps: the readable reference.  A stream gives the same
-  result up to rounding, unless a codec looks at whole leaves (top-k, cosines),
-  which it then encodes in parts.
+  result up to rounding without a codec, with a cast, and with one
+  `reducers.Chunked` for both.  Any other codec encodes the sub-tensors of a
+  stream in place of leaves, and gives another result.
 
   Attributes:
     steps: d >= 1, as many as the link needs, or None for a whole round; 0 only

@@ -310,3 +310,44 @@ def test_invalid_arguments_raise(name):
   call, message = REJECTED[name]
   with pytest.raises(ValueError, match=message):
     call()
+
+
+@pytest.mark.parametrize(
+  ("codec", "same"),
+  [
+    (None, True),
+    (codecs.Cast("bfloat16"), True),
+    (codecs.Quantize(4), False),
+    (codecs.TopK(0.1), False),
+  ],
+)
+def test_stream_encodes_its_parts_in_place_of_leaves(codec, same):
+  """docs/methods.md and `--help` say where a stream changes the result."""
+  team = collectives.workers(2, substrate="vmap")
+  rng = np.random.default_rng(0)
+  shapes = {"a": (2, 33, 20), "b": (2, 17), "c": (2, 20, 45)}
+  targets = {k: rng.normal(size=s).astype("f4") for k, s in shapes.items()}
+
+  def trained(stream):
+    optimizer = transforms.local_steps(
+      optax.sgd(0.1),
+      4,
+      axis=team.axis,
+      overlap=transforms.Delayed(stream=stream),
+      compression=codec and reducers.Compression(reducers.compressed(codec)),
+    )
+
+    def step(params, state, targets):
+      grads = jax.tree.map(jnp.subtract, params, targets)
+      updates, state = optimizer.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    run, params = team.jit(step), jax.tree.map(np.zeros_like, targets)
+    params = team.place(params)
+    state = team.jit(optimizer.init)(params)
+    for _ in range(12):
+      params, state = run(params, state, team.place(targets))
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.anchor)])
+
+  simple, streamed = trained(None), trained(transforms.Stream())
+  assert np.array_equal(simple, streamed) == same
