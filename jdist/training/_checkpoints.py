@@ -22,7 +22,11 @@ from jax.experimental import multihost_utils
 
 from jdist import checks, collectives
 from jdist.storage import array_files
-from jdist.training import _checkpoint_directory, _run_metadata
+from jdist.training import (
+  _checkpoint_directory,
+  _run_metadata,
+  _train_state,
+)
 
 PyTree = Any
 
@@ -118,16 +122,16 @@ class Checkpoints:
     self,
     step: int,
     state: PyTree,
-    shared: PyTree,
+    shared: PyTree = None,
     metadata: dict[str, Any] | None = None,
   ) -> None:
     """Saves a state, and returns when its arrays may be donated.
 
     Args:
       step: The number of the step, from 0. `restore` finds the highest one.
-      state: Arrays `[workers, ...]`, including typed PRNG keys.
+      state: Any tree of arrays `[workers, ...]`, including typed PRNG keys.
       shared: A tree of bools, true for leaves that are equal on all workers,
-        for instance `training.shared_leaves(state)`.
+        which are stored once; `training.shared_leaves(state)` by default.
       metadata: JSON values, which `restore` returns.
 
     Raises:
@@ -140,6 +144,8 @@ class Checkpoints:
     _run_metadata.check_is_json(metadata)
     self.wait()
     names, leaves = _named(state)
+    if shared is None:
+      shared = _train_state.shared_leaves(state)
     flags = jax.tree.leaves(shared)
     self._check_equal(names, leaves, flags)
     arrays, entries = {}, []
@@ -286,7 +292,8 @@ class Checkpoints:
     number = manifest["workers"]
     if self._other_workers and number != self._workers.num_workers:
       return self._restore_other(self._other_workers(number))
-    if callable(template):
+    # A tree may be callable, too, as a module of Equinox is.
+    if callable(template) and jax.tree_util.all_leaves([template]):
       template = template(step)
     names, leaves = _named(template)
     self._check_fits(manifest, names, leaves)

@@ -145,10 +145,11 @@ def is_finite(model: PyTree, arrays: PyTree) -> jax.Array:
   return jnp.stack(good).all() if good else jnp.asarray(True)
 
 
-def shared_leaves(state: TrainState) -> TrainState:
-  """Marks the leaves that are equal on all workers, as a state of bools.
+def shared_leaves(state: PyTree) -> PyTree:
+  """Marks the leaves that are equal on all workers, as a tree of bools.
 
-  `Checkpoints.save` stores these leaves once.
+  `Checkpoints.save` stores these leaves once. In any other tree than a
+  `TrainState` they are what the methods' states in it declare.
 
   >>> import optax
   >>> from jdist import collectives, methods
@@ -158,6 +159,12 @@ def shared_leaves(state: TrainState) -> TrainState:
   >>> shared.params, shared.opt_state.anchor, shared.opt_state.inner.trace
   (False, True, False)
   """
+  if not isinstance(state, TrainState):
+    return jax.tree.map(
+      lambda x: transforms.sharing(x).state if _declares(x) else False,
+      state,
+      is_leaf=_declares,
+    )
   labels = transforms.sharing(state.opt_state)
 
   def every(tree: PyTree, label: bool) -> PyTree:
@@ -170,6 +177,10 @@ def shared_leaves(state: TrainState) -> TrainState:
     model_state=every(state.model_state, False),
     key=True,  # type: ignore[arg-type]
   )
+
+
+def _declares(node: PyTree) -> bool:
+  return isinstance(getattr(type(node), "shared", None), frozenset)
 
 
 def silent_step_error(argument: str, num_workers: int) -> ValueError:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jdist import collectives, methods, training
@@ -217,6 +218,40 @@ def test_shared_leaves_are_stored_once(tmp_path):
   # All workers' parameters and momenta, and one anchor; not 24. Orbax may
   # compress the eight equal copies, so no lower bound.
   assert copies < 17.3
+
+
+class _Net(nnx.Module):
+  def __init__(self, rngs):
+    self.norm = nnx.BatchNorm(3, rngs=rngs)
+    self.last = nnx.Linear(3, 2, rngs=rngs)
+    self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+  def __call__(self, x):
+    return self.last(self.drop(self.norm(x)))
+
+
+def test_tree_of_a_loop_of_ones_own_is_saved_as_it_is(tmp_path):
+  team = collectives.workers(4, substrate="shard_map")
+  optimizer = methods.local_sgd(optax.adam(0.1), 2, axis=team.axis)
+  _, params, rest = nnx.split(_Net(nnx.Rngs(0)), nnx.Param, ...)
+  params, rest = team.replicate((params, rest))
+  state = {
+    "average": jax.tree.map(jnp.copy, params),
+    "list": [params, (rest, team.place(np.arange(4)))],
+    "optimizer": (team.jit(optimizer.init)(params), {}),
+  }
+  with training.Checkpoints(tmp_path, team) as checkpoints:
+    checkpoints.save(3, state)
+    found = checkpoints.restore(jax.tree.map(lambda x: x, state))
+  assert found.step == 3
+  _tiny.assert_same_bits(found.state, state)
+  # A method's state declares what is equal; nothing else is taken as equal.
+  shared = {
+    entry["name"]: entry["shared"] for entry in _manifest(tmp_path, 3)["leaves"]
+  }
+  anchors = [name for name in shared if "anchor" in name]
+  assert anchors and all(shared[name] for name in anchors)
+  assert not any(shared[x] for x in shared if not x.startswith("['optimizer']"))
 
 
 def test_saving_diverged_workers_raises(tmp_path):
