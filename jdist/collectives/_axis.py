@@ -149,7 +149,7 @@ def check_local(
   """Raises a ValueError if a leaf is typed as equal on all workers.
 
   It also refuses a tree that is not like `like`, gradients of integers, an
-  axis that is not bound, and no axis where several workers run.
+  axis that is not bound, and no axis or a part of it where several workers run.
 
   Args:
     tree: this worker's, its gradients for instance.
@@ -175,6 +175,12 @@ def check_local(
       "`axis=workers.axis`, or to `make_step` `independent=True` if that is "
       "meant. In a loop of your own that is `with jdist.collectives."
       "team_of(None):` around the update."
+    )
+  if isinstance(team, tuple) and axis in team:
+    raise ValueError(
+      f"`axis` must be {team!r} where several workers share a device, got "
+      f"{axis!r}, over which only some of them would be averaged. Pass "
+      "`axis=workers.axis`."
     )
   for name in bound_names(axis):
     if not _tracks_varying(name):

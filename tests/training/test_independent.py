@@ -63,3 +63,13 @@ def test_user_transformation_that_sends_is_accepted(team):
   )
   first, second = np.asarray(jax.tree.leaves(state.params)[0])
   np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("method", [methods.ssgd, methods.local_sgd])
+def test_part_of_the_axis_of_workers_that_share_a_device_raises(method):
+  team = _tiny.team("two_on_each")
+  options = {"interval": 2} if method is methods.local_sgd else {}
+  optimizer = method(optax.sgd(0.1), axis="worker", **options)
+  step = training.make_step(_tiny.loss_fn, optimizer, axis=team.axis)
+  with _refusals.refused("axis", "share a device, got 'worker'"):
+    _fit(team, optimizer, step)
