@@ -29,7 +29,10 @@ class Network(nnx.Module):
   """Two layers with batch normalization and dropout, computed in `dtype`."""
 
   def __init__(self, dtype, rngs: nnx.Rngs):
-    self.first = nnx.Linear(FEATURES, 64, dtype=dtype, rngs=rngs)
+    # Normalization removes a bias, whose gradient would be rounding alone.
+    self.first = nnx.Linear(
+      FEATURES, 64, use_bias=False, dtype=dtype, rngs=rngs
+    )
     self.norm = nnx.BatchNorm(64, dtype=dtype, rngs=rngs)
     self.drop = nnx.Dropout(0.1, rngs=rngs)
     self.last = nnx.Linear(64, CLASSES, dtype=dtype, rngs=rngs)

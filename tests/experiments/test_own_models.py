@@ -84,7 +84,7 @@ def plain_loop(loop, num_epochs, dtype):
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
 
   @jax.jit
-  def step(number, params, stats, state, ema, batch):
+  def step(number, params, stats, state, batch):
     def loss_fn(params):
       net = nnx.merge(graph, params, stats, rest, copy=True)
       net.train()
@@ -109,7 +109,7 @@ def plain_loop(loop, num_epochs, dtype):
     for batch in loop.batches(own, epoch):
       batch = {name: x[0] for name, x in batch.items()}
       loss, params, stats, state, ends = step(
-        number, params, stats, state, ema, batch
+        number, params, stats, state, batch
       )
       anchor = params if ends else anchor
       ema = jax.tree.map(
@@ -130,7 +130,7 @@ def plain_loop(loop, num_epochs, dtype):
 @pytest.mark.parametrize(
   ("dtype", "rtol"),
   # A rounding of bfloat16 that falls the other way is 0.4 %.
-  [(jnp.float32, 1e-4), (jnp.bfloat16, 2e-2)],
+  [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)],
 )
 def test_whole_loop_of_one_worker_is_plain_jax(
   dtype, rtol, monkeypatch, tmp_path
@@ -141,5 +141,5 @@ def test_whole_loop_of_one_worker_is_plain_jax(
     wanted, figures = plain_loop(loop, 3, dtype)
   np.testing.assert_allclose(losses, wanted, rtol=rtol)
   for name, value in figures.items():
-    # A sample of 1,000 in the one, ten in the other dtype.
-    assert abs(found[name] - value) <= (0.001 if rtol < 1e-3 else 0.01)
+    # Ten samples of 1,000 may lie on the other side in bfloat16.
+    assert abs(found[name] - value) <= (1e-6 if dtype == jnp.float32 else 0.01)
