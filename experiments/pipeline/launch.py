@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdist import pipeline
+from jdist import channel, pipeline
 
 # A core for each process: what a program computes, it computes on one.
 _FLAGS = "--xla_cpu_multi_thread_eigen=false"
@@ -36,7 +36,7 @@ def run_processes(
   """
   context = multiprocessing.get_context("spawn")
   answers = context.SimpleQueue()
-  listeners = [pipeline.listen() for _ in range(number)]
+  listeners = [channel.listen() for _ in range(number)]
   addresses = [x.getsockname()[:2] for x in listeners]
   before = os.environ.get("XLA_FLAGS", "")
   os.environ["XLA_FLAGS"] = f"{before} {_FLAGS}"

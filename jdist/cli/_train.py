@@ -203,7 +203,19 @@ def _join(options: _commands.Train, num_devices: int) -> None:
     own,
     # On CPUs the devices are virtual, and each process makes its part.
     cpu_devices_per_process=num_devices // number,
+    options=_common(options),
   )
+
+
+def _common(options: _commands.Train) -> dict[str, object]:
+  """Returns the options that must be the same in all processes, by word."""
+  common = _identity(options)
+  for name in ("evaluate_every_epochs", "checkpoint_every_epochs"):
+    common[name] = getattr(options, name)
+  # Machines may mount a disk at different paths, but all must use it.
+  for name in ("checkpoints", "final_params"):
+    common[name] = getattr(options, name) is not None
+  return {f"`{_options.word(name)}`": x for name, x in common.items()}
 
 
 def _identity(options: _commands.Train) -> dict[str, object]:

@@ -49,6 +49,7 @@ from jdist.collectives._traffic import Kind as Kind
 from jdist.collectives._traffic import Traffic as Traffic
 from jdist.collectives._traffic import traffic as traffic
 from jdist.collectives._workers import Workers as Workers
+from jdist.collectives.processes._process_group import agree as agree
 from jdist.collectives.processes._process_group import lifeline as lifeline
 from jdist.collectives.processes._process_group import (
   start_processes as start_processes,

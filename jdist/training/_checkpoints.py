@@ -276,6 +276,7 @@ class Checkpoints:
     )
     # One process decides, as others may see the shared disk a moment later.
     if jax.process_count() > 1:
+      collectives.agree("the checkpoint", {})
       step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
     if step == _checkpoint_directory.NOTHING:
       return None

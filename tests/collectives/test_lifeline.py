@@ -1,5 +1,6 @@
 """Processes notice each other's ends over real sockets, without JAX."""
 
+import os
 import pathlib
 import signal
 import subprocess
@@ -11,27 +12,35 @@ import pytest
 from jdist.collectives.processes import _lifeline
 from tests import _processes
 
-_HERE = pathlib.Path(_lifeline.__file__).parent
+_PACKAGE = pathlib.Path(_lifeline.__file__).parents[2]
 # This process joins, without importing the packages around the lifeline and so
 # without JAX, and then obeys the words in the lines of its input.  Process 0
 # stands for JAX's service: it answers what the others send to their address.
 _PROCESS = """
-import importlib, os, socket, sys, threading, types
-name = ""
-for part in ("jdist", "collectives", "processes"):
-  name = f"{name}.{part}".lstrip(".")
+import importlib, json, os, pathlib, socket, sys, threading, types
+folder, name = pathlib.Path(sys.argv[1]), "jdist"
+for part in (".", "collectives", "processes"):
+  folder, name = folder / part, f"{name}.{part}".rstrip(".")
   sys.modules[name] = types.ModuleType(name)
-  sys.modules[name].__path__ = [sys.argv[1]]
+  sys.modules[name].__path__ = [str(folder)]
 module = importlib.import_module(f"{name}._lifeline")
-address, of, number, timeout_s = sys.argv[2:]
-lifeline = module.Lifeline(address, int(of), int(number))
-try:
-  target, bind = lifeline.join(float(timeout_s))
-except (TimeoutError, ValueError) as error:
+address, of, number, timeout_s, facts = sys.argv[2:]
+def ended(error):
   print(type(error).__name__, error, flush=True)
   os._exit(4)
+lifeline = module.Lifeline(address, int(of), int(number))
+try:
+  target, bind = lifeline.join(float(timeout_s), json.loads(facts))
+except (OSError, ValueError) as error:
+  ended(error)
+def connect(kind=socket.AF_UNIX):
+  found = socket.socket(kind)
+  found.connect(target.removeprefix("unix:"))
+  return found
 if bind is not None:
-  server = socket.create_server(("127.0.0.1", int(bind.split(":")[1])))
+  server = socket.socket(socket.AF_UNIX)
+  server.bind(bind.removeprefix("unix:"))
+  server.listen()
   def serve():
     while True:
       connection, _ = server.accept()
@@ -39,12 +48,12 @@ if bind is not None:
       connection.sendall(told.upper())
   threading.Thread(target=serve, daemon=True).start()
 print("joined", flush=True)
+print("run", lifeline.run_id, flush=True)
 kept = []
 for line in sys.stdin:
   word = line.strip()
   if word == "talk":
-    host, port = target.split(":")
-    kept.append(socket.create_connection((host, int(port))))
+    kept.append(connect())
     kept[-1].sendall(b"a word of more than seventeen letters\\n")
     print(kept[-1].makefile().readline(), end="", flush=True)
   elif word == "listen":
@@ -53,6 +62,12 @@ for line in sys.stdin:
     _, status, reason = word.split(maxsplit=2)
     lifeline.leave(int(status), reason)
     os._exit(int(status))
+  elif word.startswith("agree"):
+    try:
+      lifeline.agree("the first step", {"state": word[6:]}, 10.0)
+    except (TimeoutError, ValueError) as error:
+      ended(error)
+    print("agreed", flush=True)
   elif word == "end":
     sys.exit(0)
 """
@@ -67,13 +82,16 @@ class _Team:
     self._script = folder / "process.py"
     self._script.write_text(_PROCESS)
 
-  def start(self, number, of, *, address=None, timeout_s=60):
+  def start(
+    self, number, of, *, address=None, timeout_s=60, facts="{}", **environment
+  ):
     process = subprocess.Popen(
       [
-        sys.executable, str(self._script), str(_HERE),
+        sys.executable, str(self._script), str(_PACKAGE),
         address or f"127.0.0.1:{self.port}", str(of), str(number),
-        str(timeout_s),
+        str(timeout_s), facts,
       ],
+      env=os.environ | {"JDIST_SECRET": "a secret"} | environment,
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
@@ -86,6 +104,7 @@ class _Team:
     started = [self.start(i, of) for i in range(of)]
     for process in started:
       assert process.stdout.readline() == "joined\n"
+    assert len({process.stdout.readline() for process in started}) == 1
     return started
 
 
@@ -186,10 +205,15 @@ def test_jax_does_not_see_its_service_end(team):
     ),
     (
       [(0, 3), (2, 3)],
-      "TimeoutError of 3 processes 1 did not join at 127.0.0.1:{port} within "
-      "1 s",
+      "TimeoutError of 3 processes 1 did not come to the start at 127.0.0.1:"
+      "{port} within 1 s",
     ),
-    ([(0, 3), (2, 4)], "ValueError `num_processes` must be the same"),
+    (
+      [(0, 3), (2, 4)],
+      "ValueError all processes of a run must agree, but `num_processes` is 3 "
+      "in process 0 and 4 in process 2",
+    ),
+    ([(0, 3), (3, 4)], "ValueError `process_id` must be from 0 to 2"),
   ],
 )
 def test_mismatched_processes_are_refused(starts, told, team):

@@ -1,6 +1,5 @@
 """Processes agree after which step they stop, by notes that are passed here."""
 
-import asyncio
 import threading
 
 import pytest
@@ -15,7 +14,7 @@ class _Team:
     self.sent = []
 
     def sender(number):
-      async def send(note):
+      def send(note):
         others = range(1, num_processes) if number == 0 else [0]
         self.sent += [(number, to, note) for to in others]
 
@@ -28,12 +27,12 @@ class _Team:
 
   def want(self, number):
     assert self.all[number].want()
-    asyncio.run(self.all[number].begin())
+    self.all[number].begin()
 
   def deliver(self):
     while self.sent:
       number, to, note = self.sent.pop(0)
-      asyncio.run(self.all[to].take(number, note))
+      self.all[to].take(number, note)
 
 
 @pytest.mark.parametrize("wants", [0, 1, 2])
@@ -84,6 +83,15 @@ def test_missing_answer_times_out(monkeypatch):
   team.want(1)
   with pytest.raises(TimeoutError, match=r"did not agree within 0\.01 s"):
     team.all[1].stops_after(1)
+
+
+@pytest.mark.parametrize(
+  "note", [{"stop": "agreed", "step": 1}, {"stop": "asked"}]
+)
+def test_other_processes_cannot_stop_process_zero(note):
+  team = _Team(2)
+  team.all[0].take(1, note)
+  assert not any(team.all[0].stops_after(step) for step in (1, 2, 3))
 
 
 def test_one_process_stops_one_step_later():

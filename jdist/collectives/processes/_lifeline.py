@@ -1,4 +1,4 @@
-"""Connections by which the processes of a run notice when one of them ends.
+"""Connections by which the processes of a run agree, and notice their ends.
 
 JAX notices a dead process by missing heartbeats, after minutes.  If that is
 process 0, whose service coordinates the others, its runtime aborts them with a
@@ -9,37 +9,45 @@ then prints one line that names the lost process, and exits.
     process 1 -- lifeline ------------------> port of the coordinator (hub)
     process 1 -- relay of its own -- bytes -> the same port -> JAX's service
 
-JAX's own connections pass through the same port and through a relay within
-each process, so that JAX's runtime sees none of them close.
+JAX's own connections pass through the same port, authenticated like all, and
+through a relay within each process, so that JAX's runtime sees none of them
+close.  Its service and the relays listen at sockets in a directory of the
+user's own, and at no port.
 """
 
-import asyncio
 import atexit
 import contextlib
-import json
+import errno
 import os
 import shlex
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Mapping
 from typing import Any
 
-from jdist.collectives.processes import _stop_agreement, _streams
+from jdist import channel
+from jdist.collectives.processes import _stop_agreement
 
 # EX_TEMPFAIL, as the watchdog's: the run can be started again, and resumes.
 EXIT_STATUS = 75
-_HELLO = b"jdist lifeline 1\n"
 # The time in which the other processes may exit with a status of their own:
 # usually all of them have met the same error.
 _GRACE_S = 8.0
 # The time in which a lost process is noticed after a collective has failed.
 _VERDICT_S = 5.0
+_CHUNK = 1 << 16
 
 
 class Lifeline:
-  """The connections of one process, served by a thread of their own."""
+  """The connections of one process, served by threads of their own.
+
+  Attributes:
+    run_id: The id of the run, which process 0 draws unless it was given.
+  """
 
   def __init__(self, address: str, num_processes: int, process_id: int):
     """Prepares the connections to `host:port` of process 0 for `join`."""
@@ -48,43 +56,96 @@ class Lifeline:
       raise ValueError(
         f"`coordinator_address` must be host:port, got {address!r}."
       )
-    self._host, self._port = host.strip("[]"), int(port)
+    self._address = host.strip("[]"), int(port)
     self._num, self._id = num_processes, process_id
-    self._loop = asyncio.new_event_loop()
+    identity = channel.identity()
+    self._key = identity.key("lifeline")
+    self.run_id = identity.run_id
     # In process 0, the hub: the others' connections and names.
-    self._members: dict[int, asyncio.StreamWriter] = {}
-    self._names: dict[int, str] = {}
-    self._hub: _streams.Stream | None = None
+    self._members: dict[int, channel.Connection] = {}
+    self._names = {0: _own_name(0) if process_id == 0 else f"process 0 ({host})"}
+    self._hub: channel.Connection | None = None
     self._goodbyes: set[int] = set()
     self._leaving = False
-    self._complete = asyncio.Event()
+    # Facts that the others have said, by the number of the agreement and of the
+    # process, and in the others the hub's answers.
+    self._said: dict[int, dict[int, dict[str, Any]]] = {}
+    self._answers: dict[int, dict[str, Any]] = {}
+    self._agreements = 0
+    self._changed = threading.Condition()
     self._agreement = _stop_agreement.StopAgreement(
       num_processes, process_id, self._send
     )
-    self._tasks: set[asyncio.Task[None]] = set()
-    self._thread = threading.Thread(
-      target=self._loop.run_forever, name="jdist-lifeline", daemon=True
+    # The launcher's directory goes with the run, even if this process is killed.
+    self._folder = tempfile.mkdtemp(
+      prefix="jdist-", dir=os.environ.get("JDIST_RUN_DIR")
     )
+    atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
+    self._service = f"{self._folder}/service"
 
-  def join(self, timeout_s: float) -> tuple[str, str | None]:
-    """Connects to all other processes.
+  def join(
+    self, timeout_s: float, facts: Mapping[str, Any] | None = None
+  ) -> tuple[str, str | None]:
+    """Connects to all other processes, and compares facts with them.
 
     Args:
       timeout_s: the time after which an error names the missing processes.
+      facts: what must be the same in all processes, as JSON can hold it.
 
     Returns:
       The addresses for JAX: that of its service, and in process 0 the one at
       which its service listens.
 
     Raises:
+      OSError: when the port of process 0 is taken for the moment.
       TimeoutError: when not all processes have joined.
-      ValueError: when two processes have the same number, for instance.
+      ValueError: when two processes have the same number, for instance, or
+        other facts.
     """
-    self._thread.start()
-    work = self._serve if self._id == 0 else self._connect
-    found = self._wait(work(timeout_s), timeout_s + 10)
+    if self._id == 0:
+      self._listener = channel.Listener(self._listen(), self._key, self._admit)
+      # The id names the run from here on, whoever has drawn it.
+      self.run_id = self.run_id or os.urandom(6).hex()
+    else:
+      self._connect(timeout_s)
+    said = {"`num_processes`": self._num, **(facts or {})}
+    self.agree("the start", said, timeout_s)
     atexit.register(self.leave, 0)
-    return found
+    service = f"unix:{self._service}"
+    return service, service if self._id == 0 else None
+
+  def agree(
+    self, subject: str, facts: Mapping[str, Any], timeout_s: float
+  ) -> None:
+    """Waits until all processes call this, with equal facts.
+
+    Args:
+      subject: what the processes wait for, in words.
+      facts: values by name, as JSON can hold them.
+      timeout_s: the time after which an error names the missing processes.
+
+    Raises:
+      TimeoutError: when not all processes have called it.
+      ValueError: when facts differ, naming the processes and the facts.
+    """
+    number, self._agreements = self._agreements, self._agreements + 1
+    if self._id:
+      assert self._hub is not None
+      self._hub.send({"agree": number, "facts": dict(facts)})
+      with self._changed:
+        # Process 0 gives up first, and says who is missing.
+        self._changed.wait_for(lambda: number in self._answers, timeout_s + 5)
+        answer = self._answers.pop(
+          number, {"error": f"process 0 did not come to {subject}."}
+        )
+    else:
+      answer = self._compare(number, subject, dict(facts), timeout_s)
+      self._send({"agreed": number, "run": self.run_id, **answer})
+    if error := answer.get("error"):
+      # All processes end now, each by this error, and none is lost.
+      self._leaving = True
+      raise (ValueError if answer.get("wrong") else TimeoutError)(error)
+    self.run_id = answer.get("run", self.run_id)
 
   def await_verdict(self) -> None:
     """Waits until this process is ended, if another one has died."""
@@ -96,12 +157,10 @@ class Lifeline:
 
     After status 1, an unexpected error, they exit at once.
     """
-    if self._leaving:
-      return
-    self._leaving = True
-    note = {"goodbye": self._id, "status": status, "reason": reason}
-    with contextlib.suppress(Exception):
-      self._wait(self._send(note), 2.0)
+    if not self._leaving:
+      self._leaving = True
+      self._send({"goodbye": self._id, "status": status, "reason": reason})
+    shutil.rmtree(self._folder, ignore_errors=True)
 
   def stops_after(self, step: int, wanted: bool) -> bool:
     """Returns whether all processes stop after this step.
@@ -111,202 +170,171 @@ class Lifeline:
     Every process asks for each step, in order.
     """
     if wanted and self._agreement.want():
-      self._wait(self._agreement.begin(), 10.0)
+      self._agreement.begin()
     return self._agreement.stops_after(step)
-
-  def _wait(self, work: Coroutine[Any, Any, Any], limit_s: float) -> Any:
-    return asyncio.run_coroutine_threadsafe(work, self._loop).result(limit_s)
-
-  def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-    task = self._loop.create_task(work)
-    self._tasks.add(task)  # The loop holds a weak reference only.
-    task.add_done_callback(self._tasks.discard)
 
   # Methods of process 0.
 
-  async def _serve(self, timeout_s: float) -> tuple[str, str]:
-    service_port = _streams.free_port()
-    service = f"127.0.0.1:{service_port}"
-
-    async def on_connect(
-      reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-      with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-        first = await reader.readexactly(len(_HELLO))
-        if first == _HELLO:
-          await self._admit(reader, writer)
-          return
-        other = await asyncio.open_connection("127.0.0.1", service_port)
-        other[1].write(first)
-        await _streams.relay((reader, writer), other)
-
+  def _listen(self) -> socket.socket:
+    host, port = self._address
     try:
-      await asyncio.start_server(on_connect, None, self._port)
+      return channel.listen(_bound(host), port)
     except OSError as error:
-      raise ValueError(
-        f"`coordinator_address` must be a port of this machine that is free, "
-        f"but {self._host}:{self._port} cannot be listened at: "
-        f"{error.strerror}. Take another port."
-      ) from None
-    self._names[0] = _own_name(0)
-    if self._num > 1:
-      await self._await_all(timeout_s)
-    return service, service
-
-  async def _await_all(self, timeout_s: float) -> None:
-    try:
-      await asyncio.wait_for(self._complete.wait(), timeout_s)
-    except TimeoutError:
-      missing = sorted(set(range(1, self._num)) - self._names.keys())
       told = (
-        f"of {self._num} processes {', '.join(map(str, missing))} did not "
-        f"join at {self._host}:{self._port} within {timeout_s:g} s. Start "
-        "every process with the same address and its own number."
+        f"`coordinator_address` must be a port of this machine that is free, "
+        f"but {host}:{port} cannot be listened at: {error.strerror}. "
       )
-      await self._send({"error": told})
-      raise TimeoutError(told) from None
+      if error.errno == errno.EADDRINUSE:
+        raise channel.TransientError(
+          f"{told}Wait until the program there has ended, or take another port."
+        ) from None
+      raise ValueError(f"{told}Give an address of this machine.") from None
 
-  async def _admit(
-    self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-  ) -> None:
-    """Admits another process, and watches it until it ends."""
-    hello = json.loads(await reader.readline())
-    number = hello["process"]
-    wrong = None
-    if hello["of"] != self._num:
-      wrong = (
-        f"`num_processes` must be the same everywhere, got {hello['of']} in "
-        f"process {number} and {self._num} in process 0."
-      )
-    elif number in self._names:
-      wrong = (
-        f"`process_id` must be different everywhere, got {number} of "
-        f"{self._names[number]} and of {hello['name']}."
-      )
-    if wrong is not None:
-      await _streams.write(writer, {"error": wrong})
-      writer.close()
+  def _admit(self, hello: Any, connection: channel.Connection) -> None:
+    """Serves another process, or its relay, until it ends."""
+    if "relay" in hello:
+      with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as to:
+        to.connect(self._service)
+        _relay(connection.socket, to)
+      connection.close()
       return
-    _streams.probe(writer)
-    self._members[number] = writer
-    self._names[number] = hello["name"]
-    if len(self._names) == self._num:
-      await self._send({"joined": self._num})
-      self._complete.set()
-    await self._watch(number, reader)
+    number, name = int(hello["process"]), str(hello["name"])
+    with self._changed:
+      wrong = None
+      if not 0 < number < self._num:
+        wrong = (
+          f"`process_id` must be from 0 to {self._num - 1}, as process 0 was "
+          f"given {self._num} processes, got {number} of {name}."
+        )
+      elif number in self._names:
+        wrong = (
+          f"`process_id` must be different everywhere, got {number} of "
+          f"{self._names[number]} and of {name}."
+        )
+      else:
+        self._members[number], self._names[number] = connection, name
+    if wrong is not None:
+      connection.send({"agreed": 0, "error": wrong, "wrong": True})
+      return
+    self._watch(number, connection)
 
-  async def _watch(self, number: int, reader: asyncio.StreamReader) -> None:
-    try:
-      while line := await reader.readline():
-        note = json.loads(line)
-        if "stop" in note:
-          await self._agreement.take(number, note)
-        elif "goodbye" in note:
-          self._goodbyes.add(number)
-          if note["status"]:
-            self._spawn(self._lose_later(number, note))
-    except (OSError, ValueError):
-      pass
-    if number not in self._goodbyes:
-      await self._lose(number, "has died")
+  def _compare(
+    self, number: int, subject: str, facts: dict[str, Any], timeout_s: float
+  ) -> dict[str, Any]:
+    """Collects the others' facts, and returns the answer to all."""
+    others = set(range(1, self._num))
+    with self._changed:
+      said = self._said.setdefault(number, {})
+      self._changed.wait_for(
+        lambda: others <= said.keys()
+        or any(channel.differences(facts, x) for x in said.values()),
+        timeout_s,
+      )
+      del self._said[number]
+    for process, theirs in sorted(said.items()):
+      if found := channel.differences(facts, theirs):
+        return {"error": _different(process, found), "wrong": True}
+    if missing := sorted(others - said.keys()):
+      host, port = self._address
+      strangers = self._listener.refused
+      turned = f" {strangers} connections without the secret of the run were "
+      return {
+        "error": f"of {self._num} processes {', '.join(map(str, missing))} did "
+        f"not come to {subject} at {host}:{port} within {timeout_s:g} s."
+        f"{turned + 'refused.' if strangers else ''} Start every process with "
+        "the same address and its own number."
+      }
+    return {}
 
-  async def _lose_later(self, number: int, note: dict[str, Any]) -> None:
+  def _lose_later(self, number: int, note: dict[str, Any]) -> None:
     # Status 1 is an unexpected error, which the others do not share.
-    await asyncio.sleep(0.0 if note["status"] == 1 else _GRACE_S)
+    time.sleep(0.0 if note["status"] == 1 else _GRACE_S)
     reason = f": {note['reason']}" if note["reason"] else ""
-    await self._lose(number, f"has ended with status {note['status']}{reason}")
+    self._lose(number, f"has ended with status {note['status']}{reason}")
 
-  async def _lose(self, number: int, how: str) -> None:
+  def _lose(self, number: int, how: str) -> None:
     lost = f"{self._names.get(number, f'process {number}')} {how}"
-    await self._send({"lost": lost})
+    if self._id == 0:
+      self._send({"lost": lost})
     self._end(lost)
 
   # Methods of the other processes.
 
-  async def _connect(self, timeout_s: float) -> tuple[str, None]:
-    reader, writer = self._hub = await self._reach(timeout_s)
-    _streams.probe(writer)
-    writer.write(_HELLO)
-    name = _own_name(self._id)
-    await _streams.write(
-      writer, {"process": self._id, "of": self._num, "name": name}
+  def _connect(self, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    hello = {"process": self._id, "name": _own_name(self._id)}
+    self._hub = channel.call(
+      self._address, self._key, deadline, hello, "process 0"
     )
-    answer: dict[str, Any] = {}
-    with contextlib.suppress(TimeoutError, OSError, ValueError):
-      line = await asyncio.wait_for(reader.readline(), timeout_s + 5)
-      answer = json.loads(line)
-    if "joined" not in answer:
-      told = answer.get(
-        "error",
-        f"what answers at {self._host}:{self._port} is no process 0 of such a "
-        "run. Give the `host:port` of process 0.",
-      )
-      kind = ValueError if told.startswith("`") else TimeoutError
-      raise kind(told)
-    self._names[0] = f"process 0 ({self._host})"
-    self._spawn(self._listen(reader))
-    server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    self._server = server  # A server without a reference is closed.
-    return f"127.0.0.1:{port}", None
+    threading.Thread(
+      target=self._watch, args=(0, self._hub), daemon=True
+    ).start()
+    relay = socket.socket(socket.AF_UNIX)
+    relay.bind(self._service)
+    relay.listen()
+    threading.Thread(target=self._relay, args=(relay,), daemon=True).start()
 
-  async def _reach(self, timeout_s: float) -> _streams.Stream:
-    """Connects to process 0, which may have to start first."""
-    end_s = time.monotonic() + timeout_s
+  def _relay(self, listening: socket.socket) -> None:
     while True:
-      try:
-        async with asyncio.timeout(max(0.1, end_s - time.monotonic())):
-          return await asyncio.open_connection(self._host, self._port)
-      except OSError as error:  # A TimeoutError is one, too.
-        if time.monotonic() > end_s:
-          raise TimeoutError(
-            f"process 0 did not answer at {self._host}:{self._port} within "
-            f"{timeout_s:g} s ({_reason(error)}). Give the `host:port` of "
-            "process 0, and start it."
-          ) from None
-      await asyncio.sleep(0.2)
-
-  async def _relay(
-    self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-  ) -> None:
-    with contextlib.suppress(OSError):
-      other = await asyncio.open_connection(self._host, self._port)
-      # The end of the connection is not passed on to JAX, because the lifeline
-      # reports the death of process 0.
-      await _streams.relay((reader, writer), other, both_ends=False)
-
-  async def _listen(self, reader: asyncio.StreamReader) -> None:
-    ended = False
-    try:
-      while line := await reader.readline():
-        note = json.loads(line)
-        if "lost" in note:
-          self._end(note["lost"])
-        elif "stop" in note:
-          await self._agreement.take(0, note)
-        elif "goodbye" in note:
-          ended = True
-          if note["status"]:
-            self._spawn(self._lose_later(0, note))
-    except (OSError, ValueError):
-      pass
-    if not ended:
-      self._end(f"{self._names[0]} has died")
+      own, _ = listening.accept()
+      with contextlib.suppress(OSError):
+        deadline = time.monotonic() + 10.0
+        other = channel.call(
+          self._address, self._key, deadline, {"relay": self._id}, "process 0"
+        )
+        # The end of the connection is not passed on to JAX, because the
+        # lifeline reports the death of process 0.
+        threading.Thread(
+          target=_relay, args=(own, other.socket), daemon=True,
+          kwargs={"both_ends": False},
+        ).start()  # fmt: skip
 
   # Methods of all processes.
 
-  async def _send(self, note: dict[str, Any]) -> None:
-    writers = list(self._members.values())
+  def _watch(self, number: int, connection: channel.Connection) -> None:
+    """Receives notes of another process until it ends."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+      while message := connection.receive():
+        self._take(number, message.note)
+    if number not in self._goodbyes:
+      self._lose(number, "has died")
+
+  def _take(self, number: int, note: dict[str, Any]) -> None:
+    if "stop" in note:
+      self._agreement.take(number, note)
+    elif "goodbye" in note:
+      self._goodbyes.add(number)
+      if note["status"]:
+        threading.Thread(
+          target=self._lose_later, args=(number, note), daemon=True
+        ).start()
+    elif "lost" in note:
+      self._end(note["lost"])
+    else:
+      with self._changed:
+        if "agree" in note:
+          said = self._said.setdefault(int(note["agree"]), {})
+          said[number] = note["facts"]
+        else:
+          self._answers[note["agreed"]] = note
+          self._leaving |= "error" in note
+        self._changed.notify_all()
+
+  def _send(self, note: dict[str, Any]) -> None:
+    receivers = list(self._members.values())
     if self._hub is not None:
-      writers.append(self._hub[1])
-    for writer in writers:
-      with contextlib.suppress(OSError, TimeoutError):
-        await asyncio.wait_for(_streams.write(writer, note), 1.0)
+      receivers.append(self._hub)
+    for receiver in receivers:
+      with contextlib.suppress(OSError):
+        receiver.send(note)
 
   def _end(self, lost: str) -> None:
     if self._leaving:
       return
+    self._leaving = True
     command = " ".join(shlex.join(sys.orig_argv).split())
+    # Another host's name might hold escape codes of a terminal.
+    lost = "".join(x if x.isprintable() else "?" for x in lost)
     # It is written at once, so that no other line is printed inside it.
     message = (
       f"jdist: {lost}; this process ends, too, with status {EXIT_STATUS}. To "
@@ -316,6 +344,7 @@ class Lifeline:
       sys.stdout.flush()
     with contextlib.suppress(OSError):
       os.write(2, message.encode())
+    shutil.rmtree(self._folder, ignore_errors=True)
     # The main thread waits in a collective, which sys.exit cannot interrupt.
     os._exit(EXIT_STATUS)
 
@@ -324,5 +353,48 @@ def _own_name(number: int) -> str:
   return f"process {number} ({socket.gethostname()}, pid {os.getpid()})"
 
 
-def _reason(error: OSError) -> str:
-  return (error.strerror or "no answer").lower()
+def _bound(host: str) -> str:
+  """Returns the address to listen at for the address that others call."""
+  with contextlib.suppress(OSError):
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    # Some systems give their own name to the loopback interface, where other
+    # machines, for which the name means another address, could not reach it.
+    if str(found).startswith("127.") and not host.startswith(("127.", "localh")):
+      return ""
+  return host
+
+
+def _different(process: int, found: dict[str, tuple[str, str]]) -> str:
+  """Returns the error for a process with other facts than process 0."""
+  names = list(found)
+  shown = ", ".join(
+    f"{name} is {found[name][0]} in process 0 and {found[name][1]} in process "
+    f"{process}"
+    for name in names[:5]
+  )
+  more = f", and {len(names) - 5} more differ" if len(names) > 5 else ""
+  return (
+    f"all processes of a run must agree, but {shown}{more}. Start all of them "
+    "with the same options and versions."
+  )
+
+
+def _relay(
+  own: socket.socket, other: socket.socket, *, both_ends: bool = True
+) -> None:
+  """Copies bytes both ways until `own` ends, or either one with `both_ends`."""
+
+  def copy(source: socket.socket, to: socket.socket, ends: bool) -> None:
+    with contextlib.suppress(OSError):
+      while data := source.recv(_CHUNK):
+        to.sendall(data)
+    if ends:
+      for each in (own, other):
+        with contextlib.suppress(OSError):
+          each.shutdown(socket.SHUT_RDWR)
+
+  back = threading.Thread(
+    target=copy, args=(other, own, both_ends), daemon=True
+  )
+  back.start()
+  copy(own, other, True)

@@ -1,5 +1,10 @@
 """Joins the processes of one run, and ends them together."""
 
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 
 from jdist import checks
@@ -9,6 +14,8 @@ from jdist.collectives.processes import _lifeline
 # JAX must not end a run before the lifeline does.
 _HEARTBEAT_S = 24 * 3600
 _lifelines: list[_lifeline.Lifeline] = []
+# Packages of which other versions may compute other bits.
+_PACKAGES = ("jdist", "jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def start_processes(
@@ -18,15 +25,18 @@ def start_processes(
   *,
   cpu_devices_per_process: int = 1,
   timeout_s: float = 120.0,
+  options: Mapping[str, Any] | None = None,
 ) -> None:
   """Connects the processes of one run; call it before using JAX.
 
   Calls `jax.distributed.initialize`, which finds the three arguments itself
   under Slurm, Open MPI and Kubernetes.  GPUs use NCCL, CPUs gloo.
 
-  Where the three are given, processes watch each other: when one dies, the
-  others print one line with the command that resumes the run, and exit with
-  status 75 within seconds.  Where JAX finds them, JAX ends the others.
+  Where the three are given, processes prove to each other that they know the
+  run's secret (docs/runs.md), and that they have the same versions and options.
+  They watch each other: when one dies, the others print one line with the
+  command that resumes the run, and exit with status 75 within seconds.  Where
+  JAX finds them, JAX ends the others.
 
   Args:
     coordinator_address: `host:port` of process 0.
@@ -34,10 +44,15 @@ def start_processes(
     process_id: the number of this process, from 0.
     cpu_devices_per_process: virtual devices of each process without GPUs.
     timeout_s: the time after which an error names the missing processes.
+    options: values by name that must be the same in all processes, as JSON can
+      hold them.
 
   Raises:
+    PermissionError: when another run, or another program, has the address.
     TimeoutError: when process 0 does not answer, or others do not join.
-    ValueError: when the processes disagree about their numbers.
+    TransientError: an OSError, when the port of process 0 is taken.
+    ValueError: when the processes disagree about their numbers, versions or
+      options.
   """
   _mesh.make_cpu_devices(cpu_devices_per_process)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -49,8 +64,9 @@ def start_processes(
     return
   checks.check_int("num_processes", num_processes, 1)
   checks.check_int("process_id", process_id, 0, num_processes - 1)
+  timeout_s = checks.check_number("timeout_s", timeout_s, open_low=True)
   joined = _lifeline.Lifeline(coordinator_address, num_processes, process_id)
-  address, bind = joined.join(checks.check_number("timeout_s", timeout_s))
+  address, bind = joined.join(timeout_s, {**_versions(), **(options or {})})
   jax.distributed.initialize(
     address, num_processes, process_id, coordinator_bind_address=bind,
     # The lifeline reports dead processes.  One that was only suspended for some
@@ -67,3 +83,35 @@ def lifeline() -> _lifeline.Lifeline | None:
   do not watch each other.
   """
   return _lifelines[-1] if _lifelines else None
+
+
+def agree(
+  subject: str, facts: Mapping[str, Any], timeout_s: float = 900.0
+) -> None:
+  """Waits until all processes of the run call this, with equal facts.
+
+  Called right before the first collective, it lets processes start and compile
+  for different times, for which gloo would wait 30 s.  A process alone returns
+  at once, and so do processes that JAX has found itself.
+
+  Args:
+    subject: what the processes wait for, in words.
+    facts: values by name, as JSON can hold them; for instance a seed.
+    timeout_s: the time after which an error names the missing processes.
+
+  Raises:
+    TimeoutError: when not all processes have called it.
+    ValueError: when facts differ; it names the processes and the facts.
+  """
+  if found := lifeline():
+    found.agree(subject, facts, timeout_s)
+
+
+def _versions() -> dict[str, str]:
+  found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+  for package in _PACKAGES:
+    try:
+      found[package] = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+      found[package] = "a copy"
+  return found

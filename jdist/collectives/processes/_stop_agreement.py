@@ -1,7 +1,7 @@
 """Agreement on the step after which all processes of a run stop."""
 
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 Note = dict[str, Any]
@@ -18,18 +18,20 @@ class StopAgreement:
       each      {"stop": "told", "step": s}   the last step that it has begun
       process 0 {"stop": "agreed", "step": n} one later than the highest
 
-  The main thread begins steps, and another thread handles notes.
+  The main thread begins steps, and other threads handle notes.
   """
 
   def __init__(
     self,
     num_processes: int,
     process_id: int,
-    send: Callable[[Note], Awaitable[None]],
+    send: Callable[[Note], None],
   ):
     """Prepares a process's part; `send` passes a note on by process 0."""
     self._num, self._id, self._send = num_processes, process_id, send
     self._lock = threading.Lock()
+    # Process 0 handles the notes of each other process in a thread.
+    self._turn = threading.RLock()
     self._step, self._stop_step, self._wanted = 0, 0, False
     # Cleared while the stop step is being negotiated.
     self._known = threading.Event()
@@ -47,12 +49,12 @@ class StopAgreement:
       self._known.clear()
     return True
 
-  async def begin(self) -> None:
+  def begin(self) -> None:
     """Begins the agreement."""
     if self._id == 0:
-      await self._ask()
+      self._ask()
     else:
-      await self._send({"stop": "wanted"})
+      self._send({"stop": "wanted"})
 
   def stops_after(self, step: int) -> bool:
     """Returns whether all stop after this step, once that is known.
@@ -73,30 +75,33 @@ class StopAgreement:
           "to stop."
         )
 
-  async def take(self, number: int, note: Note) -> None:
-    """Handles a note of another process."""
-    if note["stop"] == "wanted":
-      await self._ask()
-    elif note["stop"] == "asked":
-      await self._send({"stop": "told", "step": self._last_step()})
+  def take(self, number: int, note: Note) -> None:
+    """Handles a note of another process; one out of its part has no effect."""
+    if self._id:
+      if note["stop"] == "asked":
+        self._send({"stop": "told", "step": self._last_step()})
+      elif note["stop"] == "agreed":
+        self._stop_at(int(note["step"]))
+    elif note["stop"] == "wanted":
+      self._ask()
     elif note["stop"] == "told":
-      self._steps[number] = note["step"]
-      await self._settle()
-    else:
-      self._stop_at(note["step"])
+      with self._turn:
+        self._steps[number] = int(note["step"])
+        self._settle()
 
-  async def _ask(self) -> None:
+  def _ask(self) -> None:
     """Asks all processes for their steps, once; called in process 0."""
-    if self._steps:
-      return
-    self._steps[0] = self._last_step()
-    await self._send({"stop": "asked"})
-    await self._settle()
+    with self._turn:
+      if self._steps:
+        return
+      self._steps[0] = self._last_step()
+      self._send({"stop": "asked"})
+      self._settle()
 
-  async def _settle(self) -> None:
+  def _settle(self) -> None:
     if len(self._steps) == self._num:
       step = max(self._steps.values()) + 1
-      await self._send({"stop": "agreed", "step": step})
+      self._send({"stop": "agreed", "step": step})
       self._stop_at(step)
 
   def _last_step(self) -> int:

@@ -5,7 +5,6 @@ import enum
 import math
 import queue
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -13,12 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdist import checks
-from jdist.pipeline.processes import _handshake
+from jdist import channel, checks
 
-# Magic, the tag's four numbers, the number of bytes that follow.
-_HEADER = struct.Struct("<4sBiiqQ")
-_MAGIC = b"jdm1"
+# No message of a pipeline is larger than a device's memory.
+_MAX_BODY = 1 << 40
 
 
 class Kind(enum.IntEnum):
@@ -65,8 +62,7 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
   For each other process a thread sends queued messages in order, so that a send
   returns at once, and another thread receives.
 
-  Both sides prove that they know the token, which is never sent.  Messages are
-  not encrypted.
+  Both sides prove that they know the token, as `jdist.channel` explains.
 
   Attributes:
     device: The number of this process.
@@ -76,7 +72,7 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
   def __init__(
     self,
     device: int,
-    sockets: dict[int, socket.socket],
+    connections: dict[int, channel.Connection],
     *,
     timeout_s: float = 300.0,
   ):
@@ -84,19 +80,19 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
 
     Args:
       device: The number of this process.
-      sockets: A connected socket for each other process.
+      connections: The connection to each other process.
       timeout_s: The longest time to wait for a message.
     """
     checks.check_number("timeout_s", timeout_s, open_low=True)
-    self.device, self.num_devices = device, len(sockets) + 1
-    self._sockets, self._timeout_s = sockets, timeout_s
+    self.device, self.num_devices = device, len(connections) + 1
+    self._connections, self._timeout_s = connections, timeout_s
     # Received messages that have not been asked for yet.  Several may have one
     # tag if the sender is a call ahead; they keep the order of sending.
     self._messages: dict[tuple[int, Tag], list[memoryview]] = {}
     self._changed = threading.Condition()
     self._gone: dict[int, str] = {}
     self._queues: dict[int, queue.SimpleQueue[Any]] = {
-      other: queue.SimpleQueue() for other in sockets
+      other: queue.SimpleQueue() for other in connections
     }
     # Sending and receiving must not block each other: two processes that both
     # send a message larger than the socket's buffer would wait forever.
@@ -105,7 +101,7 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
         threading.Thread(
           target=work, args=(x,), daemon=True, name=f"{work.__name__}{x}"
         )
-        for x in sockets
+        for x in connections
       ]
       for work in (self._send_all, self._receive_all)
     )
@@ -118,7 +114,7 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
   @property
   def others(self) -> list[int]:
     """The numbers of the other processes."""
-    return sorted(self._sockets)
+    return sorted(self._connections)
 
   def send(self, to: int, tag: Tag, arrays: Iterable[Any]) -> None:
     """Queues arrays to be sent; they must not be changed afterwards."""
@@ -185,9 +181,7 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
     # Senders end when their queues are empty; a receiver ends with its socket.
     for thread in self._senders:
       thread.join(timeout=self._timeout_s)
-    for connection in self._sockets.values():
-      with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+    for connection in self._connections.values():
       connection.close()
     for thread in self._receivers:
       thread.join(timeout=5.0)
@@ -205,7 +199,6 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
       self._changed.notify_all()
 
   def _send_all(self, other: int) -> None:
-    connection = self._sockets[other]
     while True:
       job = self._queues[other].get()
       if job is None:
@@ -215,33 +208,19 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
         # NumPy waits here until the arrays are computed.  In the caller this
         # would keep it from dispatching the next action.
         parts = [_bytes(x) for x in arrays]
-        size = sum(len(part) for part in parts)
-        # The parts are written separately, as joining them would copy them.
-        connection.sendall(_HEADER.pack(_MAGIC, *tag, size))
-        for part in parts:
-          connection.sendall(part)
+        self._connections[other].send(tag, parts)
       except Exception as error:
         self._lose(other, f"sending failed ({error})")
         return
 
   def _receive_all(self, other: int) -> None:
-    connection, reason = self._sockets[other], "it has closed the connection"
+    reason = "it has closed the connection"
     try:
-      while True:
-        header = _handshake.read_whole(connection, _HEADER.size)
-        if header is None:
-          break
-        magic, kind, *numbers, size = _HEADER.unpack(header)
-        if magic != _MAGIC:
-          reason = "it sends something that is not a message"
-          break
-        body = _handshake.read_whole(connection, size)
-        if body is None:
-          reason = "it has closed the connection within a message"
-          break
+      while message := self._connections[other].receive():
+        kind, *numbers = message.note
         with self._changed:
           tag = Tag(Kind(kind), *numbers)
-          self._messages.setdefault((other, tag), []).append(body)
+          self._messages.setdefault((other, tag), []).append(message.body)
           self._changed.notify_all()
     except Exception as error:
       reason = f"receiving failed ({error})"
@@ -254,7 +233,7 @@ ALONE = Peers(0, {})
 
 def connect(
   device: int,
-  addresses: Sequence[_handshake.Address],
+  addresses: Sequence[tuple[str, int]],
   token: str | bytes,
   *,
   listener: socket.socket | None = None,
@@ -291,36 +270,50 @@ def connect(
       "it to every process."
     )
   deadline = time.monotonic() + connect_s
-  found: dict[int, socket.socket] = {}
-  with contextlib.ExitStack() as stack:
-    if listener is None:
-      listener = _handshake.listen(*addresses[device])
-    stack.enter_context(listener)
-    opened = stack.enter_context(contextlib.ExitStack())
-    # Each process calls those below it and then answers those above.  Process
-    # 0 answers at once, so the calls of all others complete in order, and no
-    # two processes wait for each other.
+  if listener is None:
+    listener = channel.listen(*addresses[device])
+  identity = channel.Identity("", secret)
+  # Each key names the called device, which shows where addresses are swapped.
+  keys = [identity.key(f"pipeline {x}") for x in range(len(addresses))]
+  found: dict[int, channel.Connection] = {}
+  changed = threading.Condition()
+
+  def admit(first: Any, connection: channel.Connection) -> None:
+    with changed:
+      if first in range(device + 1, len(addresses)) and first not in found:
+        found[first] = connection
+        changed.notify()
+        return
+    connection.close()
+
+  listening = channel.Listener(
+    listener, keys[device], admit, max_body=_MAX_BODY
+  )
+  try:
+    # The process with the larger number of two calls the other.
     for other in range(device):
-      found[other] = _handshake.call(device, other, addresses, secret, deadline)
-      opened.enter_context(found[other])
-    while len(found) < len(addresses) - 1:
-      called = _handshake.answer(
-        listener, device, len(addresses), secret, deadline
-      )
-      if called is None:
-        missing = sorted(set(range(len(addresses))) - {device} - set(found))
+      called = channel.call(
+        addresses[other], keys[other], deadline, device, f"Device {other}",
+        max_body=_MAX_BODY,
+      )  # fmt: skip
+      with changed:
+        found[other] = called
+    with changed:
+      others = set(range(len(addresses))) - {device}
+      left = deadline - time.monotonic()
+      if not changed.wait_for(lambda: others == found.keys(), left):
         raise TimeoutError(
-          f"Devices {missing} have not connected to device {device} within "
-          f"{connect_s:g} s. Look whether their processes run, and whether "
-          f"they reach {addresses[device][0]}:{addresses[device][1]}."
+          f"Devices {sorted(others - found.keys())} have not connected to "
+          f"device {device} within {connect_s:g} s. Look whether their "
+          "processes run, and whether they reach "
+          f"{addresses[device][0]}:{addresses[device][1]}."
         )
-      number, connection = called
-      found[number] = opened.enter_context(connection)
-    # An error above closes the connections so far; complete ones stay open.
-    opened.pop_all()
-  for connection in found.values():
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  except BaseException:
+    for connection in found.values():
+      connection.close()
+    raise
+  finally:
+    listening.close()
   return Peers(device, found, timeout_s=timeout_s)
 
 

@@ -48,6 +48,7 @@ class CompiledStep:
       # The workers must decide alike, since all of them write a checkpoint.
       return collectives.sum(bad.astype(jnp.float32), workers.axis) == 0
 
+    self._fingerprints = workers.jit(collectives.fingerprint)
     self._all_finite = workers.jit(all_finite)
 
   def _packed(
@@ -137,6 +138,21 @@ class CompiledStep:
   def is_finite(self, state: _train_state.TrainState) -> bool:
     """Returns whether training can continue from a state."""
     return bool(self.workers.view(self._all_finite(state)))
+
+  def fingerprints(self, state: _train_state.TrainState) -> dict[str, str]:
+    """Returns a hash of each leaf that must be equal on all workers, by name.
+
+    A worker of several processes computes it by collectives of its own.
+    """
+    shared = checks.named_leaves(_train_state.shared_leaves(state))
+    leaves = checks.named_leaves(state)
+    chosen = {name: leaves[name] for name, once in shared.items() if once}
+    (row, *_) = _local_rows(self._fingerprints(chosen))
+    # A dict's leaves are sorted by their names.
+    return {
+      f"`{name}`": np.asarray(x).tobytes().hex()
+      for name, x in zip(sorted(chosen), row, strict=True)
+    }
 
   def check_communicates(
     self, state: _train_state.TrainState, traffic: list[collectives.Traffic]
@@ -242,6 +258,9 @@ class TrainingRun:
     # Training time is counted from here on. None leaves out the first step of
     # a call, which compiles.
     self._since_s: float | None = None
+    # Processes that JAX has found itself have no connections to agree by.
+    self._agreed = collectives.lifeline() is None
+    self._timeout_s = timeout_s
 
   def place(self, batch: PyTree) -> PyTree:
     """Puts a batch onto the devices; the first one prepares the programs."""
@@ -269,8 +288,9 @@ class TrainingRun:
       at_once = self._choices.at_once
     for choice in needed:
       # A single program compiles in its first call, of which the time does not
-      # count, if it is the run's first step.
-      now = len(needed) > 1 or not first
+      # count, if it is the run's first step.  Several processes may compile for
+      # different times, and must have done so when they agree to begin.
+      now = len(needed) > 1 or not first or not self._agreed
       self._compile(choice.control, placed, shape, now=now)
     if not self._independent:
       self._step.check_communicates(self.state, [*self._traffic.values()])
@@ -307,7 +327,13 @@ class TrainingRun:
     self._programs[shape, control] = program
 
   def dispatch(self, placed: PyTree) -> None:
-    """Starts a step on a batch."""
+    """Starts a step on a batch; the first one once all processes are there."""
+    if not self._agreed:
+      self._agreed = True
+      self.watchdog.beat("waiting for the other processes", patience=4.0)
+      collectives.agree("the first step", {}, self._timeout_s)
+      first = self._step.fingerprints(self.state)
+      collectives.agree("the first state", first, self._timeout_s)
     if not self._flying and self.step > self.start:
       # The time of an evaluation or a checkpoint is not training time.
       self._since_s = time.perf_counter()

@@ -2,14 +2,14 @@
 
 import concurrent.futures
 
-from jdist import pipeline
+from jdist import channel, pipeline
 
 TOKEN = "a secret"
 
 
 def in_threads(number, work, **options):
   """Returns `work(peers)` of each device."""
-  listeners = [pipeline.listen() for _ in range(number)]
+  listeners = [channel.listen() for _ in range(number)]
   addresses = [x.getsockname()[:2] for x in listeners]
 
   def run(device):

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jdist import pipeline
+from jdist import channel, pipeline
 from jdist.pipeline.processes import _peers
 from tests.pipeline.processes._threads import in_threads, TOKEN
 
@@ -82,19 +82,19 @@ def _connect(device, addresses, token, listener, connect_s=10.0):
 
 
 def test_wrong_token_raises():
-  listener = pipeline.listen()
+  listener = channel.listen()
   addresses = [listener.getsockname()[:2], ("127.0.0.1", 1)]
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     called = pool.submit(_connect, 0, addresses, "right", listener, 2.0)
-    with pytest.raises(PermissionError, match=r"Device 0 at .* another token"):
-      _connect(1, addresses, "wrong", pipeline.listen())
+    with pytest.raises(PermissionError, match=r"Device 0 at .* another secret"):
+      _connect(1, addresses, "wrong", channel.listen())
     # The called process keeps waiting for one that knows the token.
     with pytest.raises(TimeoutError, match=r"Devices \[1\] have not connected"):
       called.result()
 
 
 def test_stranger_does_not_disturb_the_connection():
-  listeners = [pipeline.listen() for _ in range(2)]
+  listeners = [channel.listen() for _ in range(2)]
   addresses = [x.getsockname()[:2] for x in listeners]
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     first = pool.submit(_connect, 0, addresses, TOKEN, listeners[0])
@@ -108,6 +108,36 @@ def test_stranger_does_not_disturb_the_connection():
     ):
       peers.send(1, _TAG, [np.float32(3)])
       assert other.receive(0, _TAG, [np.float32(0)])[0] == 3
+
+
+@pytest.mark.parametrize("words", [b"jdc1", b""])
+def test_slow_strangers_do_not_delay_the_connection(words):
+  """A byte now and then, or none, must not hold the loop that accepts."""
+  listeners = [channel.listen() for _ in range(2)]
+  addresses = [x.getsockname()[:2] for x in listeners]
+  begin = time.monotonic()
+  with contextlib.ExitStack() as stack:
+    for _ in range(100):
+      slow = stack.enter_context(socket.create_connection(addresses[0]))
+      slow.sendall(words)
+    pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(2))
+    futures = [
+      pool.submit(_connect, i, addresses, TOKEN, listeners[i]) for i in range(2)
+    ]
+    for future in futures:
+      stack.enter_context(future.result())
+  assert time.monotonic() - begin < 5
+
+
+def test_swapped_addresses_raise():
+  listeners = [channel.listen() for _ in range(3)]
+  addresses = [x.getsockname()[:2] for x in listeners]
+  swapped = [addresses[1], addresses[0], addresses[2]]
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    pool.submit(_connect, 0, addresses, TOKEN, listeners[0], 2.0)
+    pool.submit(_connect, 1, addresses, TOKEN, listeners[1], 2.0)
+    with pytest.raises(PermissionError, match="Device 0 at .* another secret"):
+      _connect(2, swapped, TOKEN, listeners[2], 2.0)
 
 
 def test_receive_raises_at_once_if_the_sender_has_ended():

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from jdist import pipeline
+from jdist import channel, pipeline
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
@@ -61,7 +61,7 @@ def _resume(peers, folder):
 def test_killed_process_ends_the_other_and_both_resume(tmp_path):
   context = multiprocessing.get_context("spawn")
   answers, trained = context.Queue(), context.Event()
-  listeners = [pipeline.listen() for _ in range(2)]
+  listeners = [channel.listen() for _ in range(2)]
   addresses = [x.getsockname()[:2] for x in listeners]
   workers = [
     context.Process(

@@ -1,0 +1,292 @@
+"""Connections of framed messages whose two ends prove that they share a key.
+
+    caller                                   called
+    magic, nonce a                    ----->
+                                      <----- nonce b, proof by the called
+    proof by the caller, first frame  ----->
+
+A proof is an HMAC of both nonces under the key, so the key is never sent and a
+recorded proof fits no other connection. The called process proves itself first,
+and a caller shows nothing to a stranger that listens at the address. Frames
+carry JSON and raw bytes, both bounded; nothing received is run or unpickled.
+Frames are neither encrypted nor signed.
+"""
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+_MAGIC = b"jdc1"
+_NONCE = 32
+# Magic, bytes of the note, bytes of the body.
+_FRAME = struct.Struct("<4sIQ")
+# A note of 10,000 leaves with their fingerprints takes about 1 MB.
+_MAX_NOTE = 1 << 24
+# The time in which a connection must prove the key, whatever it sends.
+_PATIENCE_S = 10.0
+# Connections that have not proved the key yet. A further one takes the place of
+# the oldest, so that a flood of silent ones keeps nobody out for long.
+_PENDING = 64
+# If a host loses power, the kernel of the other end sends probes after 3 s, 2 s
+# apart, and gives up after the third. The kernel of a process that is slow or
+# stopped still answers them.
+_PROBES = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+
+
+class Message(NamedTuple):
+  """A received frame.
+
+  Attributes:
+    note: A value of JSON.
+    body: Bytes that belong to it.
+  """
+
+  note: Any
+  body: memoryview
+
+
+class Connection:
+  """An authenticated connection; one thread may send while another receives.
+
+  Attributes:
+    socket: The connected socket, for bytes without frames.
+  """
+
+  def __init__(self, connected: socket.socket, max_body: int = 0):
+    """Takes a socket whose other end has proved the key.
+
+    Args:
+      connected: The socket.
+      max_body: The largest body that is received, in bytes.
+    """
+    self.socket, self._max_body = connected, max_body
+    self._lock = threading.Lock()
+    connected.settimeout(None)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES.items():
+      if hasattr(socket, name):
+        option = getattr(socket, name)
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
+
+  def send(self, note: Any, parts: Iterable[Any] = ()) -> None:
+    """Sends a value of JSON and bytes; raises an OSError without a receiver."""
+    words = json.dumps(note).encode()
+    parts = list(parts)
+    head = _FRAME.pack(_MAGIC, len(words), sum(len(x) for x in parts))
+    with self._lock:
+      self.socket.sendall(head + words)
+      # The parts are written separately, as joining them would copy them.
+      for part in parts:
+        self.socket.sendall(part)
+
+  def receive(self, deadline: float | None = None) -> Message | None:
+    """Waits for a message; returns None after the other end has closed.
+
+    Raises:
+      OSError: If the connection is lost.
+      TimeoutError: After the deadline, by `time.monotonic`.
+      ValueError: If the bytes are no message, or too many.
+    """
+    head = _read(self.socket, _FRAME.size, deadline)
+    if not head:
+      return None
+    magic, words, size = _FRAME.unpack(head)
+    if magic != _MAGIC or words > _MAX_NOTE or size > self._max_body:
+      raise ValueError("it has sent something that is not a message")
+    text, body = (_read(self.socket, x, deadline) for x in (words, size))
+    if len(text) < words or len(body) < size:
+      raise ConnectionError("it has closed the connection within a message")
+    return Message(json.loads(bytes(text)), body)
+
+  def close(self) -> None:
+    """Closes the connection, and wakes a thread that receives."""
+    with contextlib.suppress(OSError):
+      self.socket.shutdown(socket.SHUT_RDWR)
+    self.socket.close()
+
+
+def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+  """Opens the socket on which a process waits for others.
+
+  Args:
+    host: The name or address of this machine, as the others see it.
+    port: The port; 0 chooses a free one, which `socket.getsockname()` returns.
+  """
+  family = socket.AF_INET6 if ":" in host else socket.AF_INET
+  return socket.create_server((host, port), family=family, backlog=128)
+
+
+class Listener:
+  """Admits connections that prove a key; strangers never block the others.
+
+  Attributes:
+    refused: The number of connections without the key.
+  """
+
+  def __init__(
+    self,
+    listening: socket.socket,
+    key: bytes,
+    admit: Callable[[Any, Connection], None],
+    *,
+    max_body: int = 0,
+  ):
+    """Starts to accept connections.
+
+    Args:
+      listening: A listening socket, which `close` closes.
+      key: The key, from `Identity.key`.
+      admit: Called with the first note and the connection, in a thread of the
+        connection's own, which it may keep.
+      max_body: The largest body that is received, in bytes.
+    """
+    self.refused = 0
+    self._socket, self._key, self._admit = listening, key, admit
+    self._max_body, self._closed = max_body, False
+    self._pending: dict[socket.socket, None] = {}
+    self._lock = threading.Lock()
+    threading.Thread(
+      target=self._accept, name="jdist-listener", daemon=True
+    ).start()
+
+  def close(self) -> None:
+    """Accepts no further connection; those that are admitted stay."""
+    self._closed = True
+    with contextlib.suppress(OSError):
+      self._socket.shutdown(socket.SHUT_RDWR)
+    self._socket.close()
+
+  def _accept(self) -> None:
+    while not self._closed:
+      try:
+        connected, _ = self._socket.accept()
+      except OSError:  # Closed, or too many open files for a moment.
+        time.sleep(0.05)
+        continue
+      with self._lock:
+        if len(self._pending) >= _PENDING:
+          oldest = next(iter(self._pending))
+          with contextlib.suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)
+          del self._pending[oldest]
+        self._pending[connected] = None
+      threading.Thread(
+        target=self._answer, args=(connected,), daemon=True
+      ).start()
+
+  def _answer(self, connected: socket.socket) -> None:
+    connection = first = None
+    try:
+      deadline = time.monotonic() + _PATIENCE_S
+      theirs = bytes(_read(connected, len(_MAGIC) + _NONCE, deadline))
+      if theirs.startswith(_MAGIC):
+        ours = secrets.token_bytes(_NONCE)
+        nonces = theirs[len(_MAGIC) :] + ours
+        connected.sendall(ours + _proof(self._key, b"called", nonces))
+        wanted = _proof(self._key, b"caller", nonces)
+        found = _read(connected, len(wanted), deadline)
+        if hmac.compare_digest(found, wanted):
+          connection = Connection(connected, self._max_body)
+          first = connection.receive(deadline)
+    except (OSError, ValueError):
+      pass
+    with self._lock:
+      self._pending.pop(connected, None)
+      self.refused += connection is None
+    if connection is None or first is None:
+      connected.close()
+      return
+    connected.settimeout(None)
+    self._admit(first.note, connection)
+
+
+def call(
+  address: tuple[str, int],
+  key: bytes,
+  deadline: float,
+  first: Any,
+  who: str,
+  *,
+  max_body: int = 0,
+) -> Connection:
+  """Connects to a process that may not listen yet.
+
+  Args:
+    address: Its host and port.
+    key: The key that it must prove.
+    deadline: When to give up, by `time.monotonic`.
+    first: The first note to send.
+    who: The name of the process in messages.
+    max_body: The largest body that is received, in bytes.
+
+  Raises:
+    PermissionError: If something else answers, or one with another key.
+    TimeoutError: If nothing answers.
+  """
+  where = f"{address[0]}:{address[1]}"
+  begin = time.monotonic()
+  while True:
+    try:
+      left = max(deadline - time.monotonic(), 0.1)
+      connected = socket.create_connection(address, left)
+      try:
+        ours = secrets.token_bytes(_NONCE)
+        connected.sendall(_MAGIC + ours)
+        answer = bytes(_read(connected, 2 * _NONCE, deadline))
+        if len(answer) < 2 * _NONCE:
+          raise ConnectionError("the connection was closed")
+        nonces = ours + answer[:_NONCE]
+        wanted = _proof(key, b"called", nonces)
+        if not hmac.compare_digest(answer[_NONCE:], wanted):
+          raise PermissionError(
+            f"{who} at {where} is of another run or has another secret, or "
+            "another program answers there. Give all processes of a run the "
+            "same secret and run id, and take a free port."
+          )
+        connected.sendall(_proof(key, b"caller", nonces))
+        connection = Connection(connected, max_body)
+        connection.send(first)
+        return connection
+      except BaseException:
+        connected.close()
+        raise
+    except PermissionError:
+      raise
+    except OSError as error:
+      if time.monotonic() > deadline:
+        reason = (error.strerror or str(error) or "no answer").lower()
+        raise TimeoutError(
+          f"{who} did not answer at {where} within {deadline - begin:.3g} s "
+          f"({reason}). Look whether its process runs and has this address."
+        ) from None
+    time.sleep(0.1)
+
+
+def _read(
+  connected: socket.socket, size: int, deadline: float | None
+) -> memoryview:
+  """Reads `size` bytes; returns fewer if the other end closes before."""
+  buffer = memoryview(bytearray(size))
+  have = 0
+  while have < size:
+    if deadline is not None:
+      # One deadline for all of them: each byte would get a new one otherwise.
+      connected.settimeout(max(deadline - time.monotonic(), 0.001))
+    count = connected.recv_into(buffer[have:])
+    if not count:
+      break
+    have += count
+  return buffer[:have]
+
+
+def _proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
+  # With the side in it, a proof cannot be reflected to its author.
+  return hmac.digest(key, side + nonces, "sha256")
