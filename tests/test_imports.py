@@ -16,15 +16,23 @@ _MAY_USE = {
   "checks": set(),
   "states": set(),
   "storage": set(),
+  "channel": set(),
   "codecs": set(),
   "cluster": set(),
   "models": set(),
   "data": {"storage"},
-  "collectives": set(),
+  "collectives": {"channel"},
   "reducers": {"codecs", "collectives"},
   "transforms": {"collectives", "reducers"},
   "methods": {"codecs", "collectives", "reducers", "transforms"},
-  "training": {"storage", "cluster", "collectives", "reducers", "transforms"},
+  "training": {
+    "channel",
+    "storage",
+    "cluster",
+    "collectives",
+    "reducers",
+    "transforms",
+  },
   # Above training, which does not use it.
   "training/comparison": {
     "cluster",
@@ -36,6 +44,7 @@ _MAY_USE = {
   "profiling": {"cluster", "collectives", "training"},
   "prediction": {"collectives", "models", "storage", "training"},
   "pipeline": {
+    "channel",
     "cluster",
     "codecs",
     "collectives",
@@ -203,6 +212,7 @@ def test_importing_jdist_costs_little_more_than_its_dependencies():
       for path, room in _rooms()
       if room
       in (
+        "channel",
         "checks",
         "codecs",
         "collectives",

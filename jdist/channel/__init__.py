@@ -4,10 +4,13 @@ from jdist.channel._connection import call as call
 from jdist.channel._connection import Connection as Connection
 from jdist.channel._connection import listen as listen
 from jdist.channel._connection import Listener as Listener
+from jdist.channel._identity import adopt as adopt
 from jdist.channel._identity import differences as differences
-from jdist.channel._identity import identity as identity
+from jdist.channel._identity import draw as draw
 from jdist.channel._identity import Identity as Identity
+from jdist.channel._identity import identity as identity
 from jdist.channel._identity import private_directory as private_directory
+from jdist.channel._identity import RUN_DIRECTORY as RUN_DIRECTORY
 from jdist.channel._identity import RUN_ID as RUN_ID
+from jdist.channel._identity import run_id as run_id
 from jdist.channel._identity import SECRET as SECRET
-from jdist.channel._identity import TransientError as TransientError

@@ -5,24 +5,19 @@ environment. Processes that are started by hand on one machine, or on several
 that share home directories, find a secret in a file of the user's own.
 """
 
+import contextlib
 import functools
 import hmac
 import json
 import os
 import pathlib
 import secrets
-import stat
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 RUN_ID, SECRET = "JDIST_RUN_ID", "JDIST_SECRET"
-
-
-class TransientError(OSError):
-  """An error that may heal by itself, so that the same command may succeed.
-
-  A taken port and a full disk raise it, and wrong options never do.
-  """
+# A directory of the launcher's for sockets, which it removes in the end.
+RUN_DIRECTORY = "JDIST_RUN_DIRECTORY"
 
 
 class Identity(NamedTuple):
@@ -44,6 +39,26 @@ class Identity(NamedTuple):
     return hmac.digest(self.secret, words.encode(), "sha256")
 
 
+def draw() -> Identity:
+  """Returns the identity of a new run."""
+  return Identity(secrets.token_hex(6), secrets.token_hex(32).encode())
+
+
+def run_id() -> str:
+  """Returns the id of this process's run, which is drawn unless it is given."""
+  if not _run_ids:
+    adopt(os.environ.get(RUN_ID) or draw().run_id)
+  return _run_ids[-1]
+
+
+def adopt(other: str) -> None:
+  """Takes over the id of the run that this process has joined."""
+  _run_ids.append(other)
+
+
+_run_ids: list[str] = []
+
+
 @functools.cache
 def identity() -> Identity:
   """Returns the identity that the environment gives to this process.
@@ -56,17 +71,15 @@ def identity() -> Identity:
 
 
 def private_directory(path: pathlib.Path) -> pathlib.Path:
-  """Makes a directory that nobody else may enter, and returns it.
+  """Makes a directory that no other user may enter, and returns it.
 
   Raises:
-    PermissionError: If it belongs to somebody else.
+    OSError: If it cannot be made, or belongs to another user.
   """
   path.mkdir(parents=True, exist_ok=True, mode=0o700)
-  found = path.stat()
-  if found.st_uid != os.getuid():
+  path.chmod(0o700)  # Only its owner may, which root is everywhere.
+  if path.stat().st_uid != os.getuid():
     raise PermissionError(f"{path} belongs to another user.")
-  if stat.S_IMODE(found.st_mode) & 0o077:
-    path.chmod(0o700)
   return path
 
 
@@ -78,12 +91,10 @@ def _kept_secret() -> bytes:
       own = private_directory(path.parent) / f"secret-{secrets.token_hex(8)}"
       own.touch(0o600)
       own.write_text(secrets.token_hex(32))
-      try:
-        # Unlike a rename, a link does not replace what another process has
-        # drawn at the same time.
+      # Unlike a rename, a link does not replace what another process has drawn
+      # at the same time.
+      with contextlib.suppress(FileExistsError):
         path.hardlink_to(own)
-      except FileExistsError:
-        pass
       own.unlink()
     return path.read_bytes()
   except OSError as error:
@@ -98,8 +109,12 @@ def differences(
 ) -> dict[str, tuple[str, str]]:
   """Returns the values of both by name where they differ, in JSON's words."""
   # JSON has no tuples, and unlike Python's its NaN is equal to itself.
-  pairs = {
-    name: tuple(json.dumps(x.get(name), sort_keys=True) for x in (facts, others))
-    for name in sorted(facts.keys() | others.keys())
+  here, there = (
+    {name: json.dumps(x, sort_keys=True) for name, x in each.items()}
+    for each in (facts, others)
+  )
+  return {
+    name: (here.get(name, "missing"), there.get(name, "missing"))
+    for name in sorted(here.keys() | there.keys())
+    if here.get(name) != there.get(name)
   }
-  return {name: (a, b) for name, (a, b) in pairs.items() if a != b}

@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """Runs a command, by default that of `sys.argv`.
 
   Returns the exit status: 0, 2 for options that cannot be used, 3 for a run
-  that has diverged, 143 for one that SIGTERM has ended, or 75 for one that has
-  lost another of its processes; then one line on stderr says which, why, and
-  how to continue.
+  that has diverged, 143 for one that SIGTERM has ended, or 75 where the same
+  command may succeed later, for instance after a process was lost or the disk
+  was full; then one line on stderr says which, why, and how to continue.
   """
   words = list(sys.argv[1:] if arguments is None else arguments)
   try:
@@ -114,16 +114,15 @@ def _status(words: list[str]) -> tuple[int, str]:
     file, _, function = path.rpartition(".")
     module = importlib.import_module(f"jdist.cli.{file}")
     return getattr(module, function)(options) or 0, ""
-  except (TimeoutError, _run_end.LostError) as error:
-    # Another process may only have been late, so that a restart helps.
-    return 75, f"error: {error}"
-  except (ValueError, ImportError, OSError) as error:
-    if not _is_ours(error):
+  except (ValueError, ImportError, OSError, _run_end.LostError) as error:
+    again = _run_end.passes(error)
+    if not again and not _is_ours(error):
       raise  # It is a bug and no bad option: its traceback is needed.
     # A message becomes one line; a picture keeps its layout.
     text = " ".join(str(getattr(error, "problem", error)).split())
     picture = getattr(error, "picture", "")
-    return 2, f"error: {text}" + (f"\n{picture}" if picture else "")
+    status = _run_end.AGAIN if again else 2
+    return status, f"error: {text}" + (f"\n{picture}" if picture else "")
   except _run_end.DivergedError as error:
     return _run_end.DIVERGED, f"diverged: {error}"
   except _run_end.TerminatedError as error:

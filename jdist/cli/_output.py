@@ -23,6 +23,7 @@ def output_directory(output: str | None, label: str) -> pathlib.Path:
 
 def make_directory(option: str, path: str | pathlib.Path) -> None:
   """Makes a directory that an option names, and checks that it is writable."""
+  cause = None
   try:
     pathlib.Path(path).mkdir(parents=True, exist_ok=True)
     # A directory can exist and be read-only: training would fail at its end.
@@ -30,10 +31,10 @@ def make_directory(option: str, path: str | pathlib.Path) -> None:
       return
     reason = "not writable"
   except OSError as error:
-    reason = str(error.strerror).lower()
+    reason, cause = str(error.strerror).lower(), error
   raise ValueError(
     f"`{option}` {path} cannot be used: {reason}. Take another directory."
-  )
+  ) from cause
 
 
 def print_files(

@@ -1,7 +1,9 @@
-"""Ends of runs: with a row, refused (2), diverged (3), by SIGTERM (143)."""
+"""Ends of runs: with a row, refused (2), diverged (3), to be repeated (75)."""
 
 import contextlib
 import dataclasses
+import errno
+import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, TYPE_CHECKING
@@ -11,9 +13,16 @@ from jdist.cli import _options
 if TYPE_CHECKING:
   from jdist import training
 
-# Exit statuses of a run that has diverged, and of one that SIGTERM has ended.
+# Exit statuses of a run that has diverged, of one that may succeed when it is
+# started again, and of one that SIGTERM has ended.
 DIVERGED = 3
+AGAIN = 75
 TERMINATED = 143
+# Reasons of errors that pass: others may free a disk, a port or open files.
+_PASSING = (
+  errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EADDRINUSE,
+  errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT,
+)  # fmt: skip
 # Entries of checkpoints in place of options, too long to be shown.
 _HIDDEN = {
   "cluster": "`--cluster` is of other machines than in the checkpoint",
@@ -33,6 +42,26 @@ class LostError(Exception):
 
 class DivergedError(Exception):
   """A run has ended with a loss that is not a finite number."""
+
+
+def passes(error: BaseException | None) -> bool:
+  """Returns whether the same command may succeed later, after an error.
+
+  So it is unless the options are wrong: when another process was lost, or a
+  disk was full, or a port taken.
+  """
+  while error is not None:
+    # Libraries pass on a system's reason in their own errors' texts.
+    text = str(error).lower()
+    if isinstance(error, TimeoutError | LostError) or any(
+      os.strerror(x).lower() in text for x in _PASSING
+    ):
+      return True
+    # The channel has no file's name in its errors: another run has the port.
+    if isinstance(error, PermissionError) and error.filename is None:
+      return error.errno is None
+    error = error.__cause__
+  return False
 
 
 def write_row(

@@ -1,8 +1,10 @@
 """Processes notice each other's ends over real sockets, without JAX."""
 
+import contextlib
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -48,7 +50,7 @@ if bind is not None:
       connection.sendall(told.upper())
   threading.Thread(target=serve, daemon=True).start()
 print("joined", flush=True)
-print("run", lifeline.run_id, flush=True)
+print("run", module.channel.run_id(), flush=True)
 kept = []
 for line in sys.stdin:
   word = line.strip()
@@ -224,6 +226,109 @@ def test_mismatched_processes_are_refused(starts, told, team):
   ]
   assert processes[-1].wait(timeout=60) == 4
   assert processes[-1].stdout.read().startswith(told.format(port=team.port))
+
+
+def test_processes_with_other_facts_are_named(team):
+  facts = ['{"`--seed`": 0, "jax": "1"}', '{"`--seed`": 1, "jax": "1"}']
+  started = [team.start(i, 3, facts=facts[i == 2]) for i in range(3)]
+  for process in started:
+    assert process.wait(timeout=60) == 4
+    assert process.stdout.read() == (
+      "ValueError all processes of a run must agree, but `--seed` is 0 in "
+      "process 0 and 1 in process 2. Start all of them with the same options "
+      "and versions.\n"
+    )
+    assert process.stderr.read() == ""
+
+
+def test_late_process_is_awaited_and_other_states_are_refused(team):
+  started = team.join(2)
+  _tell(started[0], "agree same")
+  time.sleep(0.5)
+  assert started[0].poll() is None
+  _tell(started[1], "agree same")
+  assert [x.stdout.readline() for x in started] == ["agreed\n"] * 2
+  for number, process in enumerate(started):
+    _tell(process, f"agree {number}")
+  for process in started:
+    assert process.wait(timeout=60) == 4
+    assert (
+      'but state is "0" in process 0 and "1" in pro' in process.stdout.read()
+    )
+
+
+def test_missing_process_ends_an_agreement(team):
+  started = team.join(2)
+  _tell(started[0], "agree same")
+  assert started[0].wait(timeout=60) == 4
+  assert (
+    started[0]
+    .stdout.read()
+    .startswith(
+      "TimeoutError of 2 processes 1 did not come to the first step at "
+    )
+  )
+
+
+@pytest.mark.parametrize(
+  "other", [{"JDIST_SECRET": "another"}, {"JDIST_RUN_ID": "another"}]
+)
+def test_process_of_another_run_is_refused(other, team):
+  first = team.start(0, 2)
+  stranger = team.start(1, 2, **other)
+  assert stranger.wait(timeout=60) == 4
+  assert "PermissionError process 0 at 127.0.0.1" in stranger.stdout.read()
+  team.start(1, 2)
+  assert first.stdout.readline() == "joined\n"
+
+
+def _noise(address):
+  """What strangers send, by name."""
+  hello = b"jdc1" + bytes(32)
+  yield "garbage", b"GET / HTTP/1.1\r\n" * 1000
+  yield "lost", b'jdist lifeline 1\n{"lost": "\x1b[31mstranger"}\n'
+  yield "unproved", hello + bytes(32) + b'{"goodbye": 0, "status": 1}'
+  yield "oversized", hello + b"jdc1" + b"\xff" * 12
+  # The proof of process 0 itself, sent back to it.
+  with socket.create_connection(address) as connected:
+    connected.sendall(hello)
+    yield "reflected", hello + connected.makefile("rb").read(64)[32:]
+
+
+def test_strangers_change_nothing_and_are_refused(team):
+  started = team.join(2)
+  address = "127.0.0.1", team.port
+  with contextlib.ExitStack() as stack:
+    for _ in range(200):
+      stack.enter_context(socket.create_connection(address)).sendall(b"j")
+    for _, words in _noise(address):
+      connected = stack.enter_context(socket.create_connection(address))
+      connected.settimeout(20)
+      with contextlib.suppress(ConnectionError):
+        connected.sendall(words)
+        while connected.recv(1000):
+          pass
+    _tell(started[1], "talk")
+    assert started[1].stdout.readline() == (
+      "A WORD OF MORE THAN SEVENTEEN LETTERS\n"
+    )
+  for process in started:
+    _tell(process, "agree same")
+  assert [x.stdout.readline() for x in started] == ["agreed\n"] * 2
+  for process in started:
+    _tell(process, "end")
+    assert process.wait(timeout=60) == 0
+    assert process.stderr.read() == ""
+
+
+def test_taken_port_is_told_from_wrong_address(team):
+  with socket.create_server(("127.0.0.1", team.port)):
+    taken = team.start(0, 2)
+    assert taken.wait(timeout=60) == 4
+  assert taken.stdout.read().startswith("OSError ")
+  wrong = team.start(0, 2, address=f"192.0.2.1:{team.port}")
+  assert wrong.wait(timeout=60) == 4
+  assert "Give an address of this machine" in wrong.stdout.read()
 
 
 def test_duplicate_process_number_is_refused(team):

@@ -6,29 +6,39 @@ status      of a process                         next
                                                  end in the same way
 143         SIGTERM, saved                       restarts, unless the launcher
                                                  itself has received the signal
-any other   killed, a peer lost, an error        restarts from the last
+75          disk full, port taken, peer lost     restarts from the last
                                                  checkpoint, with back-off
+any other   killed, an error                     the same
+
+All processes get the run's id and a secret of its own in their environment.
 """
 
 import contextlib
 import dataclasses
 import math
+import os
 import pathlib
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, IO
 
+from jdist import channel
+from jdist.cli import _run_end
+
 # Statuses with which the same command would end again.
 _FINAL = (0, 2, 3)
 _SIGTERM_STATUS = 128 + signal.SIGTERM
 _MAX_BACKOFF_S = 60.0
-# Processes that have lost a peer end within 15 s by themselves.
+# Processes that have lost a peer end within 15 s by themselves, and within a
+# second or so if it was killed: only those that had not joined it do not.
 _PATIENCE_S = 20.0
+_PATIENCE_KILLED_S = 5.0
 # Time to save a checkpoint upon SIGTERM.
 _SAVING_S = 120.0
 _POLL_S = 0.05
@@ -51,11 +61,24 @@ class LocalRun:
 
   def __post_init__(self) -> None:
     self._stop: signal.Signals | None = None
+    self._environment: dict[str, str] = {}
 
   def run(self) -> int:
     """Runs until it has trained or no restart helps; returns the status."""
     failures = 0
-    with self._signals():
+    run_id, secret = channel.draw()
+    with (
+      self._signals(),
+      tempfile.TemporaryDirectory(prefix="jdist-") as folder,
+    ):
+      self._environment = {
+        **_compiled(),
+        **os.environ,
+        channel.RUN_ID: run_id,
+        channel.SECRET: secret.decode(),
+        # What killed processes leave behind goes with the run.
+        channel.RUN_DIRECTORY: folder,
+      }
       while True:
         newest = self._newest()
         status, reason = judge(self._attempt())
@@ -104,7 +127,9 @@ class LocalRun:
           ]  # fmt: skip
         # Only the first process may draw its progress bar on the terminal.
         pipe = {} if number == 0 else {"stderr": subprocess.PIPE}
-        processes.append(subprocess.Popen(words, text=True, **pipe))  # type: ignore[call-overload]
+        processes.append(
+          subprocess.Popen(words, text=True, env=self._environment, **pipe)  # type: ignore[call-overload]
+        )
         if number:
           echoes.append(_Echo(number, processes[-1].stderr))
       statuses = self._wait(processes)
@@ -127,10 +152,16 @@ class LocalRun:
     """Waits for all processes, and kills those that outlive a failed one."""
     end_s: float | None = None
     pass_on_s: float | None = None
+    killed: set[int] = set()
     while True:
       codes = [process.poll() for process in processes]
       if None not in codes:
-        return [code for code in codes if code is not None]
+        # Those that were killed here have lost another one.
+        return [
+          _run_end.AGAIN if number in killed else code
+          for number, code in enumerate(codes)
+          if code is not None
+        ]
       if self._stop is not None and pass_on_s is None:
         end_s = time.monotonic() + _SAVING_S
         # A terminal sends SIGINT to all processes itself; a second one would
@@ -142,8 +173,11 @@ class LocalRun:
         for process in processes:
           process.send_signal(self._stop or signal.SIGTERM)
       if end_s is None and any(codes):
-        end_s = time.monotonic() + _PATIENCE_S
+        first = min(code for code in codes if code)
+        patience_s = _PATIENCE_KILLED_S if first < 0 else _PATIENCE_S
+        end_s = time.monotonic() + patience_s
       if end_s is not None and time.monotonic() > end_s:
+        killed |= {i for i, code in enumerate(codes) if code is None}
         for process in processes:
           process.kill()
       time.sleep(_POLL_S)
@@ -224,7 +258,7 @@ def judge(statuses: Sequence[int]) -> tuple[int, str]:
       return 0
     if status == _SIGTERM_STATUS:
       return 3
-    return {75: 2, 0: 4}.get(status, 1)
+    return {_run_end.AGAIN: 2, 0: 4}.get(status, 1)
 
   number, status = min(enumerate(statuses), key=rank)
   if status < 0:
@@ -232,7 +266,24 @@ def judge(statuses: Sequence[int]) -> tuple[int, str]:
     return 128 - status, f"process {number} was killed by {name}"
   if status == _SIGTERM_STATUS:
     return status, "SIGTERM has ended the processes, which have saved"
-  return status, f"process {number} has ended with status {status}"
+  again = " (try again)" if status == _run_end.AGAIN else ""
+  return status, f"process {number} has ended with status {status}{again}"
+
+
+def _compiled() -> dict[str, str]:
+  """Returns variables by which restarted processes find compiled programs."""
+  base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+  try:
+    # A program of somebody else would run with this user's rights.
+    path = channel.private_directory(base.expanduser() / "jdist" / "compiled")
+  except OSError as error:
+    _say(f"compiled programs are not kept: {error}")
+    return {}
+  return {
+    "JAX_COMPILATION_CACHE_DIR": str(path),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+  }
 
 
 def _say(text: str) -> None:

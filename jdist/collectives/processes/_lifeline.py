@@ -43,11 +43,7 @@ _CHUNK = 1 << 16
 
 
 class Lifeline:
-  """The connections of one process, served by threads of their own.
-
-  Attributes:
-    run_id: The id of the run, which process 0 draws unless it was given.
-  """
+  """The connections of one process, served by threads of their own."""
 
   def __init__(self, address: str, num_processes: int, process_id: int):
     """Prepares the connections to `host:port` of process 0 for `join`."""
@@ -58,12 +54,10 @@ class Lifeline:
       )
     self._address = host.strip("[]"), int(port)
     self._num, self._id = num_processes, process_id
-    identity = channel.identity()
-    self._key = identity.key("lifeline")
-    self.run_id = identity.run_id
+    self._key = channel.identity().key("lifeline")
     # In process 0, the hub: the others' connections and names.
     self._members: dict[int, channel.Connection] = {}
-    self._names = {0: _own_name(0) if process_id == 0 else f"process 0 ({host})"}
+    self._names = {0: f"process 0 ({host})" if process_id else _own_name(0)}
     self._hub: channel.Connection | None = None
     self._goodbyes: set[int] = set()
     self._leaving = False
@@ -76,9 +70,9 @@ class Lifeline:
     self._agreement = _stop_agreement.StopAgreement(
       num_processes, process_id, self._send
     )
-    # The launcher's directory goes with the run, even if this process is killed.
+    # The launcher removes its directory even if this process is killed.
     self._folder = tempfile.mkdtemp(
-      prefix="jdist-", dir=os.environ.get("JDIST_RUN_DIR")
+      prefix="jdist-", dir=os.environ.get(channel.RUN_DIRECTORY)
     )
     atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
     self._service = f"{self._folder}/service"
@@ -104,8 +98,6 @@ class Lifeline:
     """
     if self._id == 0:
       self._listener = channel.Listener(self._listen(), self._key, self._admit)
-      # The id names the run from here on, whoever has drawn it.
-      self.run_id = self.run_id or os.urandom(6).hex()
     else:
       self._connect(timeout_s)
     said = {"`num_processes`": self._num, **(facts or {})}
@@ -140,12 +132,13 @@ class Lifeline:
         )
     else:
       answer = self._compare(number, subject, dict(facts), timeout_s)
-      self._send({"agreed": number, "run": self.run_id, **answer})
+      self._send({"agreed": number, "run": channel.run_id(), **answer})
     if error := answer.get("error"):
       # All processes end now, each by this error, and none is lost.
       self._leaving = True
       raise (ValueError if answer.get("wrong") else TimeoutError)(error)
-    self.run_id = answer.get("run", self.run_id)
+    if self._id:
+      channel.adopt(answer["run"])
 
   def await_verdict(self) -> None:
     """Waits until this process is ended, if another one has died."""
@@ -185,9 +178,9 @@ class Lifeline:
         f"but {host}:{port} cannot be listened at: {error.strerror}. "
       )
       if error.errno == errno.EADDRINUSE:
-        raise channel.TransientError(
+        raise OSError(
           f"{told}Wait until the program there has ended, or take another port."
-        ) from None
+        ) from error
       raise ValueError(f"{told}Give an address of this machine.") from None
 
   def _admit(self, hello: Any, connection: channel.Connection) -> None:
@@ -222,18 +215,23 @@ class Lifeline:
     self, number: int, subject: str, facts: dict[str, Any], timeout_s: float
   ) -> dict[str, Any]:
     """Collects the others' facts, and returns the answer to all."""
-    others = set(range(1, self._num))
+    others, found = set(range(1, self._num)), dict[int, Any]()
     with self._changed:
       said = self._said.setdefault(number, {})
-      self._changed.wait_for(
-        lambda: others <= said.keys()
-        or any(channel.differences(facts, x) for x in said.values()),
-        timeout_s,
-      )
+
+      def settled() -> bool:
+        for process in said.keys() - found.keys():
+          found[process] = channel.differences(facts, said[process])
+        return others <= said.keys() or any(found.values())
+
+      self._changed.wait_for(settled, timeout_s)
+      if any(found.values()):
+        # Those that are still on their way should end by the same error.
+        self._changed.wait_for(lambda: others <= said.keys(), _GRACE_S)
       del self._said[number]
-    for process, theirs in sorted(said.items()):
-      if found := channel.differences(facts, theirs):
-        return {"error": _different(process, found), "wrong": True}
+    for process in sorted(found):
+      if found[process]:
+        return {"error": _different(process, found[process]), "wrong": True}
     if missing := sorted(others - said.keys()):
       host, port = self._address
       strangers = self._listener.refused
@@ -359,7 +357,8 @@ def _bound(host: str) -> str:
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     # Some systems give their own name to the loopback interface, where other
     # machines, for which the name means another address, could not reach it.
-    if str(found).startswith("127.") and not host.startswith(("127.", "localh")):
+    own = host.startswith(("127.", "localhost"))
+    if str(found).startswith("127.") and not own:
       return ""
   return host
 

@@ -48,9 +48,8 @@ def start_processes(
       hold them.
 
   Raises:
-    PermissionError: when another run, or another program, has the address.
+    OSError: when another run, or another program, has the address.
     TimeoutError: when process 0 does not answer, or others do not join.
-    TransientError: an OSError, when the port of process 0 is taken.
     ValueError: when the processes disagree about their numbers, versions or
       options.
   """

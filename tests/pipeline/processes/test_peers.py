@@ -136,7 +136,7 @@ def test_swapped_addresses_raise():
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     pool.submit(_connect, 0, addresses, TOKEN, listeners[0], 2.0)
     pool.submit(_connect, 1, addresses, TOKEN, listeners[1], 2.0)
-    with pytest.raises(PermissionError, match="Device 0 at .* another secret"):
+    with pytest.raises(PermissionError, match=r"Device 0 at .* another secret"):
       _connect(2, swapped, TOKEN, listeners[2], 2.0)
 
 
