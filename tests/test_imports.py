@@ -54,6 +54,7 @@ _MAY_USE = {
     "transforms",
   },
   "server": {
+    "channel",
     "cluster",
     "codecs",
     "collectives",

@@ -153,7 +153,7 @@ def _machine() -> str:
 
 
 def _began(process: Any) -> str:
-  """Returns when a process has started, by which its number is not another's."""
+  """Returns when a process has started, which tells it from a later one."""
   try:
     words = pathlib.Path(f"/proc/{process}/stat").read_text()
   except OSError:

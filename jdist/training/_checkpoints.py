@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jdist import checks, collectives
-from jdist.storage import array_files
+from jdist import channel, checks, collectives
+from jdist.storage import array_files, lease
 from jdist.training import (
   _checkpoint_directory,
   _run_metadata,
@@ -100,6 +100,7 @@ class Checkpoints:
     self._directory = _checkpoint_directory.CheckpointDirectory(
       pathlib.Path(directory).absolute()
     )
+    self._lease = lease.Lease(self._directory.path, channel.run_id())
     self._workers = workers
     self._keep = keep
     self._other_workers = other_workers
@@ -117,6 +118,15 @@ class Checkpoints:
       1, thread_name_prefix="jdist-checkpoint"
     )
     self._finishing: concurrent.futures.Future[None] | None = None
+
+  def claim(self) -> None:
+    """Leases the directory for this run until `close`, as `save` does.
+
+    Raises:
+      ValueError: If another run that is alive has leased it.
+    """
+    if self._is_first:
+      self._lease.claim()
 
   def save(
     self,
@@ -138,7 +148,8 @@ class Checkpoints:
       OSError: If this checkpoint, or the one before it, cannot be written, for
         instance because the disk is full. The last complete one stays.
       RuntimeError: If a leaf that should be equal on all workers is not.
-      ValueError: If JSON cannot hold the metadata.
+      ValueError: If JSON cannot hold the metadata, or another run has leased
+        the directory.
     """
     checks.check_int("step", step, 0)
     _run_metadata.check_is_json(metadata)
@@ -162,6 +173,7 @@ class Checkpoints:
           array_files.key_words(leaf), once
         )
     # While arrays of the same step are replaced, no manifest may claim them.
+    self.claim()
     if self._is_first:
       self._directory.forget(step)
     with self._written(step):
@@ -216,8 +228,11 @@ class Checkpoints:
   def _finish(self, step: int, manifest: dict[str, Any]) -> None:
     with self._written(step):
       self._writer.wait_until_finished()
-      if not self._is_first:
-        return
+    if not self._is_first:
+      return
+    # The arrays may be another run's, if this one was suspended for long.
+    self._lease.check()
+    with self._written(step):
       self._directory.complete(step, manifest)
     for old in self._directory.steps()[self._keep :]:
       self._directory.forget(old)
@@ -398,6 +413,7 @@ class Checkpoints:
       self.wait()
     finally:
       self._finisher.shutdown()
+      self._lease.release()
       # `wait` has raised the error of a write already.
       with contextlib.suppress(Exception):
         self._writer.close()

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdist import channel
 from jdist.storage import json_lines
 
 _PACKAGES = ("jdist", "jax", "jaxlib", "flax", "optax", "numpy")
@@ -29,11 +30,13 @@ def make_row(
     **measured: The results, with units in their names.
 
   Returns:
-    `{config, seed, commit, device, versions, ...measured}`.
+    `{config, seed, run, commit, device, versions, ...measured}`, where `run`
+    is the id of the run.
   """
   return {
     "config": config,
     "seed": seed,
+    "run": channel.run_id(),
     "commit": _commit(),
     "device": _device(),
     "versions": _versions(),

@@ -14,9 +14,9 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from jdist import training
+from jdist import channel, training
 from jdist.server.run import _run_marks
-from jdist.storage import array_files, numbered_files, plain_data
+from jdist.storage import array_files, lease, numbered_files, plain_data
 
 _KEPT = 2
 _WHAT = "a server's checkpoint"
@@ -69,7 +69,8 @@ class RunCheckpoints:
 
   Raises:
     OtherRunError: when it is of another run.
-    ValueError: when the directory has checkpoints of another kind.
+    ValueError: when the directory has checkpoints of another kind, or another
+      run that is alive has leased it.
   """
 
   def __init__(self, folder: str | None, identity: dict[str, Any]):
@@ -79,7 +80,12 @@ class RunCheckpoints:
     self.found: tuple[Header, Parts] | None = None
     self.states: Parts = {}
     self._whole: set[int] = set()
-    found = None if self._folder is None else _newest(self._folder)
+    if self._folder is None:
+      return
+    self._folder.mkdir(parents=True, exist_ok=True)
+    # It is released when this process ends.
+    lease.Lease(self._folder, channel.run_id()).claim()
+    found = _newest(self._folder)
     if found is None:
       return
     body, parts = found

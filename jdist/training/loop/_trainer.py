@@ -189,6 +189,8 @@ class Trainer:
         "step has used up. Continue from the state that it returned."
       )
     history = _record.History.after(continues)
+    if checkpoints is not None:
+      checkpoints.claim()
     if checkpoints is not None and not continues:
       state, history = _restore(
         checkpoints, state, metadata or {}, free, on_resume

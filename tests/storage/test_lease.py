@@ -1,0 +1,144 @@
+"""Leases of a directory: by living runs, by dead ones, and at the same time."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jdist.storage import lease
+
+# Claims a lease, says so or why not, and waits for its end.
+_PROCESS = """
+import pathlib, sys
+from jdist.storage import lease
+found = lease.Lease(pathlib.Path(sys.argv[1]), sys.argv[2])
+try:
+  found.claim()
+except ValueError as error:
+  print(error, flush=True)
+else:
+  print("claimed", flush=True)
+  sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+  started = []
+
+  def run(name):
+    process = subprocess.Popen(
+      [sys.executable, "-c", _PROCESS, str(tmp_path), name],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    started.append(process)
+    return process
+
+  yield run
+  for process in started:
+    process.kill()
+    process.communicate()
+
+
+def test_second_run_is_refused_until_the_first_has_ended(start, tmp_path):
+  first = start("one")
+  assert first.stdout.readline() == "claimed\n"
+  refused = start("two")
+  assert refused.stdout.readline().startswith(
+    f"`directory` {tmp_path} is in use by run one (process {first.pid} on "
+  )
+  assert start("one").stdout.readline() == "claimed\n"
+  first.communicate("end\n")
+
+
+def test_killed_run_loses_its_lease_at_once(start, tmp_path):
+  first = start("one")
+  assert first.stdout.readline() == "claimed\n"
+  # Its parent has not yet noticed the end, so that its number is still taken.
+  first.kill()
+  begin = time.monotonic()
+  assert start("two").stdout.readline() == "claimed\n"
+  assert time.monotonic() - begin < 60
+  assert json.loads((tmp_path / "lease.json").read_text())["run"] == "two"
+
+
+def test_ended_run_leaves_no_lease(start, tmp_path):
+  first = start("one")
+  assert first.stdout.readline() == "claimed\n"
+  first.communicate("end\n")
+  assert not list(tmp_path.iterdir())
+
+
+def test_one_of_many_runs_gets_an_empty_directory(start):
+  told = [process.stdout.readline() for process in map(start, "abcd")]
+  assert told.count("claimed\n") == 1
+  assert sum("is in use by run" in line for line in told) == 3
+
+
+@pytest.fixture
+def quick(monkeypatch):
+  monkeypatch.setattr(lease, "_PATIENCE_S", 0.6)
+  monkeypatch.setattr(lease, "_SETTLE_S", 0.2)
+  monkeypatch.setattr(lease, "_BEAT_S", 0.1)
+
+
+def _elsewhere(folder, beat):
+  entry = {"run": "one", "machine": "another", "process": 1, "beat": beat}
+  (folder / "lease.json").write_text(json.dumps(entry))
+
+
+def test_silent_run_of_another_machine_loses_its_lease(quick, tmp_path):
+  _elsewhere(tmp_path, 7)
+  os.utime(tmp_path / "lease.json", (2**32, 2**32))  # Its clock is ahead.
+  begin = time.monotonic()
+  found = lease.Lease(tmp_path, "two")
+  found.claim()
+  assert time.monotonic() - begin > 0.6
+  found.check()
+  found.release()
+
+
+def test_run_of_another_machine_keeps_its_lease(quick, tmp_path):
+  _elsewhere(tmp_path, 0)
+  ended = threading.Event()
+
+  def renew():
+    beat = 0
+    while not ended.wait(0.1):
+      beat += 1
+      _elsewhere(tmp_path, beat)
+
+  thread = threading.Thread(target=renew)
+  thread.start()
+  try:
+    with pytest.raises(ValueError, match="is in use by run one"):
+      lease.Lease(tmp_path, "two").claim()
+  finally:
+    ended.set()
+    thread.join()
+
+
+def test_suspended_run_notices_that_it_has_lost_the_lease(quick, tmp_path):
+  found = lease.Lease(tmp_path, "two")
+  found.claim()
+  _elsewhere(tmp_path, 1)
+  with pytest.raises(ValueError, match="is in use by run one"):
+    found.check()
+  time.sleep(0.3)
+  found.release()
+  # Neither the beat nor the release touches what another run has.
+  assert json.loads((tmp_path / "lease.json").read_text())["run"] == "one"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 10_000])
+def test_unreadable_lease_is_one_of_a_dead_run(content, quick, tmp_path):
+  (tmp_path / "lease.json").write_text(content)
+  found = lease.Lease(tmp_path, "two")
+  found.claim()
+  found.release()
