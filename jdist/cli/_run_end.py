@@ -52,14 +52,14 @@ def passes(error: BaseException | None) -> bool:
   """
   while error is not None:
     # Libraries pass on a system's reason in their own errors' texts.
-    text = str(error).lower()
+    text, number = str(error).lower(), getattr(error, "errno", None)
     if isinstance(error, TimeoutError | LostError) or any(
-      os.strerror(x).lower() in text for x in _PASSING
+      x == number or os.strerror(x).lower() in text for x in _PASSING
     ):
       return True
-    # The channel has no file's name in its errors: another run has the port.
-    if isinstance(error, PermissionError) and error.filename is None:
-      return error.errno is None
+    # The channel's errors have no number: another run has the port.
+    if isinstance(error, PermissionError) and number is None:
+      return True
     error = error.__cause__
   return False
 

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Start it with: bash jdist.sh [HOST]
 # HOST is the machine of rank 0 (default: this one). A run that fails resumes
-# from its last checkpoint.
+# from its last checkpoint. All processes find its secret in
+# ~/.config/jdist/secret, in a home directory that the machines share.
 set -u
+run=mpi-$(date +%s)-$$
 coordinator=${1:-$(hostname)}:29400
 
 wait_s=1
 for restart in $(seq 0 5); do
-  mpirun -n 16 --map-by ppr:8:node bash -c 'exec "$@" --process-id "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$PMIX_RANK}}"' bash \
+  mpirun -n 16 --map-by ppr:8:node bash -c 'JDIST_RUN_ID="$0" exec "$@" --process-id "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$PMIX_RANK}}"' "$run" \
     python -m jdist train --method diloco --workers 16 --batch-size 1024 --checkpoints checkpoints \
     --coordinator-address "$coordinator" --num-processes 16
   status=$?

@@ -1,7 +1,9 @@
 """Unusable options are refused in one line, and nothing is written."""
 
+import errno
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import time
@@ -9,6 +11,8 @@ import time
 import pytest
 
 from jdist import cli
+from jdist.cli import _run_end
+from tests import _processes
 
 _ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -244,3 +248,55 @@ def test_interrupt_ends_without_a_traceback(monkeypatch, capsys):
   monkeypatch.setattr(_train, "train", interrupted)
   assert cli.main(["train"]) == 130
   assert capsys.readouterr().err == "jdist: interrupted.\n"
+
+
+def _caused(error, cause):
+  error.__cause__ = cause
+  return error
+
+
+@pytest.mark.parametrize(
+  ("error", "again"),
+  [
+    (OSError(errno.ENOSPC, "No space left on device", "rows.jsonl"), True),
+    (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), True),
+    (_caused(OSError("was not saved"), OSError(errno.EIO, "...")), True),
+    (_caused(OSError("x"), ValueError("FAILED: No space left on dev")), False),
+    (_caused(OSError("x"), ValueError("A: No space left on device [2]")), True),
+    (_caused(ValueError("x"), OSError(errno.EADDRINUSE, "taken")), True),
+    (TimeoutError("process 0 did not answer"), True),
+    (_run_end.LostError("a worker"), True),
+    (PermissionError("process 0 is of another run"), True),
+    (PermissionError(errno.EACCES, "Permission denied", "rows.jsonl"), False),
+    (FileNotFoundError(errno.ENOENT, "No such file", "text"), False),
+    (ValueError("`--seed` must be an int"), False),
+  ],
+  ids=str,
+)
+def test_errors_that_pass_are_told_from_wrong_options(error, again):
+  assert _run_end.passes(error) == again
+
+
+@pytest.mark.parametrize(
+  ("host", "status"), [("127.0.0.1", 75), ("192.0.2.1", 2)]
+)
+def test_taken_port_and_wrong_address_have_other_statuses(host, status):
+  with socket.create_server(("127.0.0.1", 0)) as taken:
+    port = taken.getsockname()[1]
+    done = subprocess.run(
+      [
+        sys.executable, "-m", "jdist", "train", "--dataset", "synthetic",
+        "--workers", "2", "--coordinator-address", f"{host}:{port}",
+        "--num-processes", "2", "--process-id", "0",
+      ],
+      cwd=_ROOT,
+      env=_processes.environment(),
+      capture_output=True,
+      text=True,
+      timeout=120,
+    )  # fmt: skip
+  assert done.returncode == status
+  assert done.stderr.startswith(
+    "jdist: error: `coordinator_address` must be a "
+  )
+  assert done.stderr.count("\n") == 1

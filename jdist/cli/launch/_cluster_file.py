@@ -35,9 +35,10 @@ def _started(options: _commands.Launch, process_id: str) -> str:
   """Returns the command of a process, for a launcher that sets its number."""
   words = shlex.join(["python", "-m", "jdist", *options.command])
   # The shell of the process itself must expand the number: the script runs once
-  # for all of them.
+  # for all of them.  It also sets the run's id, as MPI passes no variables on.
   return (
-    f"bash -c 'exec \"$@\" --process-id {process_id}' bash \\\n"
+    f"bash -c 'JDIST_RUN_ID=\"$0\" exec \"$@\" --process-id {process_id}' "
+    '"$run" \\\n'
     f"    {words} \\\n"
     f'    --coordinator-address "$coordinator" '
     f"--num-processes {options.num_processes}"

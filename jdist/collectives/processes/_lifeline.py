@@ -173,9 +173,10 @@ class Lifeline:
     try:
       return channel.listen(_bound(host), port)
     except OSError as error:
+      reason = os.strerror(error.errno or 0).lower()
       told = (
         f"`coordinator_address` must be a port of this machine that is free, "
-        f"but {host}:{port} cannot be listened at: {error.strerror}. "
+        f"but {host}:{port} cannot be listened at: {reason}. "
       )
       if error.errno == errno.EADDRINUSE:
         raise OSError(

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -11,7 +12,7 @@ from jdist.cli.launch import _local_run
 # This process ends as the file `plan` says for this start and its number: with
 # a status, or by a signal to itself. With `save`, it first writes a checkpoint.
 _CHILD = """
-import os, pathlib, sys
+import os, pathlib, sys, time
 here = pathlib.Path(sys.argv[1])
 number = int(sys.argv[sys.argv.index("--process-id") + 1])
 starts = here / f"starts{number}"
@@ -22,6 +23,8 @@ how, _, save = words.partition("+")
 if save:
   (here / f"step_{int(save):08d}.json").write_text("")
 print(f"jdist: told by {number}", file=sys.stderr, flush=True)
+if how == "sleep":
+  time.sleep(600)
 if how.startswith("-"):
   os.kill(os.getpid(), -int(how))
 sys.exit(int(how))
@@ -80,6 +83,49 @@ def test_run_without_progress_is_given_up(tmp_path, capfd):
   assert _run(tmp_path, *plan) == (1, 4)
   told = capfd.readouterr().err
   assert "process 0 has ended with status 1; given up after 2 rest" in told
+
+
+def test_process_that_may_try_again_is_restarted(tmp_path, capfd):
+  assert _run(tmp_path, "75 75", "0 0") == (0, 2)
+  told = capfd.readouterr().err
+  assert "process 0 has ended with status 75 (try again); restarting" in told
+
+
+def test_others_of_a_killed_process_are_not_awaited_for_long(tmp_path, capfd):
+  # Process 0 still waits for the one that was killed before it had joined.
+  begin = time.monotonic()
+  assert _run(tmp_path, "sleep -9", "0 0") == (0, 2)
+  assert time.monotonic() - begin < 15
+  assert "process 1 was killed by SIGKILL" in capfd.readouterr().err
+
+
+def test_processes_share_a_secret_that_no_command_line_shows(
+  tmp_path, monkeypatch
+):
+  monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  folder = tmp_path / "told"
+  folder.mkdir()
+  code = (
+    "import os, pathlib, sys; "
+    "found = [os.environ[x] for x in ('JDIST_RUN_ID', 'JDIST_SECRET')]; "
+    "assert len(found[1]) == 64 and not set(found) & set(sys.argv); "
+    "cache = os.environ['JAX_COMPILATION_CACHE_DIR']; "
+    "assert os.stat(cache).st_mode & 0o77 == 0; "
+    "pathlib.Path(sys.argv[1], sys.argv[-1]).write_text(' '.join(found))"
+  )
+  run = _local_run.LocalRun(
+    [sys.executable, "-c", code, str(folder)],
+    2,
+    checkpoints=None,
+    restarts=0,
+    backoff_s=0.01,
+  )
+  assert run.run() == 0
+  told = {path.read_text() for path in folder.iterdir()}
+  assert run.run() == 0
+  again = {path.read_text() for path in folder.iterdir()}
+  assert len(told) == len(again) == 1 and told != again
 
 
 def test_restart_delays_double(tmp_path, monkeypatch):

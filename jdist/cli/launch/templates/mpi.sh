@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Start it with: bash @name@.sh [HOST]
 # HOST is the machine of rank 0 (default: this one). A run that fails resumes
-# from its last checkpoint.
+# from its last checkpoint. All processes find its secret in
+# ~/.config/jdist/secret, in a home directory that the machines share.
 set -u
+run=mpi-$(date +%s)-$$
 coordinator=${1:-$(hostname)}:@port@
 
 wait_s=1
