@@ -37,7 +37,7 @@ def _started(options: _commands.Launch, process_id: str) -> str:
   # The shell of the process itself must expand the number: the script runs once
   # for all of them.  It also sets the run's id, as MPI passes no variables on.
   return (
-    f"bash -c 'JDIST_RUN_ID=\"$0\" exec \"$@\" --process-id {process_id}' "
+    f'bash -c \'JDIST_RUN_ID="$0" exec "$@" --process-id {process_id}\' '
     '"$run" \\\n'
     f"    {words} \\\n"
     f'    --coordinator-address "$coordinator" '
