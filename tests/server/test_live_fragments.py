@@ -157,7 +157,7 @@ def test_unpushed_progress_is_part_of_the_next_push():
   chex.assert_trees_all_close(
     jax.tree.leaves(state.params), [x + 0.75 for x in first], rtol=1e-6
   )
-  _, progress, _ = worker.push_of(state, 0)
+  _, _, progress, _ = worker.push_of(state, 0)
   chex.assert_trees_all_close(
     progress, [jnp.full_like(x, 0.25) for x in first], rtol=1e-5
   )

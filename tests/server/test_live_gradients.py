@@ -135,7 +135,7 @@ def test_task_is_cut_into_batches_that_fit_in_memory():
     }  # fmt: skip
     more, payload = worker.compute(header)
     found = _gradient_messages.bytes_of(payload)
-    return more["loss"], found.view(np.float32)
+    return float(more["loss"]), found.view(np.float32)
 
   loss_of, whole = push(1, [64])
   del sizes[:]

@@ -107,7 +107,7 @@ def test_local_step_is_taken_where_the_last_gradient_is_missing():
     found.append(control)
     return _merge.Pushed(jnp.array(0.0), {}), 0.0, steps
 
-  worker._program = lambda passes: gradient
+  worker._program = lambda passes, plan: gradient
   for task, settled in enumerate((-1, -1, 0, 1, 3, 4)):
     if task == 5:
       worker.restart()
@@ -119,4 +119,4 @@ def test_local_step_is_taken_where_the_last_gradient_is_missing():
 
 def test_rates_share_one_compiled_program():
   fast, slow = (_worker(server.LocalStep(rate)) for rate in (0.1, 0.2))
-  assert fast._program(1) is slow._program(1)
+  assert fast._program(1, 0) is slow._program(1, 0)

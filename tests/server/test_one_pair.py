@@ -3,12 +3,14 @@
 import functools
 import importlib.util
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from jdist import cluster, codecs, reducers, server
+from jdist.server.gradients import _gradient_messages
 from jdist.server.runtime import _message_record
 from jdist.storage import plain_data
 from tests.server import _live_runs, _reference
@@ -214,3 +216,76 @@ def test_push_that_is_not_finite_is_refused_on_the_clock():
   # The worker joins twice again, and is expelled the third time.
   assert run.refused == {"nan": 3} and run.expelled("worker1")
   assert set(run.state.members) == {"worker0"} and not run.all_expelled
+
+
+class Spoiled(_reference.Samples):
+  """Samples whose rows from the 24th to the 31st are not numbers, once."""
+
+  def batch(self, worker, start, count, *, size=None):
+    found = super().batch(worker, start, count, size=size)
+    return found | {"rows": found["rows"] * (np.nan if start == 24 else 1.0)}
+
+
+@pytest.mark.parametrize("engine", ("clock", "threads"))
+def test_refused_worker_keeps_nothing_that_is_not_finite(
+  engine, tmp_path, monkeypatch
+):
+  """Neither its residual nor its local step spoils the next pushes."""
+  monkeypatch.setattr(_reference, "Samples", Spoiled)
+  options = {"codec": INT4, "plans": None, "step": STEP}
+  log, params = ENGINES[engine](PROTOCOLS["asp"], tmp_path, **options)
+  assert np.isfinite(params).all()
+  assert sum(isinstance(message, server.Leave) for _, message in log) == 1
+
+
+def test_failed_machine_loses_its_residual_as_a_process_does():
+  machines = cluster.Cluster((
+    cluster.Node("worker0"),
+    cluster.Node("worker1", outages=(cluster.Outage(5.0, 9.0),)),
+  ))  # fmt: skip
+  learner = server.GradientLearner(
+    _reference.loss, SGD, PARAMS, _reference.Samples(), workers=NAMES,
+    push_codec=INT4,
+  )  # fmt: skip
+  run = server.Simulation(
+    machines, PROTOCOLS["asp"], cluster.Profile(0.1), learner=learner
+  )
+  worker = learner.workers["worker1"]
+  first = worker.save()[1]
+  run.run(seconds=4.9)
+  assert (worker.save()[1] != first).any()
+  run.run(seconds=5.1)
+  np.testing.assert_array_equal(worker.save()[1], first)
+
+
+def test_complex_gradient_survives_a_push():
+  def loss(params, model_state, batch, key):
+    errors = jnp.abs(params - (1.0 + 2.0j)) ** 2
+    return errors.mean() * batch["mask"].mean(), (model_state, {})
+
+  params = jnp.full(3, 0.5 - 0.5j)
+  wanted = params - jax.grad(lambda p: loss(p, {}, {"mask": np.ones(1)}, 0)[0])(
+    params
+  )
+  learner = server.GradientLearner(
+    loss, optax.sgd(1.0), params, _reference.Samples(), workers=NAMES
+  )
+  server.Simulation(
+    cluster.workers([1.0, 1.0]), PROTOCOLS["bsp"], cluster.Profile(0.1),
+    learner=learner,
+  ).run(updates=1)  # fmt: skip
+  np.testing.assert_allclose(learner.model.params, wanted, rtol=1e-6)
+  # The same push, in the bytes that a channel carries.
+  plans = server.message_plans()
+  worker = server.GradientWorker(
+    loss, params, _reference.Samples(), plans, number=0, num_workers=1
+  )
+  alone = server.GradientServer(optax.sgd(1.0), params, plans, workers=("a",))
+  reply = server.Reply("a", 0, 0, 8)
+  more, payload = alone.reply(reply)
+  header = reply._asdict() | {"more": more}
+  worker.receive(header, _gradient_messages.bytes_of(payload))
+  more, payload = worker.compute(header)
+  alone.push(0, more, _gradient_messages.bytes_of(payload))
+  alone.apply(server.Apply((0,), (1.0,), (0,)))
+  np.testing.assert_allclose(alone.model.params, wanted, rtol=1e-6)

@@ -45,43 +45,73 @@ class PairMessages:
     self.pair = pair
     self.refused: dict[int, str] = {}
     self._sent: dict[str, dict[int, Message]] = {name: {} for name in names}
+    # Pushes of tasks that their machines are computing.
+    self._begun: dict[str, dict[int, Message]] = {name: {} for name in names}
     self._pushed: dict[int, Message] = {}
 
   def send(self, name: str, task: int, more: Any, payload: Any) -> None:
-    """Keeps the message of a task until its machine has computed it."""
+    """Keeps the message of a task until its machine computes it."""
     self._sent[name][task] = more, payload
 
-  def compute(self, reply: _messages.Reply, *, late: bool) -> None:
-    """Computes the push of a task.
+  def begin(self, reply: _messages.Reply, *, discards: bool) -> None:
+    """Computes the push of a task that its machine begins.
+
+    A program that is started here has ended when the server looks at the loss.
+
+    Args:
+      reply: The task.
+      discards: Whether the server discards late gradients.  Those that no later
+        push depends on are computed when the task ends, unless they are late.
+    """
+    name = str(reply.worker)
+    if not (discards and self.pair.workers[name].stateless):
+      self._begun[name][reply.task] = self._compute(reply)
+
+  def end(self, reply: _messages.Reply, *, late: bool) -> None:
+    """Sends the push of a task that its machine has computed.
 
     Args:
       reply: The task.
       late: Whether its gradient will be discarded.
     """
-    more, payload = self._sent[str(reply.worker)].pop(reply.task)
-    worker = self.pair.workers[str(reply.worker)]
+    begun = self._begun[str(reply.worker)]
+    if reply.task in begun:
+      self._pushed[reply.task] = begun.pop(reply.task)
+      return
+    pushed = self._compute(reply, late=late)
+    # Its version can only become older: a late gradient stays late.
+    if pushed is not None:
+      self._pushed[reply.task] = pushed
+
+  def _compute(self, reply: _messages.Reply, *, late: bool = False) -> Any:
+    name = str(reply.worker)
+    more, payload = self._sent[name].pop(reply.task)
+    worker = self.pair.workers[name]
     header = reply._asdict() | {"more": more}
     worker.receive(header, payload)
-    # Its version can only become older: a late gradient stays late.
-    if not (worker.stateless and late):
-      self._pushed[reply.task] = worker.compute(header)
+    return None if late else worker.compute(header)
 
   def skip(self, reply: _messages.Reply) -> None:
     """Drops a task that its worker must not compute."""
-    self._sent[str(reply.worker)].pop(reply.task)
+    for tasks in (self._sent, self._begun):
+      tasks[str(reply.worker)].pop(reply.task, None)
 
   def take_push(self, task: int) -> Message:
     """Returns a push that the server receives."""
     return self._pushed.pop(task, _NOTHING)
 
   def clear(self, name: str) -> None:
-    """Drops the messages to a machine that has failed."""
+    """Drops what a machine has that has failed."""
     self._sent[name].clear()
+    self._begun[name].clear()
 
   def replay(self, refused: Iterable[Any]) -> _learner.ServerLearner:
     """Takes learners that compute nothing, until `load`; returns the server."""
     server = _Replay(dict(map(tuple, refused)))
-    empty = dict.fromkeys(self.pair.workers, _empty_gradient.EmptyWorker())
+    empty = {
+      name: _empty_gradient.EmptyWorker(stateless=one.stateless)
+      for name, one in self.pair.workers.items()
+    }
     self.pair = _learner.Pair(server, empty)
     return server
 
@@ -96,10 +126,12 @@ class PairMessages:
     for key, one in _learners(self.pair).items():
       notes["learners"][key], arrays[key] = one.save(whole=True)
     messages = {f"push {task}": x for task, x in self._pushed.items()}
+    for begun in self._begun.values():
+      messages |= {f"push {task}": x for task, x in begun.items()}
     for sent in self._sent.values():
       messages |= {f"pull {task}": x for task, x in sent.items()}
     for key, (more, payload) in messages.items():
-      notes["messages"][key] = more
+      notes["messages"][key] = _gradient_messages.plain(more)
       if payload is not None:
         arrays[key] = _gradient_messages.bytes_of(payload)
     return notes, arrays
@@ -118,15 +150,12 @@ class PairMessages:
     def saved(key: str) -> Message:
       return notes["messages"][key], arrays.get(key)
 
-    for sent in self._sent.values():
-      for task in sent:
-        sent[task] = saved(f"pull {task}")
-    # A push that was known to be late has no message.
-    self._pushed = {
-      int(key.removeprefix("push ")): saved(key)
-      for key in notes["messages"]
-      if key.startswith("push ")
-    }
+    for kind, group in (
+      ("pull", self._sent.values()),
+      ("push", [*self._begun.values(), self._pushed]),
+    ):
+      for messages in group:
+        messages.update({task: saved(f"{kind} {task}") for task in messages})
 
 
 def _learners(pair: _learner.Pair) -> dict[str, Any]:

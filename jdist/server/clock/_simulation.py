@@ -317,6 +317,12 @@ class Simulation(_driver.Driver):
     seconds = node.end_s(now, work) - now
     if self.trace is not None:
       self.trace.add(name, f"task {reply.task}", now, now + seconds, "compute")
+    if self._under_way is not None:
+      if self._out(reply) is not None:
+        discards = self.state.discarded["late"] > 0
+        self._under_way.begin(reply, discards=discards)
+      else:
+        self._under_way.skip(reply)
     timeout = self._environment.timeout(seconds)
     timeout.callbacks.append(
       lambda _: self._send_gradient(reply, name, life, seconds, waited_s)
@@ -332,10 +338,13 @@ class Simulation(_driver.Driver):
   ) -> None:
     if life != self._lives[name]:
       return
-    # When the task ends, not when its push is received: the machine may fail
-    # in between, which must not touch what it has computed.
     if self._under_way is not None:
-      self._compute_push(self._under_way, reply)
+      task = self._out(reply)
+      if task is not None:
+        late = self.protocol.is_late(self.state, task)
+        self._under_way.end(reply, late=late)
+      else:
+        self._under_way.skip(reply)
     num_bytes = self.profile.push_bytes * self.protocol.push_share(reply)
     self.pushed_bytes += num_bytes
     arrival = self._network.send(
@@ -350,18 +359,14 @@ class Simulation(_driver.Driver):
     self._end(name)
     self._begin(name, life)
 
-  def _compute_push(
-    self, under_way: _pair_messages.PairMessages, reply: _messages.Reply
-  ) -> None:
-    """Lets a worker's learner do what its machine has just done."""
+  def _out(self, reply: _messages.Reply) -> Any:
+    """Returns the protocol's task, None if it was taken from its worker.
+
+    The worker was counted as gone then.  It will begin anew, and its remaining
+    tasks may build on parameters that it was never sent.
+    """
     task = self.state.tasks.get(reply.task)
-    if task is None or task.worker != reply.worker:
-      # The worker was counted as gone.  It will begin anew, and its remaining
-      # tasks may build on parameters that it was never sent.
-      under_way.skip(reply)
-    else:
-      late = self.protocol.is_late(self.state, task)
-      under_way.compute(reply, late=late)
+    return task if task is not None and task.worker == reply.worker else None
 
   def _end(self, name: str) -> None:
     """Counts what a machine has computed by now, if it does."""
@@ -397,10 +402,10 @@ class Simulation(_driver.Driver):
     if self._under_way is not None:
       self._under_way.refused[task] = error.reason
 
-  def _restart(self, name: str) -> None:
+  def _restart(self, name: str, *, lost: bool = False) -> None:
     """Lets a machine's learner forget the tasks that were taken from it."""
     if self.learner is not None:
-      self.learner.workers[name].restart()
+      self.learner.workers[name].restart(lost=lost)
 
   # Checkpoints.
 
@@ -463,7 +468,8 @@ class Simulation(_driver.Driver):
     if self.trace is not None and name in self._busy:
       self.trace.cut(name, self._environment.now)
     self._end(name)
-    self._restart(name)
+    # As a live worker's process, whose successor begins without a residual.
+    self._restart(name, lost=True)
 
   def _return(self, name: str) -> None:
     self._away.discard(name)

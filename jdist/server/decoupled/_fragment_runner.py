@@ -70,6 +70,8 @@ class FragmentRunner:
 
   # All local steps build on each other.
   stateless = False
+  # As of `ServerLedger`.
+  decoded = False
 
   def __init__(
     self,
@@ -88,7 +90,7 @@ class FragmentRunner:
   ):
     checks.check_optimizer("optimizer", optimizer)
     self._optimizer = optimizer
-    self._step, self._take, self._progress = _programs(loss_fn, optimizer)
+    self._loss_fn = loss_fn
     (self._codec,) = _gradient_messages.message_plans(push_codec).push
     self._samples, self._number = samples, number
     self._sizes = None if sizes is None else sorted(set(sizes))
@@ -98,16 +100,24 @@ class FragmentRunner:
     leaves, self._structure = jax.tree.flatten(params)
     self._dtypes = [leaf.dtype for leaf in leaves]
     self._anchor = [states.wide(jnp.asarray(x)) for x in leaves]
-    parts = self._parts(self._anchor)
-    self._push_states = [
-      _gradient_messages.first_state(
-        self._codec, part, (seed * num_workers + number) * len(parts) + i
-      )
-      for i, part in enumerate(parts)
-    ]
+    self._stream = seed * num_workers + number
+    self._push_states = self._first_push_states()
     self._state: LearnerState | None = None
     # Pushes that are not merged, by fragment and task, as the server has them.
     self._unmerged: dict[int, dict[int, Leaves]] = {}
+
+  def _first_push_states(self) -> list[PyTree]:
+    parts = self._parts(self._anchor)
+    return [
+      _gradient_messages.first_state(
+        self._codec, part, self._stream * len(parts) + i
+      )
+      for i, part in enumerate(parts)
+    ]
+
+  @functools.cached_property
+  def _programs(self) -> tuple[Callable[..., Any], ...]:
+    return _programs(self._loss_fn, self._optimizer, self._codec, self.decoded)
 
   def _parts(self, leaves: Sequence[jax.Array]) -> list[Leaves]:
     return [[leaves[i] for i in own] for own in self._indices]
@@ -120,8 +130,9 @@ class FragmentRunner:
       batch = self._samples.batch(self._number, 0, 1, size=size)
       found, _ = self._local_step(start, batch, self._key)
     for fragment, part in enumerate(self._parts(self._anchor)):
-      _, progress, _ = self.push_of(found, fragment)
-      sent = self._encode(fragment, progress, found.model_state)[2]
+      states_before = list(self._push_states)
+      _, _, sent, _ = self.push_of(found, fragment)
+      self._push_states = states_before
       # The program depends on the number of pushes that are not merged.
       for count in range(3):
         taken = self.merged(found, {fragment: part}, {fragment: [sent] * count})
@@ -195,7 +206,7 @@ class FragmentRunner:
     leaves, base = jax.tree.leaves(state.params), list(state.base)
     for fragment, anchor in fresh.items():
       own = self._indices[fragment]
-      params, bases = self._take(
+      params, bases = self._programs[1](
         [leaves[i] for i in own],
         [base[i] for i in own],
         list(anchor),
@@ -223,56 +234,45 @@ class FragmentRunner:
       start += count
       state, own = self._local_step(state, batch, jax.random.fold_in(key, i))
       loss = loss + own * (count / samples)
-    self._state, progress, loss = self.push_of(state, fragment, loss)
-    found, self._push_states[fragment], sent = self._encode(
-      fragment, progress, state.model_state
-    )
+    self._state, found, sent, loss = self.push_of(state, fragment, loss)
     self._unmerged.setdefault(fragment, {})[task] = sent
-    return {"loss": float(loss)}, found
+    return {"loss": loss}, found
 
   def _local_step(
     self, state: LearnerState, batch: PyTree, key: jax.Array
   ) -> tuple[LearnerState, jax.Array]:
     """Returns the state after a local step, and the loss before it."""
-    params, opt_state, model_state, loss = self._step(
+    params, opt_state, model_state, loss = self._programs[0](
       state.params, state.opt_state, state.model_state, batch, key
     )
     return LearnerState(params, opt_state, model_state, state.base), loss
 
   def push_of(
     self, state: LearnerState, fragment: int, loss: Any = 0.0
-  ) -> tuple[LearnerState, Leaves, jax.Array]:
-    """Returns the state and the progress of a fragment since its last push.
+  ) -> tuple[LearnerState, PyTree, Leaves, jax.Array]:
+    """Pushes the progress of a fragment since its last push.
 
-    Returned last is the loss, or NaN if what is pushed is not finite.
+    Returns:
+      The state; the message; what it decodes to, as the server merges it: only
+      that may be taken off what it sends later; the loss, NaN if what is pushed
+      is not finite.
     """
     leaves, base = jax.tree.leaves(state.params), list(state.base)
     own = self._indices[fragment]
-    progress, now, loss = self._progress(
-      [base[i] for i in own], [leaves[i] for i in own], state.model_state, loss
-    )
+    now, message, sent, loss, self._push_states[fragment] = self._programs[2](
+      [base[i] for i in own], [leaves[i] for i in own], state.model_state,
+      loss, self._push_states[fragment],
+    )  # fmt: skip
     for i, x in zip(own, now, strict=True):
       base[i] = x
-    return state._replace(base=base), progress, loss
+    return state._replace(base=base), message, sent, loss
 
-  def _encode(
-    self, fragment: int, progress: Leaves, model_state: PyTree
-  ) -> tuple[PyTree, PyTree, Leaves]:
-    """Returns the message, the feedback's state, and what is decoded."""
-    encode = _gradient_messages.encode_push(self._codec)
-    pushed = Pushed(progress, model_state)
-    message, state = encode(pushed, self._push_states[fragment])
-    if self._codec is None:
-      return message, state, progress
-    # The server merges what it decodes: only that may be taken off what it
-    # sends later.
-    decoded, _ = _gradient_messages.decode_push(self._codec)(message, progress)
-    return message, state, decoded.grads
-
-  def restart(self) -> None:
-    """Forgets its parameters; the residual of its feedback stays."""
+  def restart(self, *, lost: bool = False) -> None:
+    """Forgets its parameters, and the feedback's residual if it was lost."""
     self._state = None
     self._unmerged.clear()
+    if lost:
+      self._push_states = self._first_push_states()
 
   def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the feedback's state, or all state."""
@@ -318,7 +318,10 @@ def fragment_indices(
 
 @functools.lru_cache(maxsize=16)
 def _programs(
-  loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation
+  loss_fn: Callable[..., Any],
+  optimizer: optax.GradientTransformation,
+  codec: _gradient_messages.Codec,
+  decoded: bool,
 ) -> tuple[Callable[..., Any], ...]:
   """Builds a learner's programs, once for equal arguments."""
   chain = optax.with_extra_args_support(optimizer)
@@ -339,12 +342,18 @@ def _programs(
     return params, opt_state, found.model_state, found.loss
 
   def push(
-    base: Leaves, leaves: Leaves, model_state: PyTree, loss: jax.Array
-  ) -> tuple[Leaves, Leaves, jax.Array]:
+    base: Leaves,
+    leaves: Leaves,
+    model_state: PyTree,
+    loss: jax.Array,
+    push_state: PyTree,
+  ) -> tuple[Leaves, PyTree, Leaves, jax.Array, PyTree]:
     now = [states.wide(x) for x in leaves]
     progress = [b - x for b, x in zip(base, now, strict=True)]
-    finite = _gradient_messages.all_finite((progress, model_state))
-    return progress, now, jnp.where(finite, loss, jnp.nan)
+    message, sent, loss, push_state = _gradient_messages.message_of_push(
+      codec, decoded, Pushed(progress, model_state), loss, push_state
+    )
+    return now, message, sent.grads, loss, push_state
 
   def take(
     leaves: Leaves, base: Leaves, anchor: Leaves, unmerged: list[Leaves]

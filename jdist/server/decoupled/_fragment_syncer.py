@@ -1,6 +1,5 @@
 """The syncer of Decoupled DiLoCo: outer steps, fragment by fragment."""
 
-import collections
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,12 @@ import optax
 from jdist import checks, states, transforms
 from jdist.server import _message_codec, _messages
 from jdist.server.decoupled import _fragment_runner
-from jdist.server.gradients import _gradient_messages, _learner, _merge
+from jdist.server.gradients import (
+  _gradient_messages,
+  _learner,
+  _merge,
+  _server_ledger,
+)
 from jdist.server.gradients._merge import Pushed
 
 PyTree = Any
@@ -22,7 +26,7 @@ Leaves = list[jax.Array]
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
-class FragmentSyncer:
+class FragmentSyncer(_server_ledger.ServerLedger):
   r"""Merges learners' progress on fragments, and sends what was merged.
 
   .. math:: \Theta_p \leftarrow \Theta_p + \mathrm{outer}\Bigl(\sum_m w_m
@@ -48,9 +52,6 @@ class FragmentSyncer:
   Attributes:
     anchor: leaves of all parameters, float32 at least.
     model_state: batch statistics.
-    position: samples given out, by learner; one entry, 0, of a shared stream.
-    samples: samples of the pushes that were merged.
-    losses: `(samples so far, loss)` of the last merges, at most 1,000.
 
   Raises:
     ValueError: when an argument is not as described; at a task of a fragment
@@ -70,9 +71,9 @@ class FragmentSyncer:
   ):
     outer = OUTER if outer is None else outer
     checks.check_optimizer("outer", outer)
-    _gradient_messages.check_names(workers)
-    (self._codec,) = _gradient_messages.message_plans(push_codec).push
     self._indices = _fragment_runner.fragment_indices(params, fragments)
+    plans = _gradient_messages.message_plans(push_codec)
+    super().__init__(workers, shared, plans.push * len(self._indices))
     leaves, self._structure = jax.tree.flatten(params)
     self._dtypes = [leaf.dtype for leaf in leaves]
     # Copies: the caller may overwrite or donate its own arrays.
@@ -82,26 +83,11 @@ class FragmentSyncer:
     self._opt_states = [outer.init(self.part(p)) for p in self._fragments]
     self._outer_step = _outer_step(outer)
     self.model_state = jax.tree.map(jnp.array, model_state or {})
-    self._shared = shared
-    self._numbers = {name: i for i, name in enumerate(workers)}
-    self._layouts = [
-      _gradient_messages.layout(self._codec, self.part(p), self.model_state)
-      for p in self._fragments
-    ]
-    # Tasks that are out: number of the learner, fragment, samples, steps.
-    self._tasks: dict[int, tuple[int, int, int, int]] = {}
-    self._pushes: dict[int, Pushed] = {}
-    self._losses: dict[int, float] = {}
     # The last push of a learner that is in each fragment, or -1.
     self._settled = [[-1] * len(self._fragments) for _ in workers]
     # Local steps of decoded pushes: a learner that begins anew continues its
     # schedules from there.
     self._steps = [0] * len(workers)
-    self.position: collections.Counter[int] = collections.Counter()
-    self.samples = 0
-    self.losses: collections.deque[tuple[int, float]] = collections.deque(
-      maxlen=1000
-    )
 
   @property
   def _fragments(self) -> range:
@@ -129,10 +115,9 @@ class FragmentSyncer:
 
   def prepare(self) -> None:
     """Compiles what messages and merges need, before the first of them."""
-    for fragment, kinds in enumerate(self._layouts):
-      empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), kinds)
-      pushed, _ = self._decode(fragment, empty)
-      for width in _merge.widths(len(self._numbers)):
+    for fragment in self._fragments:
+      pushed = self._empty_push(fragment)
+      for width in _merge.widths(self.num_workers):
         factors = np.zeros((2, width), np.float32)
         moved = self._outer_step(
           self.part(fragment), self._opt_states[fragment], [pushed] * width,
@@ -140,9 +125,8 @@ class FragmentSyncer:
         )  # fmt: skip
         jax.block_until_ready(moved)
 
-  def _decode(self, fragment: int, message: PyTree) -> tuple[Pushed, jax.Array]:
-    decode = _gradient_messages.decode_push(self._codec)
-    return decode(message, self.part(fragment))
+  def _like(self, kind: int) -> tuple[PyTree, PyTree]:
+    return self.part(kind), self.model_state
 
   def reply(self, reply: _messages.Reply) -> tuple[dict[str, Any], Any]:
     """Takes samples for a task, and encodes the fragments that are sent."""
@@ -151,17 +135,12 @@ class FragmentSyncer:
         "`fragments` must be as many as the protocol's, got "
         f"{len(self._fragments)} for a task of number {reply.fragment}."
       )
-    worker = self._numbers[reply.worker]
-    whose = 0 if self._shared else worker
+    worker, start = self._give(reply, reply.fragment)
     more = {
-      "start": self.position[whose],
+      "start": start,
       "settled": list(self._settled[worker]),
       "steps": self._steps[worker],
     }
-    self.position[whose] += reply.samples
-    self._tasks[reply.task] = (
-      worker, reply.fragment, reply.samples, reply.passes,
-    )  # fmt: skip
     if reply.pull_plan is None:
       return more, None
     if reply.pulled is None:
@@ -174,28 +153,19 @@ class FragmentSyncer:
 
   def push(self, task: int, more: dict[str, Any], payload: Any) -> None:
     """Decodes a push, or refuses it."""
-    worker, fragment, _, steps = self._tasks[task]
-    message = _gradient_messages.tree_of_push(payload, self._layouts[fragment])
-    pushed, finite = self._decode(fragment, message)
-    self._losses[task] = _gradient_messages.finite_loss(more, finite)
-    self._pushes[task] = pushed
+    super().push(task, more, payload)
     # Once a push is decoded: steps that a failure has undone do not count.
+    worker, _, _, steps = self.tasks[task]
     self._steps[worker] += steps
 
   def apply(self, update: _messages.Apply) -> None:
     """Makes the outer step of pushes, which are of one fragment."""
-    tasks = [self._tasks.pop(task) for task in update.tasks]
-    pushes = [self._pushes.pop(task) for task in update.tasks]
-    whole = sum(samples for _, _, samples, _ in tasks)
-    self.samples += whole
-    loss = 0.0
-    for number, (worker, fragment, samples, _) in zip(
+    tasks, pushes, _, _ = self._take(update)
+    for number, (worker, _, fragment, _) in zip(
       update.tasks, tasks, strict=True
     ):
-      loss += samples / whole * self._losses.pop(number)
       self._settled[worker][fragment] = number
-    self.merge(tasks[0][1], pushes, update.weights)
-    self.losses.append((self.samples, loss))
+    self.merge(tasks[0][2], pushes, update.weights)
 
   def merge(
     self, fragment: int, pushes: Sequence[Pushed], weights: Sequence[float]
@@ -212,58 +182,26 @@ class FragmentSyncer:
     # Statistics have no fragments: each merge replaces all of them.
     part, self._opt_states[fragment], self.model_state = self._outer_step(
       self.part(fragment), self._opt_states[fragment],
-      *_merge.narrowed(pushes, weights, parts, len(self._numbers)),
+      *_merge.narrowed(pushes, weights, parts, self.num_workers),
     )  # fmt: skip
     for i, x in zip(self._indices[fragment], part, strict=True):
       self.anchor[i] = x
 
-  def discard(self, task: int) -> None:
-    """Drops a task, and its push if that has been decoded."""
-    del self._tasks[task]
-    self._pushes.pop(task, None)
-    self._losses.pop(task, None)
-
-  def leave(self, worker: _messages.Worker) -> None:
-    """Does nothing: a learner that begins anew is sent all fragments."""
-    del worker
-
   def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the parameters, pushes that are not merged, and positions."""
     del whole  # Nothing that learners hold is kept here.
-    notes = {
-      "samples": self.samples,
-      "position": sorted(self.position.items()),
-      "tasks": [[task, *x] for task, x in self._tasks.items()],
-      "pushes": [[task, self._losses[task]] for task in self._pushes],
-      "settled": self._settled,
-      "steps": self._steps,
-    }
-    tree = (self._arrays(), list(self._pushes.values()))
-    return notes, _gradient_messages.tree_bytes(tree)
+    notes, pushes = self._save()
+    notes |= {"settled": self._settled, "steps": self._steps}
+    return notes, _gradient_messages.tree_bytes((self._arrays(), pushes))
 
   def _arrays(self) -> PyTree:
     return self.anchor, self._opt_states, self.model_state
 
   def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
     """Restores what `save` returned."""
-    self._tasks = {task: tuple(x) for task, *x in notes["tasks"]}
-    like = [
-      Pushed(self.part(self._tasks[task][1]), self.model_state)
-      for task, _ in notes["pushes"]
-    ]
-    found = _gradient_messages.tree_of_bytes(payload, (self._arrays(), like))
-    arrays, pushes = jax.tree.map(jnp.asarray, found)
+    arrays = self._read(notes, payload, self._arrays())
     self.anchor, self._opt_states, self.model_state = arrays
-    self._losses = dict(map(tuple, notes["pushes"]))
-    self._pushes = dict(zip(self._losses, pushes, strict=True))
-    self.samples = notes["samples"]
-    self.position = collections.Counter(dict(map(tuple, notes["position"])))
     self._settled, self._steps = notes["settled"], notes["steps"]
-
-  def snapshot(self) -> np.ndarray:
-    """Returns the model's bytes, for `tree_of_bytes`."""
-    model = self.model
-    return _gradient_messages.tree_bytes((model.params, model.model_state))
 
 
 @functools.lru_cache(maxsize=16)

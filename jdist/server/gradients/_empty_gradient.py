@@ -73,7 +73,8 @@ class EmptyServer:
 class EmptyWorker:
   """Computes nothing, and sends as many bytes as its task says."""
 
-  stateless = True
+  def __init__(self, *, stateless: bool = True):
+    self.stateless = stateless
 
   def prepare(self) -> None:
     """Does nothing: there is no program to compile."""
@@ -88,7 +89,7 @@ class EmptyWorker:
     """Returns bytes."""
     return {}, np.zeros(header["more"]["bytes"], np.uint8)
 
-  def restart(self) -> None:
+  def restart(self, *, lost: bool = False) -> None:
     """Does nothing: there is no task to forget."""
 
   def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:

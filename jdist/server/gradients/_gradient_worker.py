@@ -42,6 +42,9 @@ class GradientWorker:
       larger than all `sizes`.
   """
 
+  # As of `ServerLedger`.
+  decoded = False
+
   def __init__(
     self,
     loss_fn: Callable[..., Any],
@@ -65,30 +68,37 @@ class GradientWorker:
       )
     self._plans, self._samples, self._number = plans, samples, number
     self._sizes = None if sizes is None else sorted(set(sizes))
-    ahead = local_step and local_step.without_rate()
-
-    def program(passes: int) -> Callable[..., Any]:
-      return _gradient_messages.gradient_program(loss_fn, ahead, passes)
-
-    self._program = program
+    self._loss_fn = loss_fn
+    self._programs: dict[tuple[int, int], Callable[..., Any]] = {}
     self._held = jax.tree.map(jnp.array, params)
     self._model_state = jax.tree.map(
       jnp.array, {} if model_state is None else model_state
     )
-    self._layouts = [
-      _gradient_messages.layout(codec, params, self._model_state)
-      for codec in plans.pull
-    ]
     self._key = jax.random.key(seed)
     self._local_step = local_step
     # Random numbers of its own: if all workers rounded alike, the error of a
     # mean of N gradients would not fall with N.
-    self._push_state = _gradient_messages.first_states(
-      plans, params, seed, number, num_workers
-    )[0]
-    self._last = () if local_step is None else local_step.init(self._held)
+    self._stream = seed, number, num_workers
+    self._own = self._first_states()
     self._last_task = -1
     self._last_version: int | None = None
+
+  def _first_states(self) -> tuple[PyTree, PyTree]:
+    """Returns the first states of its messages and of its local step."""
+    first = _gradient_messages.first_states(
+      self._plans, self._held, *self._stream
+    )
+    step = self._local_step
+    return first[0], () if step is None else step.init(self._held)
+
+  def _program(self, passes: int, plan: int) -> Callable[..., Any]:
+    # Not the cache of the programs alone: a codec takes long to hash.
+    if (passes, plan) not in self._programs:
+      step = self._local_step and self._local_step.without_rate()
+      self._programs[passes, plan] = _gradient_messages.gradient_program(
+        self._loss_fn, step, passes, self._plans.push[plan], self.decoded
+      )
+    return self._programs[passes, plan]
 
   @property
   def stateless(self) -> bool:
@@ -99,22 +109,24 @@ class GradientWorker:
 
   def prepare(self) -> None:
     """Compiles the gradient of each size, and each plan's messages."""
-    pushed = None
     for size in self._sizes or ():
       batch = self._samples.batch(self._number, 0, 1, size=size)
-      pushed, *_ = self._program(1)(
-        self._held, self._model_state, self._last, self._control(0, 0), batch,
-        self._key, np.uint32(0),
-      )  # fmt: skip
-    for codec in self._plans.push if pushed is not None else ():
-      encode = _gradient_messages.encode_push(codec)
-      jax.block_until_ready(encode(pushed, self._push_state))
+      for plan in range(len(self._plans.push)):
+        found = self._program(1, plan)(
+          self._held, self._model_state, self._own, self._control(0, 0), batch,
+          self._key, np.uint32(0),
+        )  # fmt: skip
+        jax.block_until_ready(found)
     for plan, codec in enumerate(self._plans.pull):
       empty = jax.tree.map(
-        lambda x: np.zeros(x.shape, x.dtype), self._layouts[plan]
+        lambda x: np.zeros(x.shape, x.dtype), self._layout(plan)
       )
       receive = _gradient_messages.receive_pull(codec, plan == 0)
       jax.block_until_ready(receive(empty, self._held))
+
+  def _layout(self, plan: int) -> PyTree:
+    codec = None if self.decoded else self._plans.pull[plan]
+    return _gradient_messages.layout(codec, self._held, self._model_state)
 
   def _control(self, version: int, settled: int) -> np.ndarray | None:
     """Says to a local step whether the last gradient is in what was sent."""
@@ -132,54 +144,55 @@ class GradientWorker:
     if plan is None:
       return
     assert payload is not None
-    message = _gradient_messages.message_of(payload, self._layouts[plan])
-    receive = _gradient_messages.receive_pull(self._plans.pull[plan], plan == 0)
-    self._held, self._model_state = receive(message, self._held)
+    if isinstance(payload, np.ndarray):
+      payload = _gradient_messages.tree_of_bytes(payload, self._layout(plan))
+    if not self.decoded:
+      receive = _gradient_messages.receive_pull(
+        self._plans.pull[plan], plan == 0
+      )
+      payload = receive(payload, self._held)
+    self._held, self._model_state = payload
 
   def compute(self, header: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Returns the gradient of a task's batch, at the parameters held now."""
     task, more, samples = header["task"], header["more"], header["samples"]
     passes = header.get("passes", 1)
     control = self._control(header["version"], more["settled"])
-    compute = self._program(passes)
+    compute = self._program(passes, header["push_plan"])
     size = passes * _gradient_messages.padded_size(
       self._sizes, math.ceil(samples / passes)
     )
     batch = self._samples.batch(self._number, more["start"], samples, size=size)
-    pushed, loss, self._last = compute(
-      self._held, self._model_state, self._last, control, batch, self._key,
+    found, loss, self._own = compute(
+      self._held, self._model_state, self._own, control, batch, self._key,
       np.uint32(task),
     )  # fmt: skip
     self._last_task, self._last_version = task, header["version"]
-    encode = _gradient_messages.encode_push(
-      self._plans.push[header["push_plan"]]
-    )
-    found, self._push_state = encode(pushed, self._push_state)
-    return {"loss": float(loss)}, found
+    return {"loss": loss}, found
 
-  def restart(self) -> None:
-    """Forgets its last gradient; the residual of its feedback stays."""
+  def restart(self, *, lost: bool = False) -> None:
+    """Forgets its last gradient, and the feedback's residual if it was lost."""
     # The next local step must not take the server's progress during the
-    # absence for momentum.
+    # absence for momentum, nor a refused gradient for one that is under way.
     self._last_task, self._last_version = -1, None
+    push_state, last = self._first_states()
+    self._own = push_state if lost else self._own[0], last
 
   def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the feedback's state, or all state."""
     if not whole:
-      return {}, _gradient_messages.tree_bytes(self._push_state)
+      return {}, _gradient_messages.tree_bytes(self._own[0])
     notes = {"last": [self._last_task, self._last_version]}
     return notes, _gradient_messages.tree_bytes(self._whole())
 
   def _whole(self) -> PyTree:
-    return self._push_state, self._held, self._model_state, self._last
+    return self._own, self._held, self._model_state
 
   def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
     """Restores what `save` returned."""
     read = _gradient_messages.tree_of_bytes
     if "last" in notes:
       self._last_task, self._last_version = notes["last"]
-      self._push_state, self._held, self._model_state, self._last = read(
-        payload, self._whole()
-      )
+      self._own, self._held, self._model_state = read(payload, self._whole())
     else:
-      self._push_state = read(payload, self._push_state)
+      self._own = read(payload, self._own[0]), self._own[1]

@@ -111,8 +111,13 @@ class WorkerLearner(Interface):
   def compute(self, header: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Returns the push of the task received last: its `more` and payload."""
 
-  def restart(self) -> None:
-    """Forgets all tasks: the next pull sends exact parameters."""
+  def restart(self, *, lost: bool = False) -> None:
+    """Forgets all tasks: the next pull sends exact parameters.
+
+    Args:
+      lost: whether its process was lost, and a new one begins without what a
+        feedback kept.
+    """
 
   def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the state of a checkpoint: what JSON can hold, and bytes.
@@ -144,7 +149,12 @@ class Pair:
   ):
     # Any: attributes such as a model are a learner's own, not the interface's.
     self.server: Any = server
-    self.workers = {str(name): one for name, one in workers.items()}
+    self.workers: dict[str, Any] = {
+      str(name): one for name, one in workers.items()
+    }
+    # Nothing is encoded only to be decoded in the next program.
+    for one in (server, *self.workers.values()):
+      one.decoded = True
 
   @property
   def model(self) -> ServerModel:

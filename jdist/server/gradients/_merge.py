@@ -54,6 +54,8 @@ def narrowed(
     strength: As of `merge`.
   """
   pushes, factors = list(pushes), np.array([weights, parts], np.float32)
+  if len(pushes) == 1:
+    return pushes, factors
   while len(pushes) > _MOST:
     first = _partial_sum(pushes[:_MOST], factors[:, :_MOST], now, strength)
     pushes = [first, *pushes[_MOST:]]

@@ -162,7 +162,7 @@ class WorkerLoop:
       "compute_s": time.monotonic() - start_s,
       "waited_s": start_s - arrived_s,
       "over_s": over_s,
-      "more": more,
+      "more": _gradient_messages.plain(more),
     }
     session.send("push", push, out)
 
