@@ -131,9 +131,9 @@ class PairMessages:
     for sent in self._sent.values():
       messages |= {f"pull {task}": x for task, x in sent.items()}
     for key, (more, payload) in messages.items():
-      notes["messages"][key] = _gradient_messages.plain(more)
-      if payload is not None:
-        arrays[key] = _gradient_messages.bytes_of(payload)
+      found, notes["messages"][key] = _gradient_messages.sendable(payload, more)
+      if found is not None:
+        arrays[key] = found
     return notes, arrays
 
   def load(

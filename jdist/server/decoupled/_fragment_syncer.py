@@ -14,9 +14,9 @@ from jdist.server import _message_codec, _messages
 from jdist.server.decoupled import _fragment_runner
 from jdist.server.gradients import (
   _gradient_messages,
+  _gradient_server,
   _learner,
   _merge,
-  _server_ledger,
 )
 from jdist.server.gradients._merge import Pushed
 
@@ -26,7 +26,7 @@ Leaves = list[jax.Array]
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
-class FragmentSyncer(_server_ledger.ServerLedger):
+class FragmentSyncer(_gradient_server.ServerLedger):
   r"""Merges learners' progress on fragments, and sends what was merged.
 
   .. math:: \Theta_p \leftarrow \Theta_p + \mathrm{outer}\Bigl(\sum_m w_m

@@ -154,7 +154,7 @@ class WorkerLoop:
     start_s = time.monotonic()
     self._learner.receive(header, payload)
     more, found = self._learner.compute(header)
-    out = _gradient_messages.bytes_of(found)
+    out, more = _gradient_messages.sendable(found, more)
     over_s = self._wait(header, arrived_s, start_s)
     push = {
       "task": header["task"],
@@ -162,7 +162,7 @@ class WorkerLoop:
       "compute_s": time.monotonic() - start_s,
       "waited_s": start_s - arrived_s,
       "over_s": over_s,
-      "more": _gradient_messages.plain(more),
+      "more": more,
     }
     session.send("push", push, out)
 
