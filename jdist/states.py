@@ -215,6 +215,40 @@ def evaluated_field(kind: type) -> str | None:
   return getattr(kind, "evaluates", None)
 
 
+def is_key(x: Any) -> bool:
+  """Returns whether an array is a typed key of random numbers."""
+  dtype = getattr(x, "dtype", None)
+  return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def key_words(leaf: Any) -> Any:
+  """Returns the words of a typed key, which files and NumPy can hold."""
+  return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def as_key(words: Any, like: Any) -> jax.Array:
+  """Undoes `key_words`, given the leaf or its shape."""
+  if not is_key(like):
+    return jnp.asarray(words)
+  return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
+
+
+def fold_key(key: jax.Array, number: jax.typing.ArrayLike) -> jax.Array:
+  """Folds a number into a key, typed or raw, or into each key of an array."""
+  keys = key if is_key(key) else jax.random.wrap_key_data(key)
+  fold = jax.vmap(jax.random.fold_in, (0, None))
+  found = fold(keys.reshape(-1), number).reshape(keys.shape)
+  return found if is_key(key) else jax.random.key_data(found)
+
+
+def fold_keys(tree: PyTree, number: jax.typing.ArrayLike) -> PyTree:
+  """Folds a worker's number into the random leaves of a state."""
+  return jax.tree.map(
+    lambda x, law: fold_key(x, number) if law == "random" else x,
+    tree, find_laws(tree),
+  )  # fmt: skip
+
+
 def untold(tree: PyTree) -> list[int]:
   """Returns the numbers of the floats in states of which nothing is known."""
   laws = _walk(tree, None, "", "moment", unknown="untold")

@@ -8,7 +8,7 @@ differentiates its own slice, and gradients are local everywhere.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jdist import checks
+from jdist import checks, states
 from jdist.collectives import _axis, _shards
 
 PyTree = Any
@@ -219,27 +219,53 @@ class Workers:
       )
 
   def replicate(
-    self, tree: PyTree, specs: PyTree | PartitionSpec = _UNSPLIT
+    self,
+    tree: PyTree,
+    specs: PyTree | PartitionSpec = _UNSPLIT,
+    laws: Mapping[str, states.Law] | None = None,
   ) -> PyTree:
     """Gives every worker a copy of `tree`: arrays `[workers, ...]`.
+
+    Random keys, as those of an NNX model's dropout, are folded by the workers'
+    numbers where there are several.
 
     Args:
       tree: one worker's arrays, equal in all processes.
       specs: how the arrays are split over the mesh's other axes: one
         `PartitionSpec` for all, or a tree of them like `tree`.
+      laws: the laws of leaves that `jdist.states` does not infer, by their
+        names; a "constant" key is equal on all workers.
     """
     checks.check_arrays("tree", tree)
+    given = states.exceptions(tree, laws) if laws else ()
+    found = jax.tree.leaves(states.find_laws(tree, laws=given))
+    likes, structure = jax.tree.flatten(tree)
+    leaves = list(map(states.key_words, likes))
     # A program over several processes takes arrays of the host only.
     if jax.process_count() > 1:
-      tree = jax.tree.map(_to_host, tree)
-    leaves, structure = jax.tree.flatten(tree)
+      leaves = list(map(_to_host, leaves))
     if isinstance(specs, PartitionSpec):
       shardings = (self.sharding(specs),) * len(leaves)
     else:
       named = _shards.spec_leaves(specs, tree)
       shardings = tuple(map(self.sharding, named))
     copies = _spread(self.num_workers, shardings)(leaves)
+    for i, (like, law) in enumerate(zip(likes, found, strict=True)):
+      if law == "random" or states.is_key(like):
+        apart = law == "random" and self.num_workers > 1
+        copies[i] = self._as_keys(copies[i], like, apart)
     return jax.tree.unflatten(structure, copies)
+
+  def _as_keys(self, rows: jax.Array, like: jax.Array, apart: bool) -> Any:
+    """Returns the data of a key for each worker as keys that stand apart."""
+
+    def one(row: jax.Array, number: jax.Array) -> jax.Array:
+      key = states.as_key(row, like)
+      return states.fold_key(key, number) if apart else key
+
+    numbers = np.arange(self.num_workers, dtype=np.uint32)
+    program = jax.jit(jax.vmap(one), out_shardings=self.sharding())
+    return program(rows, numbers)
 
   def place(self, tree: PyTree) -> PyTree:
     """Puts arrays that already have their axis of workers onto the devices.

@@ -21,10 +21,9 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks
+from jdist import checks, states
 from jdist.storage import hashes, sealed_json
 
 PyTree: TypeAlias = Any
@@ -95,8 +94,8 @@ def save_arrays(
 
 def _words(name: str, leaf: Any) -> tuple[np.ndarray, str]:
   """Returns the bits of a leaf in a type that .npy files have, and its type."""
-  if _is_key(leaf):
-    return np.asarray(key_words(leaf)), str(leaf.dtype)
+  if states.is_key(leaf):
+    return np.asarray(states.key_words(leaf)), str(leaf.dtype)
   words = array = np.asarray(leaf)
   # NumPy writes bfloat16 too, and reads it as bytes without a type.
   if array.dtype.isbuiltin == 2:
@@ -255,23 +254,6 @@ def _typed(words: np.ndarray, of: str) -> np.ndarray:
   return words.view(of)
 
 
-def _is_key(leaf: Any) -> bool:
-  dtype = getattr(leaf, "dtype", None)
-  return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def key_words(leaf: Any) -> Any:
-  """Returns the words of a random key, which files cannot hold as a key."""
-  return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
-def as_key(words: Any, like: Any) -> jax.Array:
-  """Undoes `key_words`, given the leaf or its shape."""
-  if not _is_key(like):
-    return jnp.asarray(words)
-  return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
-
-
 def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
   """Returns loaded arrays as a tree of the shapes and types of another.
 
@@ -279,7 +261,7 @@ def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
     ValueError: when there are others; it names the first one.
   """
   leaves = checks.named_leaves(like)
-  expected = {name: key_words(leaf) for name, leaf in leaves.items()}
+  expected = {name: states.key_words(leaf) for name, leaf in leaves.items()}
   for name in expected | dict(arrays):
     found, wanted = (
       f"{x[name].dtype}{list(x[name].shape)}" if name in x else "nothing"
@@ -290,7 +272,9 @@ def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
         f"`directory` must hold {wanted} as {name!r}, got {found}. It was "
         "written for another model or optimizer, or by another version."
       )
-  found_leaves = [as_key(arrays[name], leaf) for name, leaf in leaves.items()]
+  found_leaves = [
+    states.as_key(arrays[name], leaf) for name, leaf in leaves.items()
+  ]
   return jax.tree.unflatten(jax.tree.structure(like), found_leaves)
 
 

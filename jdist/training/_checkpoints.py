@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jdist import channel, checks, collectives
-from jdist.storage import array_files, lease
+from jdist import channel, checks, collectives, states
+from jdist.storage import lease
 from jdist.training import (
   _checkpoint_directory,
   _run_metadata,
@@ -169,9 +169,7 @@ class Checkpoints:
       )
       # Orbax refuses arrays without elements.
       if leaf.size:
-        arrays[f"{number:05d}"] = self._to_save(
-          array_files.key_words(leaf), once
-        )
+        arrays[f"{number:05d}"] = self._to_save(states.key_words(leaf), once)
     # While arrays of the same step are replaced, no manifest may claim them.
     self.claim()
     if self._is_first:
@@ -361,7 +359,7 @@ class Checkpoints:
     leaves: list[jax.Array],
   ) -> list[jax.Array]:
     several = jax.process_count() > 1
-    templates, leaves = leaves, list(map(array_files.key_words, leaves))
+    templates, leaves = leaves, list(map(states.key_words, leaves))
     where = {}
     for number, (entry, leaf) in enumerate(zip(entries, leaves, strict=True)):
       if not leaf.size:
@@ -390,7 +388,7 @@ class Checkpoints:
       if leaf.size and not entries[i]["shared"]:
         own = arrays[f"{i:05d}"]
         values[i] = own if several else jax.device_put(own, leaf.sharding)
-    return list(map(array_files.as_key, values, templates))
+    return list(map(states.as_key, values, templates))
 
   def latest_step(self) -> int | None:
     """Returns the step of the newest checkpoint, None if there is none.

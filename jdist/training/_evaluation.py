@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jdist import collectives, transforms
-from jdist.training import _labels, _losses, _step, _train_state
+from jdist.training import _labels, _losses, _train_state
 
 PyTree = Any
 
@@ -75,8 +75,10 @@ class Evaluator:
           "update is applied in the next step: without it the parameters are "
           "one step old. Build `Evaluator(..., optimizer=optimizer)`."
         )
-      params = transforms.anchor(opt_state, params)
-      return params, _step.mean_statistics(state.model_state, axis)
+      found: tuple[PyTree, PyTree] = transforms.evaluation_params(
+        opt_state, params, state.model_state, axis=axis, laws=state.laws
+      )
+      return found
 
     def totals(params: PyTree, model_state: PyTree, batch: PyTree) -> PyTree:
       # Evaluation does not augment, so that the key is not used.

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks
+from jdist import checks, states
 
 PyTree = Any
 
@@ -91,7 +90,11 @@ def load_model(
     saved,
     {name: np.shape(x) for name, x in named.items()},
   )
-  leaves = [jnp.asarray(saved[name]) for name in named]
+  likes = jax.tree.leaves((params, state))
+  leaves = [
+    states.as_key(saved[name], like)
+    for name, like in zip(named, likes, strict=True)
+  ]
   number = len(jax.tree.leaves(params))
   return (
     jax.tree.unflatten(jax.tree.structure(params), leaves[:number]),
@@ -123,9 +126,9 @@ def _value(text: str) -> Any:
 
 
 def _named(params: PyTree, model_state: PyTree) -> dict[str, Any]:
-  """Returns the leaves by name, the parameters first."""
+  """Returns the leaves by name, the parameters first, and keys as data."""
   found = {}
   for kind, tree in (("params", params), ("state", model_state)):
     for name, leaf in checks.named_leaves(tree).items():
-      found[f"{kind}.{name}" if name else kind] = leaf
+      found[f"{kind}.{name}" if name else kind] = states.key_words(leaf)
   return found

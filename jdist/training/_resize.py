@@ -3,11 +3,10 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import collectives, reducers, transforms
+from jdist import collectives, reducers, states, transforms
 from jdist.training import _train_state
 
 PyTree = Any
@@ -27,11 +26,12 @@ def resize(
   feedbacks of all workers, and no mass is lost. Then, leaf by leaf:
 
   - leaves that are equal on all workers stay unchanged;
-  - floats and complex numbers of each worker (momenta, the residuals of
-    compressed gradients) become the old workers' mean on every new worker, so
-    that the mean over the workers is kept:
+  - moments and statistics of each worker (momenta, the residuals of compressed
+    gradients) become the old workers' mean on every new worker, so that the
+    mean over the workers is kept:
     :math:`\tfrac1M \sum e' = \tfrac1N \sum e`;
-  - counters and keys are those of worker 0;
+  - counters and constants are those of worker 0;
+  - keys of each worker are that of worker 0, folded by the new numbers;
   - the residuals of owners, which change, start at zero.
 
   Args:
@@ -63,10 +63,18 @@ def resize(
     # A state in memory may lie on several devices, which `vmap` does not use.
     state = jax.device_put(state, old.sharding())
   # On the host, where every process of the new run gets all rows.
-  drained = old.gather(old.jit(brought_in)(state))
-  first = jax.tree.map(lambda x: x[0], drained)
+  rows = old.jit(brought_in)(state)
+  drained = old.gather(jax.tree.map(states.key_words, rows))
+  first = jax.tree.map(
+    lambda x, y: states.as_key(x[0], y) if states.is_key(y) else x[0],
+    drained, rows,
+  )  # fmt: skip
+  given = dict(state.laws.named) if state.laws else None
   template = _train_state.init_state(
-    new, new_optimizer, first.params, first.model_state
+    new, new_optimizer, first.params, first.model_state, laws=given
+  )
+  laws = states.find_laws(template)._replace(
+    model_state=states.find_laws(first.model_state, "statistic", state.laws)
   )
   num_local = len(new.local_workers)
   labels = _train_state.shared_leaves(template)
@@ -87,7 +95,12 @@ def resize(
     like: jax.Array,
     same: bool,
     owned: bool,
+    law: str,
   ) -> jax.Array:
+    if law == "random" and not same:
+      key = {"key": states.as_key(rows[0], like)}
+      own: jax.Array = new.replicate(key)["key"]
+      return own
     if owned or rows.shape[1:] != like.shape[1:]:
       if rows.any():
         raise ValueError(
@@ -100,11 +113,11 @@ def resize(
       return like
     # Summed in float64, as a sum of many float32 rows would lose digits.
     one = rows[0]
-    if not same and jnp.issubdtype(rows.dtype, jnp.inexact):
+    if not same and law in ("moment", "statistic", "iterate"):
       wide = np.complex128 if np.iscomplexobj(rows) else np.float64
       one = rows.astype(wide).mean(0).astype(rows.dtype)
     return new.place(np.broadcast_to(one, (num_local, *one.shape)))
 
   return jax.tree_util.tree_map_with_path(
-    resized, drained, template, labels, by_owner
+    resized, drained, template, labels, by_owner, laws
   )

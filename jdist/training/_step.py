@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks, collectives, transforms
+from jdist import checks, collectives, states, transforms
 from jdist.training import _gradient, _train_state
 
 PyTree = Any
@@ -116,7 +116,9 @@ def _weighted(
     if not jnp.issubdtype(new.dtype, jnp.inexact):
       return new
     share = weight.astype(new.dtype) if jnp.iscomplexobj(new) else weight
-    return old + (share * (new - old)).astype(new.dtype)
+    moved = old + (share * (new - old)).astype(new.dtype)
+    # An infinity that stays, as that of a mask, has no difference.
+    return jnp.where(new == old, new, moved)
 
   return gradient._replace(
     grads=jax.tree.map(lambda g: g * weight.astype(g.dtype), gradient.grads),
@@ -172,7 +174,7 @@ def make_update(
         )
       params = transforms.apply_updates(params, updates, opt_state)
       model_state = synchronize_statistics(
-        model_state, opt_state, axis=axis, control=control
+        model_state, opt_state, axis=axis, control=control, laws=state.laws
       )
     number = optax.safe_increment(state.step)
     metrics = gradient.metrics | {
@@ -232,6 +234,7 @@ def synchronize_statistics(
   *,
   axis: collectives.Axis,
   control: transforms.Control | None = None,
+  laws: states.Laws | tuple[()] = (),
 ) -> PyTree:
   """Averages batch statistics if the last update ended a round.
 
@@ -240,11 +243,12 @@ def synchronize_statistics(
   `Evaluator` averages them.
 
   Args:
-    model_state: One worker's state, of which real and complex floats are
-      averaged. Counters and keys stay unchanged.
+    model_state: One worker's state, of which statistics are averaged, real and
+      complex ones. Counters, keys and constants stay unchanged.
     opt_state: The state that `update` returned.
     axis: The workers' axis.
     control: The control that was given to this update, if any.
+    laws: `TrainState.laws`.
 
   >>> from jdist import methods
   >>> optimizer = methods.local_sgd(optax.sgd(0.1), 2, axis="worker")
@@ -268,27 +272,14 @@ def synchronize_statistics(
     return model_state
   together = transforms.synchronized(opt_state) if ends is None else ends
   if together is True:
-    return mean_statistics(model_state, axis)
+    return transforms.mean_statistics(model_state, axis, laws=laws)
   if together is False:
     return model_state
   # `agreed` makes the predicate equal on all workers: under `vmap` a predicate
   # per worker would become a select, which runs the collective in every step.
   return jax.lax.cond(
     collectives.agreed(jnp.asarray(together), axis),
-    lambda tree: mean_statistics(tree, axis),
+    lambda tree: transforms.mean_statistics(tree, axis, laws=laws),
     lambda tree: collectives.varying(tree, axis),
     model_state,
   )
-
-
-def mean_statistics(model_state: PyTree, axis: collectives.Axis) -> PyTree:
-  """Averages a worker's batch statistics; counters and keys stay unchanged."""
-  leaves, structure = jax.tree.flatten(model_state)
-  chosen = [
-    i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)
-  ]
-  means = collectives.mean([leaves[i] for i in chosen], axis)
-  leaves = collectives.varying(leaves, axis)
-  for i, value in zip(chosen, means, strict=True):
-    leaves[i] = value
-  return jax.tree.unflatten(structure, leaves)

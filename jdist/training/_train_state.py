@@ -1,5 +1,6 @@
 """The state of a training run between two steps."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -7,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, collectives, reducers, transforms
+from jdist import checks, collectives, reducers, states, transforms
 
 PyTree = Any
 
 
+# The key of a run is equal on all workers, unlike those of a model.
+@states.declare(laws={"key": "constant"})
 class TrainState(NamedTuple):
   """One worker's part of a run, which is all that a resumed run needs.
 
@@ -24,6 +27,8 @@ class TrainState(NamedTuple):
       within a round; `{}` for most models.
     key: The run's random key, uint32 [2], equal on all workers and constant. A
       step derives its own key from it, the step and the worker.
+    laws: Laws of leaves of `model_state` that `jdist.states` does not infer, no
+      arrays; `()` for most models.
   """
 
   step: jax.Array
@@ -31,6 +36,7 @@ class TrainState(NamedTuple):
   opt_state: PyTree
   model_state: PyTree
   key: jax.Array
+  laws: states.Laws | tuple[()] = ()
 
 
 def init_state(
@@ -41,8 +47,12 @@ def init_state(
   *,
   seed: int = 0,
   specs: Any = None,
+  laws: Mapping[str, states.Law] | None = None,
 ) -> TrainState:
   """Makes the initial state, arrays `[workers, ...]` equal on all workers.
+
+  Random keys in the states of the model and of the optimizer are not equal: the
+  worker's number is folded into them where there are several workers.
 
   Args:
     workers: The run's workers.
@@ -53,6 +63,10 @@ def init_state(
     specs: The partition of the parameters over the mesh's other axes, see
       `Workers.replicate`. Leaves of the optimizer's state that correspond to a
       parameter are split alike. By default nothing is split.
+    laws: Laws of leaves of `model_state`, by their names, that differ from what
+      `jdist.states` infers: floats are statistics and constant if they are
+      infinite here, as a mask of an attention is. `{"scale": "constant"}`
+      excludes a leaf from the mean of the workers.
   """
   collectives.Workers.check(workers)
   optimizer = checks.check_optimizer("optimizer", optimizer)
@@ -65,19 +79,21 @@ def init_state(
   model_state = {} if model_state is None else model_state
   checks.check_arrays("model_state", model_state)
   seed = checks.check_seed(seed)
+  found = states.exceptions(model_state, laws)
   if specs is None:
     specs = jax.sharding.PartitionSpec()
   replicated = workers.replicate(params, specs)
   key = np.asarray(jax.random.key_data(jax.random.key(seed)))
-  step, model_state, key = workers.replicate(
-    (np.zeros((), np.int32), model_state, key)
-  )
+  step, key = workers.replicate((np.zeros((), np.int32), key))
+  model_state = workers.replicate(model_state, laws=laws)
   # Without output specs the compiler may replicate moments as large as sharded
   # parameters, which then do not fit into memory.
   init = workers.jit(
-    optimizer.init, out_specs=_split_alike(workers, optimizer, replicated)
+    lambda x: transforms.own_keys(optimizer.init(x), workers.axis),
+    out_specs=_split_alike(workers, optimizer, replicated),
   )
-  return TrainState(step, replicated, init(replicated), model_state, key)
+  opt_state = init(replicated)
+  return TrainState(step, replicated, opt_state, model_state, key, found)
 
 
 def _split_alike(
@@ -117,7 +133,12 @@ def _split_alike(
   return jax.tree_util.tree_map_with_path(spec_of, shapes)
 
 
-def is_finite(model: PyTree, arrays: PyTree) -> jax.Array:
+def is_finite(
+  model: PyTree,
+  arrays: PyTree,
+  model_state: PyTree = (),
+  laws: states.Laws | tuple[()] = (),
+) -> jax.Array:
   """Returns whether training can continue from a model and its other arrays.
 
   It can be traced, and judges only the arrays that it is given: under
@@ -127,6 +148,9 @@ def is_finite(model: PyTree, arrays: PyTree) -> jax.Array:
     model: The parameters and batch statistics, which must be finite.
     arrays: All other arrays that are saved, for instance an optimizer's state
       or gradients in flight, which must not hold a NaN.
+    model_state: Statistics, which must be finite, and constants, which may be
+      infinite.
+    laws: `TrainState.laws`, which says what is a constant.
 
   >>> is_finite(jnp.ones(2), (jnp.array([jnp.inf]), jnp.array(jnp.nan))).item()
   True
@@ -138,10 +162,15 @@ def is_finite(model: PyTree, arrays: PyTree) -> jax.Array:
     leaves = map(jnp.asarray, jax.tree.leaves(tree))
     return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-  good = [jnp.isfinite(x).all() for x in floats(model)]
+  kinds = states.find_laws(model_state, "statistic", laws)
+  pairs = zip(jax.tree.leaves(model_state), jax.tree.leaves(kinds), strict=True)
+  parts: tuple[list[Any], list[Any]] = ([], [])
+  for leaf, law in pairs:
+    parts[law == "constant"].append(leaf)
+  good = [jnp.isfinite(x).all() for x in floats((model, parts[0]))]
   # Some optimizers start from infinities, so these are allowed outside the
   # model. A NaN scalar is allowed because it may be the loss of a skipped step.
-  good += [~jnp.isnan(x).any() for x in floats(arrays) if x.ndim]
+  good += [~jnp.isnan(x).any() for x in floats((arrays, parts[1])) if x.ndim]
   return jnp.stack(good).all() if good else jnp.asarray(True)
 
 
@@ -170,12 +199,14 @@ def shared_leaves(state: PyTree) -> PyTree:
   def every(tree: PyTree, label: bool) -> PyTree:
     return jax.tree.map(lambda _: label, tree)
 
+  laws = states.find_laws(state.model_state, "statistic", state.laws)
   return TrainState(
     step=True,  # type: ignore[arg-type]
     params=every(state.params, labels.params),
     opt_state=labels.state,
-    model_state=every(state.model_state, False),
+    model_state=jax.tree.map(lambda law: law == "constant", laws),
     key=True,  # type: ignore[arg-type]
+    laws=state.laws,
   )
 
 

@@ -104,8 +104,8 @@ def lead_step(
 
   def init_fn(params: optax.Params) -> LeadStepState:
     anchor = jax.tree.map(_anchor.wide_copy, params)
-    inner = local.init(params)
-    _iterates.refuse(inner, _NAME)
+    inner = _iterates.own_keys(local.init(params), axis)
+    _iterates.refuse_iterates(inner, _NAME)
     return LeadStepState(
       clock=_round.start_clock(intervals.fixed(1)),
       anchor=anchor,

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import cluster
+from jdist import cluster, states
 from jdist.pipeline.processes import _device_part, _peers, _stage_updates
 from jdist.pipeline.runtime._stages import by_path, LayerLike
 from jdist.pipeline.schedule._table import Table
-from jdist.storage import array_files, hashes
+from jdist.storage import hashes
 
 PyTree = Any
 _FIELDS = ("params", "opt_state", "model_state")
@@ -142,16 +142,16 @@ def _whole_state(
     return {0: state.opt_state[0]} if device == target else {}
   tag = _peers.Tag(_peers.Kind.LAYERS, 0, 1, state.step)
   if device == source:
-    own = jax.tree.map(array_files.key_words, state.opt_state[0])
+    own = jax.tree.map(states.key_words, state.opt_state[0])
     peers.send(target, tag, jax.tree.leaves(own))
   if device != target:
     return {}
   # The fresh state only gives shapes.
   like = fresh[0]
-  shapes = jax.tree.leaves(jax.tree.map(array_files.key_words, like))
+  shapes = jax.tree.leaves(jax.tree.map(states.key_words, like))
   leaves = peers.receive(source, tag, shapes)
   found = jax.tree.unflatten(jax.tree.structure(like), leaves)
-  return {0: jax.tree.map(array_files.as_key, found, like)}
+  return {0: jax.tree.map(states.as_key, found, like)}
 
 
 class _Leaves:
@@ -261,4 +261,4 @@ def _sources(
 
 
 def _digest(arrays: Iterable[Any]) -> str:
-  return hashes.fingerprint(*map(array_files.key_words, arrays))
+  return hashes.fingerprint(*map(states.key_words, arrays))

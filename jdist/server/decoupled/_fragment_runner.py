@@ -89,6 +89,13 @@ class FragmentRunner:
     seed: int = 0,
   ):
     checks.check_optimizer("optimizer", optimizer)
+    inner = jax.eval_shape(optimizer.init, params)
+    transforms.refuse_iterates(inner, "decoupled DiLoCo")
+    if states.exceptions(model_state):
+      raise ValueError(
+        "`model_state` must be finite for decoupled DiLoCo, which refuses what "
+        "is not as diverged. Keep masks with infinities in the loss."
+      )
     self._optimizer = optimizer
     self._loss_fn = loss_fn
     (self._codec,) = _gradient_messages.message_plans(push_codec).push

@@ -187,8 +187,13 @@ def gradient_program(
       # The step foresees the server's update by what was computed, not by what
       # the message will decode to: the residual follows in a later message.
       last = _local_step.LocalStepState(found.grads, held, velocity)
+    # An infinity that stays, as that of a mask, has no difference.
     change = jax.tree.map(
-      lambda new, old: new - old if _merge.is_number(new) else new,
+      lambda new, old: (
+        jnp.where(new == old, jnp.zeros_like(new), new - old)
+        if _merge.is_number(new)
+        else new
+      ),
       found.model_state,
       model_state,
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks
+from jdist import checks, states
 from jdist.server import _messages
 from jdist.server.gradients import _gradient_messages, _learner, _merge
 from jdist.server.gradients._merge import Pushed
@@ -234,6 +234,8 @@ class GradientServer(ServerLedger):
       optimizer.init(params),
       jax.tree.map(jnp.array, {} if model_state is None else model_state),
     )
+    # A mask that is infinite at the beginning stays so.
+    self.laws = states.exceptions(self.model.model_state)
     self.plans = plans
     self._compensation = compensation
     self._pull_states = [

@@ -97,5 +97,11 @@ def is_finite(learner: Any) -> bool:
   if model is None:
     return True
   # Pushes that wait for an update were refused unless they were finite.
-  parameters = (model.params, model.model_state)
-  return bool(training.is_finite(parameters, model.opt_state))
+  return bool(
+    training.is_finite(
+      model.params,
+      model.opt_state,
+      model.model_state,
+      getattr(learner, "laws", ()),
+    )
+  )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks, collectives, transforms
+from jdist import checks, collectives, states, transforms
 from jdist.training import _train_state
 from jdist.training.loop import _programs, _progress, _record, _watchdog
 
@@ -43,8 +43,9 @@ class CompiledStep:
     self._traffic: dict[Any, collectives.Traffic] = {}
 
     def all_finite(state: _train_state.TrainState) -> jax.Array:
-      model = (state.params, state.model_state)
-      bad = ~_train_state.is_finite(model, state.opt_state)
+      bad = ~_train_state.is_finite(
+        state.params, state.opt_state, state.model_state, state.laws
+      )
       # The workers must decide alike, since all of them write a checkpoint.
       return collectives.sum(bad.astype(jnp.float32), workers.axis) == 0
 
@@ -161,10 +162,12 @@ class CompiledStep:
     num = self.workers.num_workers
     # A step with plain Optax may still average its batch statistics, so that
     # these bytes alone do not count as communication.
+    laws = states.find_laws(state.model_state, "statistic", state.laws)
+    pairs = zip(
+      jax.tree.leaves(state.model_state), jax.tree.leaves(laws), strict=True
+    )
     statistics = sum(
-      x.nbytes // x.shape[0]
-      for x in jax.tree.leaves(state.model_state)
-      if jnp.issubdtype(x.dtype, jnp.inexact)
+      x.nbytes // x.shape[0] for x, law in pairs if law == "statistic"
     )
     sent = max(
       sum(c.payload_bytes * c.count for c in x.collectives) for x in traffic

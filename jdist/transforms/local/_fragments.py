@@ -160,8 +160,8 @@ def fragment_steps(
 
   def init_fn(params: optax.Params) -> FragmentsState:
     labels, parts = split(params)
-    inner_state = optimizer.init(params)
-    _iterates.refuse(inner_state, _NAME)
+    inner_state = _iterates.own_keys(optimizer.init(params), axis)
+    _iterates.refuse_iterates(inner_state, _NAME)
     return FragmentsState(
       clock=_round.start_clock(intervals.fixed(interval)),
       inner=inner_state,

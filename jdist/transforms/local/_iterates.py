@@ -21,7 +21,7 @@ import jax.extend
 import jax.numpy as jnp
 import optax
 
-from jdist import states
+from jdist import collectives, states
 from jdist.transforms.local import _anchor, _round
 
 PyTree = Any
@@ -213,7 +213,21 @@ def _is_literal(x: Any) -> bool:
   return isinstance(x, jax.extend.core.Literal)
 
 
-def refuse(inner: PyTree, name: str) -> None:
+def own_keys(inner: PyTree, axis: collectives.Axis) -> PyTree:
+  """Folds the worker's number into the keys of an inner optimizer."""
+  laws = jax.tree.leaves(states.find_laws(inner))
+  if "random" not in laws:
+    return inner
+  try:
+    several = collectives.size(axis) > 1
+  except ValueError:  # No worker runs it: `Workers.replicate` folds its keys.
+    several = False
+  if not several:
+    return inner
+  return states.fold_keys(inner, collectives.index(axis))
+
+
+def refuse_iterates(inner: PyTree, name: str) -> None:
   """Raises a ValueError for a method that cannot move iterates."""
   if _anchor.contains(inner, _moves):
     raise ValueError(

@@ -6,7 +6,13 @@ import optax
 
 from jdist import collectives, reducers
 from jdist.transforms import intervals
-from jdist.transforms.local import _anchor, _round, _sync_state, _synchronizer
+from jdist.transforms.local import (
+  _anchor,
+  _iterates,
+  _round,
+  _sync_state,
+  _synchronizer,
+)
 
 
 def local_steps(
@@ -94,7 +100,7 @@ def local_steps(
   )
 
   def init_fn(params: optax.Params) -> _sync_state.LocalStepsState:
-    inner_state = sync.optimizer.init(params)
+    inner_state = _iterates.own_keys(sync.optimizer.init(params), axis)
     first = sync.init(params, inner_state)
     return _sync_state.LocalStepsState(inner_state, first)
 

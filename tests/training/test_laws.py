@@ -1,0 +1,207 @@
+"""The laws of leaves in steps, evaluation, checkpoints and other teams."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdist
+from jdist import models, states, training, transforms
+
+INTERVAL = 10
+MASK = np.array([0.0, -np.inf], np.float32)
+
+
+def loss_fn(params, model_state, batch, key):
+  """Uses a mask of infinities, a mean of inputs, and a scale that stays."""
+  del key
+  seen = jnp.where(jnp.isinf(model_state["mask"]), 0.0, params)
+  new = model_state | {"mean": 0.5 * (model_state["mean"] + batch["x"].mean())}
+  loss = training.masked_mean(
+    (batch["x"][:, None] - seen).sum(-1) ** 2, batch["mask"]
+  )
+  return loss, (new, {})
+
+
+def first_state():
+  return {"mask": MASK, "mean": np.float32(0.0), "scale": np.float32(0.1)}
+
+
+def batch_of(workers, masks=None):
+  """Inputs of each worker around its number."""
+  x = np.arange(workers.num_workers, dtype=np.float32)[:, None]
+  x = x + np.array([-0.5, 0.5], np.float32)
+  return {"x": x, "mask": np.ones_like(x) if masks is None else masks}
+
+
+def run(workers, optimizer, steps, masks=None, **options):
+  step = training.make_step(loss_fn, optimizer, axis=workers.axis, **options)
+  state = training.init_state(
+    workers, optimizer, jnp.zeros(2), first_state(), laws={"scale": "constant"}
+  )
+  program = workers.jit(step)
+  for _ in range(steps):
+    state, _ = program(state, workers.place(batch_of(workers, masks)))
+  return state
+
+
+@pytest.fixture(params=[{}, {"weighted": True}, {"accumulate": 2}], ids=str)
+def options(request):
+  return request.param
+
+
+def test_constants_pass_through_steps_unchanged(options):
+  workers = jdist.workers(3, substrate="vmap")
+  optimizer = jdist.local_sgd(optax.sgd(0.1), 2, axis=workers.axis)
+  state = run(workers, optimizer, 2, **options)
+  np.testing.assert_array_equal(state.model_state["mask"], [MASK] * 3)
+  # A mean of three equal numbers differs from them by a rounding.
+  assert (np.asarray(state.model_state["scale"]) == np.float32(0.1)).all()
+
+
+def test_run_with_a_mask_of_infinities_is_saved(tmp_path):
+  workers = jdist.workers(2, substrate="vmap")
+  optimizer = jdist.local_sgd(optax.sgd(0.1), 2, axis=workers.axis)
+
+  def fit(steps):
+    step = training.make_step(loss_fn, optimizer, axis=workers.axis)
+    state = training.init_state(workers, optimizer, jnp.zeros(2), first_state())
+    with training.Checkpoints(tmp_path, workers) as checkpoints:
+      state, _ = training.Trainer(workers, step).fit(
+        state,
+        lambda start: (batch_of(workers) for _ in range(start, steps)),
+        steps,
+        checkpoints=checkpoints,
+        checkpoint_every=2,
+      )
+      return state, checkpoints.latest_step()
+
+  state, saved = fit(4)
+  assert saved == 4
+  again, _ = fit(4)
+  jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
+def test_diverged_statistics_are_not_finite():
+  laws = states.exceptions(first_state())
+  bad = first_state() | {"mean": np.float32(np.inf)}
+  assert training.is_finite((), (), first_state(), laws)
+  assert not training.is_finite((), (), bad, laws)
+  bad = first_state() | {"mask": np.array([np.nan, 0.0])}
+  assert not training.is_finite((), (), bad, laws)
+
+
+def test_evaluation_within_a_round_averages_statistics():
+  workers = jdist.workers(4, substrate="vmap")
+  optimizer = jdist.local_sgd(optax.sgd(0.1), INTERVAL, axis=workers.axis)
+  state = run(workers, optimizer, INTERVAL + 3)
+  own = np.asarray(state.model_state["mean"])
+  assert np.ptp(own) > 1
+
+  @workers.jit
+  def evaluated(state, samples):
+    given = state.opt_state, state.params, state.model_state
+    even = jdist.evaluation_params(*given, axis=workers.axis, laws=state.laws)
+    uneven = jdist.evaluation_params(
+      *given, axis=workers.axis, laws=state.laws, samples=samples
+    )
+    return even, uneven
+
+  samples = np.array([1, 3, 0, 4], np.float32)
+  (params, even), (_, uneven) = evaluated(state, workers.place(samples))
+  np.testing.assert_array_equal(params, state.opt_state.anchor)
+  np.testing.assert_allclose(even["mean"], [own.mean()] * 4, rtol=1e-6)
+  weighted = (own * samples).sum() / samples.sum()
+  np.testing.assert_allclose(uneven["mean"], [weighted] * 4, rtol=1e-6)
+  np.testing.assert_array_equal(even["mask"], state.model_state["mask"])
+
+
+def test_evaluator_takes_what_evaluation_params_returns():
+  """Schedule-free is evaluated at x, and statistics are averaged."""
+  workers = jdist.workers(2, substrate="vmap")
+  inner = optax.contrib.schedule_free_sgd(0.1)
+  optimizer = jdist.local_sgd(inner, INTERVAL, axis=workers.axis)
+  state = run(workers, optimizer, INTERVAL + 3)
+  batch = {"image": np.ones((2, 1, 2)), "label": np.zeros((2, 1), np.int32)}
+  evaluate = training.Evaluator(
+    workers,
+    lambda params, state, x, train: (x + params + state["mean"], state),
+    [batch | {"mask": np.ones((2, 1), np.float32)}],
+  )
+  params, statistics = evaluate.model(state)
+  z = state.opt_state.anchor + state.opt_state.sync.iterates[0]
+  x = (np.asarray(state.opt_state.anchor) - 0.1 * np.asarray(z)) / 0.9
+  np.testing.assert_allclose(params, x[0], rtol=1e-5)
+  mean = np.asarray(state.model_state["mean"]).mean()
+  np.testing.assert_allclose(statistics["mean"], mean, rtol=1e-6)
+
+
+class Network(nnx.Module):
+  def __init__(self, rngs):
+    self.drop = nnx.Dropout(0.5, rngs=rngs)
+    self.norm = nnx.BatchNorm(16, rngs=rngs)
+
+  def __call__(self, x):
+    return self.drop(self.norm(x))
+
+
+def test_dropout_of_nnx_differs_by_worker():
+  workers = jdist.workers(4, substrate="vmap")
+  model = models.functional(Network(nnx.Rngs(0)))
+  state = training.init_state(
+    workers, optax.sgd(0.1), model.params, model.state
+  )
+
+  @workers.jit
+  def masks(state):
+    x = jnp.arange(32.0).reshape(2, 16)
+    y, _ = model.apply(state.params, state.model_state, x, train=True)
+    return y == 0
+
+  found = np.asarray(masks(state)).reshape(4, -1)
+  assert len(np.unique(found, axis=0)) == 4
+
+
+def test_resized_keys_stand_apart_and_statistics_keep_their_mean():
+  old, new = (jdist.workers(n, substrate="vmap") for n in (2, 3))
+  optimizer = jdist.local_sgd(
+    optax.noisy_sgd(0.1, key=jax.random.key(1)), 2, axis="worker"
+  )
+  state = training.init_state(
+    old,
+    optimizer,
+    jnp.zeros(2),
+    first_state()
+    | {"drop": jax.random.key(0), "raw_rng": jax.random.PRNGKey(0)},
+  )
+  mean = old.place(np.array([1.0, 4.0], np.float32))
+  state = state._replace(model_state=state.model_state | {"mean": mean})
+  found = training.resize(state, optimizer, old, new)
+  for key in (
+    found.model_state["drop"],
+    found.model_state["raw_rng"],
+    found.opt_state.inner[0].rng_key,
+  ):
+    assert len(np.unique(np.asarray(states.key_words(key)), axis=0)) == 3
+  np.testing.assert_array_equal(found.model_state["mean"], [2.5] * 3)
+  np.testing.assert_array_equal(found.model_state["mask"], [MASK] * 3)
+  assert found.laws == state.laws
+
+
+def test_model_file_holds_typed_keys(tmp_path):
+  pytest.importorskip("safetensors")
+  state = {"drop": jax.random.key(3), "mean": np.ones(2, np.float32)}
+  training.save_model(tmp_path / "m", {"w": np.ones(2)}, state)
+  like = {"drop": jax.random.key(0), "mean": np.zeros(2, np.float32)}
+  _, found = training.load_model(tmp_path / "m", {"w": np.ones(2)}, like)
+  assert (found["drop"] == state["drop"]).all()
+
+
+def test_complex_statistics_keep_their_imaginary_part():
+  found = jax.vmap(
+    lambda x: transforms.mean_statistics({"mean": x}, "worker"),
+    axis_name="worker",
+  )(jnp.array([1 + 1j, 3 + 5j], jnp.complex64))
+  np.testing.assert_allclose(found["mean"], [2 + 3j] * 2)
