@@ -101,7 +101,8 @@ def test_without_a_mesh_nothing_is_split():
 def test_typed_keys_are_placed_like_other_leaves(name):
   team = make_team(name)
   n = team.num_workers
-  same = team.replicate({"key": jax.random.key(3)})
+  key = {"key": jax.random.key(3)}
+  same = team.replicate(key, laws={"key": "constant"})
   own = team.place(jax.random.split(jax.random.key(4), n))
 
   def step(tree, own):
@@ -116,6 +117,10 @@ def test_typed_keys_are_placed_like_other_leaves(name):
       jax.random.key_data(jax.random.fold_in(jax.random.key(3), worker)),
     )
   assert len({row.tobytes() for row in team.gather(values)}) == n
+  # By default the number of a worker is folded into its key.
+  apart = team.replicate(key)["key"]
+  wanted = keys["key"] if n > 1 else same["key"]
+  np.testing.assert_array_equal(*map(jax.random.key_data, (apart, wanted)))
   with pytest.raises(ValueError, match="typed PRNG key"):
     team.gather(keys)
 
