@@ -227,7 +227,7 @@ def _poisoned(payload: PyTree, finite: jax.Array) -> PyTree:
   return jax.tree.map(
     lambda x: (
       jnp.where(finite, x, jnp.full((), jnp.nan, x.dtype))
-      if jnp.issubdtype(x.dtype, jnp.floating)
+      if jnp.issubdtype(x.dtype, jnp.inexact)
       else x
     ),
     payload,

@@ -58,6 +58,7 @@ from jdist.transforms.delays._weight_prediction import (
 )
 from jdist.transforms.local._anchor import anchor as anchor
 from jdist.transforms.local._anchor import apply_updates as apply_updates
+from jdist.transforms.local._anchor import lenient as lenient
 from jdist.transforms.local._anchor import only_floats as only_floats
 from jdist.transforms.local._anchor import pull_to_anchor as pull_to_anchor
 from jdist.transforms.local._control_variates import (

@@ -8,6 +8,7 @@ import optax
 
 from jdist import collectives, reducers, states
 from jdist.transforms import _control
+from jdist.transforms.local import _anchor
 
 
 @states.declare(averages=True)
@@ -69,7 +70,7 @@ def average_gradients(
   def init_fn(params: optax.Params) -> Any:
     if compression is None:
       return AverageGradientsState()
-    return compression.init(params, axis)
+    return compression.init(_anchor.by_fast(params, params)[1], axis)
 
   def update_fn(
     updates: optax.Updates,
@@ -83,6 +84,7 @@ def average_gradients(
     if compression is not None and control.drain == "residuals":
       # No update has had these residuals yet: they go into the feedback.
       return updates, compression.absorb(updates, state, axis)
+    updates, params = _anchor.by_fast(updates, params)
     collectives.check_local(updates, axis, what="`updates`", like=params)
     if compression is None:
       return collectives.mean(updates, axis), state

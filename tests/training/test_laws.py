@@ -205,3 +205,34 @@ def test_complex_statistics_keep_their_imaginary_part():
     axis_name="worker",
   )(jnp.array([1 + 1j, 3 + 5j], jnp.complex64))
   np.testing.assert_allclose(found["mean"], [2 + 3j] * 2)
+
+
+def test_step_takes_lookahead_and_sam_with_averaged_gradients():
+  """Both wrappers of Optax take few arguments, or a pair of parameters."""
+  workers = jdist.workers(2, substrate="vmap")
+  batch = workers.place(np.array([[-3.0], [5.0]], np.float32))
+
+  def train(inner, start, of):
+    def loss_fn(params, model_state, batch, key):
+      del key
+      return jnp.mean((of(params) - batch) ** 2) / 2, (model_state, {})
+
+    optimizer = jdist.ssgd(inner, axis=workers.axis)
+    step = training.make_step(loss_fn, optimizer, axis=workers.axis)
+    state = training.init_state(workers, optimizer, start)
+    for _ in range(4):
+      state, _ = workers.jit(step)(state, batch)
+    return state
+
+  with jax.numpy_dtype_promotion("standard"):
+    pair = optax.LookaheadParams.init_synced(jnp.zeros(()))
+    inner = optax.lookahead(optax.sgd(0.1), 2, 0.5)
+    state = train(inner, pair, lambda pair: pair.fast)
+    found = jdist.evaluation_params(state.opt_state, state.params)
+    np.testing.assert_allclose(found, [1 - (1 - 0.19 / 2) ** 2] * 2, rtol=1e-5)
+    # SAM climbs to 0.01 (w - 1) above w, and descends by the gradient there.
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01))
+    state = train(sam, jnp.zeros(()), lambda w: w)
+    np.testing.assert_allclose(
+      state.params, [1 - (1 - 0.101) ** 2] * 2, rtol=1e-5
+    )

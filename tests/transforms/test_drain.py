@@ -176,6 +176,27 @@ def test_drained_springs_relax_to_the_common_mean(steps):
   np.testing.assert_allclose(values(w), went_in / 5, 1e-5, 1e-6)
 
 
+def test_springs_with_a_late_mean_relax_at_the_end_of_a_round():
+  optimizer = transforms.local_steps(
+    SGD, 7, axis="worker", rule=transforms.Elastic(0.8),
+    overlap=transforms.Delayed(steps=3),
+  )  # fmt: skip
+
+  def one(targets):
+    w, state = jnp.zeros(()), optimizer.init(jnp.zeros(()))
+    for target in targets:
+      updates, state = optimizer.update(w - target, state, w)
+      w = w + updates
+    return w, state.anchor, transforms.drain(optimizer, state, w)[0]
+
+  w, anchor, drained = jax.jit(jax.vmap(one, axis_name="worker"))(
+    random_targets(14, 4).T
+  )
+  # The mean of the last round, which is on its way, moves the anchor first.
+  anchor = anchor[0] + 0.8 * (w.mean() - anchor[0])
+  np.testing.assert_allclose(drained, [(anchor + w.sum()) / 5] * 4, rtol=1e-5)
+
+
 def test_springs_pull_after_a_drain():
   # Drained before, workers go to 2 and 6 from 0, and end a round at 1.5 and
   # 4.5, beside the centre at 2; drained there, all meet.

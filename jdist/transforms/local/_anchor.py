@@ -251,6 +251,41 @@ def only_floats(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def by_fast(updates: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+  """Returns gradients and the parameters by which they were taken.
+
+  These are the fast ones of an `optax.LookaheadParams`; the gradient by the
+  whole pair, which has zeros for the slow ones, is taken as well.
+  """
+  pair = optax.LookaheadParams
+  if not isinstance(params, pair):
+    return updates, params
+  fast = updates.fast if isinstance(updates, pair) else updates
+  return fast, params.fast
+
+
+def lenient(
+  optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+  """Withholds the extra arguments that an optimizer's update does not know."""
+  optimizer = optax.with_extra_args_support(optimizer)
+
+  def update(
+    updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+  ) -> tuple[PyTree, PyTree]:
+    try:
+      return optimizer.update(updates, state, params, **extra_args)
+    except TypeError as error:
+      # `optax.contrib.sam`, for instance, takes one, and no others.
+      for name in extra_args:
+        if f"unexpected keyword argument '{name}'" in str(error):
+          left = {k: x for k, x in extra_args.items() if k != name}
+          return update(updates, state, params, **left)
+      raise
+
+  return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
 def check_anchor(anchor: PyTree, params: PyTree) -> None:
   """Raises a ValueError for an anchor of other parameters."""
   if workers.same_form(anchor, params):

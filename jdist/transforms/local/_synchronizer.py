@@ -131,19 +131,15 @@ class Synchronizer:
     # It is first in a step and reads the state: no message waits for the
     # gradients of this step, and they do not wait for it.
     sending = self.send(sync, control)
-    # A lookahead takes the gradient by its fast parameters, of a pair.
-    pair: Any = params if isinstance(params, optax.LookaheadParams) else None
-    if pair and isinstance(updates, optax.LookaheadParams):
-      updates = updates.fast
-    like = pair.fast if pair else params
+    updates, like = _anchor.by_fast(updates, params)
     collectives.check_local(updates, self.axis, what="`updates`", like=like)
     if not collectives.same_form(anchor, params):
       _anchor.check_anchor(anchor, params)
-    if pair:
-      zeros = jax.tree.map(jnp.zeros_like, pair.slow)
+    if like is not params:
+      zeros = jax.tree.map(jnp.zeros_like, like)
       updates = optax.LookaheadParams(updates, zeros)
     updates, memory = self.rule.correct(updates, sync.memory, sync.clock.step)
-    updates = updates.fast if pair else updates
+    updates, _ = _anchor.by_fast(updates, params)
     # The clock counts before the round may end, and so `step - 1` is the number
     # of the last local step in a `Round`.
     clock = sync.clock.advance(extra_args.get("loss"))
@@ -331,7 +327,7 @@ class Synchronizer:
     # Residuals are brought in between two rounds, too, by a mean of their own.
     if residuals and self.compression is not None:
       begun = jnp.ones_like(begun)
-    if self.late is None and self.rule.apart:
+    if self.rule.apart and (self.late is None or self._relaxes()):
       # The workers keep a distance from the anchor between rounds, too.
       begun |= state.kept > 0
     end = self._round(Step(None, inner, state), params)
@@ -353,6 +349,11 @@ class Synchronizer:
       anchor = anchor.params
     updates = _anchor.onto(anchor, params)
     return collectives.varying(Step(updates, inner, state), self.axis)
+
+  def _relaxes(self) -> bool:
+    """Returns whether the rule settles in another way than it moves."""
+    rule = getattr(self.rule, "rule", self.rule)
+    return type(rule).settle is not _round.SyncRule.settle
 
   def _settle(
     self, begun: jax.Array, end: _round.Round, state: SyncState
@@ -429,7 +430,7 @@ def make_synchronizer(
   policy, rule = _scheduled_interval.as_policy(interval), _round.as_rule(rule)
   wanted = "`transforms.Delayed(...)`, or None for a mean at the round's end"
   checks.check_type("overlap", overlap, _delayed.Delayed | None, wanted)
-  optimizer = _lenient(inner)
+  optimizer = _anchor.lenient(inner)
   late, mix = None, None
   if overlap is not None:
     overlap.check_rule(rule)
@@ -437,28 +438,6 @@ def make_synchronizer(
     if overlap.steps != 0:
       late, compression = _late(overlap, policy, axis, rule, compression)
   return Synchronizer(optimizer, policy, axis, rule, compression, late, mix)
-
-
-def _lenient(
-  optimizer: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-  """Withholds the extra arguments that an optimizer's update does not know."""
-  optimizer = optax.with_extra_args_support(optimizer)
-
-  def update(
-    updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
-  ) -> tuple[PyTree, PyTree]:
-    try:
-      return optimizer.update(updates, state, params, **extra_args)
-    except TypeError as error:
-      # `optax.contrib.sam`, for instance, takes one, and no others.
-      for name in extra_args:
-        if f"unexpected keyword argument '{name}'" in str(error):
-          left = {k: x for k, x in extra_args.items() if k != name}
-          return update(updates, state, params, **left)
-      raise
-
-  return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
 def _late(
