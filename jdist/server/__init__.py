@@ -40,12 +40,8 @@ from jdist.server.decoupled._fragment_runner import (
 from jdist.server.decoupled._fragment_syncer import (
   FragmentSyncer as FragmentSyncer,
 )
-from jdist.server.gradients._empty_gradient import (
-  EmptyServer as EmptyServer,
-)
-from jdist.server.gradients._empty_gradient import (
-  EmptyWorker as EmptyWorker,
-)
+from jdist.server.gradients._empty_gradient import EmptyServer as EmptyServer
+from jdist.server.gradients._empty_gradient import EmptyWorker as EmptyWorker
 from jdist.server.gradients._gradient_learner import (
   GradientLearner as GradientLearner,
 )

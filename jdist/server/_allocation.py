@@ -1,8 +1,6 @@
 """Allocation of samples to workers: how large each one's batch is."""
 
-import bisect
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import ClassVar
@@ -116,6 +114,7 @@ class SpeedBatches:
     self,
     speeds: Sequence[float | None],
     *,
+    overheads_s: Sequence[float] | None = None,
     limits: Sequence[int | None] | None = None,
   ) -> tuple[int, ...]:
     """Returns batches in proportion to the speeds.
@@ -125,6 +124,8 @@ class SpeedBatches:
 
     Args:
       speeds: samples a second, None where nothing was measured yet.
+      overheads_s: seconds of each worker's task apart from its samples, if all
+        tasks are to end at the same time; 0 if None.
       limits: the largest batch of each worker, None for any.
 
     >>> SpeedBatches(total=12).sizes([3.0, 1.0], limits=[7, None])
@@ -148,6 +149,7 @@ class SpeedBatches:
       min(total, sum(upper)),
       minimum=self.minimum,
       maximum=upper,
+      offsets=overheads_s if known else None,
     )
 
 
@@ -157,12 +159,13 @@ def largest_remainder(
   *,
   minimum: int = 0,
   maximum: int | Sequence[int] | None = None,
+  offsets: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
   r"""Rounds shares to integers whose sum is exact, inside bounds.
 
   Finds the level of
 
-  .. math:: \sum_i \mathrm{clip}(\lambda s_i, l, u_i) = B
+  .. math:: \sum_i \mathrm{clip}((\lambda - c_i) s_i, l, u_i) = B
 
   and gives what rounding down leaves to the largest remainders, the first of
   equal ones.
@@ -172,6 +175,7 @@ def largest_remainder(
     total: B.
     minimum: l, of each.
     maximum: u, of each, or one for all; no bound if None.
+    offsets: c, of each; 0 if None.
 
   Returns:
     As many integers as shares, with the sum `total`.
@@ -183,27 +187,23 @@ def largest_remainder(
   (9, 4, 2, 1)
   >>> largest_remainder([8, 4, 2, 1], 16, minimum=2, maximum=6)
   (6, 5, 3, 2)
+  >>> largest_remainder([2.0, 1.0], 10, offsets=[1.0, 0.0])
+  (6, 4)
   """
   num = len(shares)
   for i, share in enumerate(shares):
     if not 0 < share < math.inf:
       raise ValueError(f"`shares` must be positive, got {share} at {i}.")
-  if maximum is None:
-    upper: list[float] = [math.inf] * num
-  elif isinstance(maximum, int):
-    upper = [maximum] * num
-  else:
-    upper = list(maximum)
+  one = math.inf if maximum is None else maximum
+  upper = [one] * num if isinstance(one, (int, float)) else list(one)
   if not minimum * num <= total <= sum(upper) or not num:
     raise ValueError(
       f"`total` must lie between the sums of the bounds, {minimum * num} and "
       f"{sum(upper)}, got {total}."
     )
-  level = water_level(shares, total, minimum, upper)
-  wanted = [
-    min(max(level * share, minimum), high)
-    for share, high in zip(shares, upper, strict=True)
-  ]
+  terms = list(zip(shares, offsets or [0.0] * num, upper, strict=True))
+  level = _level(terms, total, minimum)
+  wanted = [min(max((level - c) * s, minimum), high) for s, c, high in terms]
   sizes = [math.floor(each) for each in wanted]
   left = total - sum(sizes)
   # The index breaks ties, so that all drivers allocate alike. Rounding of
@@ -222,57 +222,24 @@ def largest_remainder(
   return tuple(sizes)
 
 
-def water_level(
-  shares: Sequence[float],
-  total: int,
-  minimum: int,
-  upper: Sequence[float],
-  offsets: Sequence[float] | None = None,
+def _level(
+  terms: Sequence[tuple[float, float, float]], total: int, minimum: int
 ) -> float:
-  r"""Finds the level at which clipped shares have a sum.
-
-  .. math:: \sum_i \mathrm{clip}((\lambda - c_i) s_i, l, u_i) = B
-
-  Args:
-    shares: s, positive.
-    total: B, which the bounds allow.
-    minimum: l.
-    upper: u, of each.
-    offsets: c, of each; 0 if None.
-
-  Returns:
-    The least such lambda.
-
-  >>> water_level([2.0, 1.0], 10, 0, [8.0, 8.0], offsets=[1.0, 0.0])
-  4.0
-  """
+  """Returns the least level at which clipped shares have a sum."""
   # The sum is piecewise linear in the level, and rises. Below its first bend a
-  # share gives `minimum`, above its second `upper`. The bends are sorted once,
-  # and the level is found by bisection: O(n log n) for n workers.
-  offsets = [0.0] * len(shares) if offsets is None else offsets
-  bends = [
-    (minimum / s + c, s, minimum + s * c)
-    for s, c in zip(shares, offsets, strict=True)
-  ]
+  # share gives `minimum`, above its second `high`: O(n log n) for n workers.
+  bends = [(minimum / s + c, s, minimum + s * c) for s, c, _ in terms]
   bends += [
     (high / s + c, -s, -(high + s * c))
-    for s, c, high in zip(shares, offsets, upper, strict=True)
+    for s, c, high in terms
     if high < math.inf
   ]
   bends.sort()
-  at = [bend for bend, _, _ in bends]
-  # Up to each bend, the slope of the shares that are between their bends, and
-  # the constant that all shares contribute.
-  slopes = list(itertools.accumulate((s for _, s, _ in bends), initial=0.0))
-  constants = list(
-    itertools.accumulate(
-      (-c for _, _, c in bends), initial=float(minimum * len(shares))
-    )
-  )
-  sums = [slopes[i + 1] * at[i] + constants[i + 1] for i in range(len(at))]
-  i = max(bisect.bisect_right(sums, total), 1)
-  slope = slopes[i]
-  # All shares may be at a bound, where rounding decides which bend was passed.
-  if slope <= 1e-12 * max(shares):
-    return at[i - 1]
-  return (total - constants[i]) / slope
+  slope, constant, at = 0.0, float(minimum * len(terms)), 0.0
+  # Where all shares are at a bound, only rounding is left of the slope.
+  flat = 1e-12 * max(s for s, _, _ in terms)
+  for bend, change, moved in bends:
+    if slope > flat and slope * bend + constant > total:
+      break
+    slope, constant, at = slope + change, constant - moved, bend
+  return (total - constant) / slope if slope > flat else at

@@ -83,13 +83,9 @@ class Driver:
     here: Iterable[str],
     learner: _learner.ServerLearner | None = None,
   ):
-    """Makes a driver before the first message.
+    """Makes a driver before the first message; `here` are the first members.
 
-    Args:
-      protocol: the server's protocol.
-      names: names of all machines.
-      here: machines that are there from the beginning.
-      learner: the server's learner; None moves no arrays.
+    Without a learner no arrays are moved.
     """
     self.protocol, self._learner = protocol, learner
     self.state = protocol.init(here)
@@ -115,10 +111,7 @@ class Driver:
     return 0.0
 
   def send(
-    self,
-    reply: _messages.Reply,
-    more: dict[str, Any],
-    payload: Any,
+    self, reply: _messages.Reply, more: dict[str, Any], payload: Any
   ) -> None:
     """Sends a worker its task, with what the learner says about it."""
     raise NotImplementedError

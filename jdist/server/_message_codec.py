@@ -1,4 +1,4 @@
-"""Pushes and pulls by few bytes: a tree as one buffer, and back."""
+"""Pushes and pulls by few bytes: a tree as coded arrays, and back."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist import checks, codecs, collectives, reducers, states
+from jdist import checks, codecs, reducers, states
 
 PyTree = Any
 _FEEDBACKS = (reducers.ErrorFeedback, reducers.MomentumCorrection)
@@ -28,11 +28,11 @@ class MessageState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MessageCodec:
-  r"""Encodes a tree as one buffer of bytes, with the sender's feedback.
+  r"""Encodes a tree in few bytes, with the sender's feedback.
 
   .. math:: m = C(x + e), \qquad e \leftarrow x + e - D(m)
 
-  leaf by leaf; the receiver needs the buffer alone.  A leaf that is not finite
+  leaf by leaf; the receiver needs the message alone.  A leaf that is not finite
   is NaN for the receiver: a byte for each says so.
 
   Attributes:
@@ -43,12 +43,12 @@ class MessageCodec:
 
   Raises:
     ValueError: when an argument is of another kind, or the receiver would need
-      more than the buffer.
+      more than the message.
 
   >>> message = MessageCodec(codecs.Cast("bfloat16"))
   >>> tree = {"w": jnp.array([1.0, 2.0])}
-  >>> buffer, _ = message.encode(tree, message.init(tree))
-  >>> buffer.nbytes, message.decode(buffer, tree)["w"].tolist()
+  >>> found, _ = message.encode(tree, message.init(tree))
+  >>> message.num_bytes(tree), message.decode(found, tree)["w"].tolist()
   (5, [1.0, 2.0])
   """
 
@@ -95,22 +95,11 @@ class MessageCodec:
 
   def encode(
     self, tree: PyTree, state: MessageState
-  ) -> tuple[jax.Array, MessageState]:
-    """Returns the buffer, uint8 [num_bytes], and the sender's new state."""
-    payloads, state = self.encode_payloads(tree, state)
-    parts = collectives.pack_bytes(payloads)
-    buffer = jnp.concatenate(
-      [jax.lax.bitcast_convert_type(x, jnp.uint8).ravel() for x in parts]
-    )
-    return buffer, state
-
-  def encode_payloads(
-    self, tree: PyTree, state: MessageState
   ) -> tuple[PyTree, MessageState]:
-    """Returns what a buffer is made of, in arrays of the codecs' own types.
+    """Returns the message and the sender's new state.
 
-    For a sender that puts bytes together by itself, outside of compiled
-    programs, which take long to turn numbers into bytes.
+    It is a tree of the codecs' own arrays: compiled programs take long to turn
+    numbers into bytes, which a channel does instead.
     """
     # Residuals of half-precision gradients would vanish in half precision.
     wanted, feedback = jax.tree.map(states.wide, tree), state.feedback
@@ -132,30 +121,17 @@ class MessageCodec:
     finite = [jnp.isfinite(leaf).all() for leaf in leaves]
     found = (payloads, finite)
     if self.feedback is not None:
-      sent = self.decode_payloads(found, wanted)
+      sent = self.decode(found, wanted)
       _, feedback = self.feedback.finish(sent, sent, wanted, feedback)
     return found, MessageState(state.step + 1, feedback)
 
-  def decode(self, buffer: jax.Array, like: PyTree) -> PyTree:
-    """Returns the tree of a buffer, in the shapes and dtypes of `like`."""
-    kinds = self.payload_kinds(like)
-    shapes = jax.eval_shape(collectives.pack_bytes, kinds)
-    parts, start = [], 0
-    for shape in shapes:
-      end = start + math.prod(shape.shape) * shape.dtype.itemsize
-      parts.append(_as_array(buffer[start:end], shape))
-      start = end
-    return self.decode_payloads(collectives.unpack_bytes(parts, kinds), like)
-
-  def decode_payloads(self, found: PyTree, like: PyTree) -> PyTree:
-    """Returns the tree of `encode_payloads`, in the shapes of `like`."""
+  def decode(self, found: PyTree, like: PyTree) -> PyTree:
+    """Returns the tree of a message, in the shapes and dtypes of `like`."""
     leaves, structure = jax.tree.flatten(like)
     payloads, finite = found
     decoded = [
       jnp.where(
-        fine,
-        codec.decode(payload, codec.init(x), states.wide_like(x)),
-        jnp.nan,
+        fine, codec.decode(payload, codec.init(x), states.wide_like(x)), jnp.nan
       ).astype(x.dtype)
       for codec, payload, fine, x in zip(
         self._codecs(leaves), payloads, finite, leaves, strict=True
@@ -163,30 +139,22 @@ class MessageCodec:
     ]
     return jax.tree.unflatten(structure, decoded)
 
-  def payload_kinds(self, like: PyTree) -> PyTree:
-    """Returns the shapes and dtypes of `encode_payloads`."""
-    return jax.eval_shape(self._payloads, jax.tree.leaves(like))
+  def kinds(self, like: PyTree) -> PyTree:
+    """Returns the shapes and dtypes of a message."""
+    empty = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), like
+    )
+    found: PyTree = jax.eval_shape(
+      lambda tree: self.encode(tree, self.init(tree))[0], empty
+    )
+    return found
 
   def num_bytes(self, like: PyTree) -> int:
     """Returns the bytes of a message, `Profile.push_bytes`."""
-    kinds = self.payload_kinds(like)
+    kinds = self.kinds(like)
     return sum(
       math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(kinds)
     )
-
-  def _payloads(
-    self, leaves: list[Any]
-  ) -> tuple[list[PyTree], list[jax.Array]]:
-    """Returns trees of the shapes that `encode` packs."""
-    payloads = [
-      codec.encode(
-        states.wide(jnp.zeros(x.shape, x.dtype)),
-        codec.init(x),
-        None if codec.key == "none" else jax.random.key(0),
-      )[0]
-      for codec, x in zip(self._codecs(leaves), leaves, strict=True)
-    ]
-    return payloads, [jnp.zeros((), bool) for _ in leaves]
 
   def _codecs(self, leaves: list[Any]) -> tuple[codecs.Codec, ...]:
     """Returns the codec of each leaf."""
@@ -198,9 +166,3 @@ class MessageCodec:
         f"{len(leaves)} leaves."
       )
     return self.codec
-
-
-def _as_array(part: jax.Array, like: Any) -> jax.Array:
-  width = like.dtype.itemsize
-  shape = (*like.shape, width) if width > 1 else like.shape
-  return jax.lax.bitcast_convert_type(part.reshape(shape), like.dtype)

@@ -129,6 +129,6 @@ def _round_trip(codec):
 
   @jax.jit
   def both(x, state):
-    return codec.decode_payloads(codec.encode_payloads(x, state)[0], x)
+    return codec.decode(codec.encode(x, state)[0], x)
 
   return _PROGRAMS.setdefault(codec, both)

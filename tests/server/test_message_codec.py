@@ -1,4 +1,4 @@
-"""A tree as one buffer of bytes, and what the sender keeps."""
+"""A tree in few bytes, and what the sender keeps."""
 
 import chex
 import jax
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jdist import codecs, reducers, server
+from jdist.server.gradients import _gradient_messages
 
 CODECS = {
   "bfloat16": codecs.Cast("bfloat16"),
@@ -32,11 +33,13 @@ def test_message_and_residual_sum_to_the_input(name):
   received = wanted
   for step in range(3):
     tree = jax.tree.map(lambda x, s=step: x * (s + 1), TREE)
-    buffer, state = encode(tree, state)
-    assert buffer.dtype == jnp.uint8 and buffer.ndim == 1
-    assert buffer.nbytes == message.num_bytes(TREE)
+    sent, state = encode(tree, state)
+    carried = _gradient_messages.tree_bytes(sent)
+    assert carried.nbytes == message.num_bytes(TREE)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-    found = decode(buffer, wide)
+    kinds = message.kinds(TREE)
+    sent = _gradient_messages.tree_of_bytes(carried, kinds)
+    found = decode(sent, wide)
     wanted = jax.tree.map(jnp.add, wanted, wide)
     received = jax.tree.map(jnp.add, received, found)
   total = jax.tree.map(jnp.add, received, state.feedback.residual)
@@ -47,12 +50,12 @@ def test_message_and_residual_sum_to_the_input(name):
 def test_without_feedback_each_leaf_is_its_decoded_payload(name):
   codec = CODECS[name]
   message = server.MessageCodec(codec)
-  buffer, _ = jax.jit(message.encode)(TREE, message.init(TREE))
+  sent, _ = jax.jit(message.encode)(TREE, message.init(TREE))
   key = jax.random.fold_in(jax.random.key(0), 0)
   own = None if codec.key == "none" else jax.random.fold_in(key, 0)
   x = TREE["a"]
   payload, state = jax.jit(codec.encode)(x, codec.init(x), own)
-  found = jax.jit(message.decode)(buffer, TREE)
+  found = jax.jit(message.decode)(sent, TREE)
   chex.assert_trees_all_close(
     found["a"], jax.jit(codec.decode)(payload, state, x), rtol=1e-6
   )
@@ -70,8 +73,8 @@ def test_message_has_the_bytes_of_its_codec():
 def test_receiver_sees_nan_where_a_leaf_is_not_finite(bad):
   message = server.MessageCodec(codecs.Quantize(8), reducers.ErrorFeedback())
   tree = TREE | {"a": TREE["a"].at[3, 4].set(bad)}
-  buffer, state = message.encode(tree, message.init(tree))
-  found = message.decode(buffer, tree)
+  sent, state = message.encode(tree, message.init(tree))
+  found = message.decode(sent, tree)
   assert jnp.isnan(found["a"]).all()
   assert jnp.isfinite(found["b"]["c"].astype(jnp.float32)).all()
   for x in jax.tree.leaves(state.feedback.residual):

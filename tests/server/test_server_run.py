@@ -132,7 +132,6 @@ def test_resumed_run_ends_with_the_same_bits(name, compressed, tmp_path):
       gradients.LOSS, gradients.SGD, gradients.MODEL.params, samples,
       workers=machines.names,
       push_codec=FEW if compressed else None,
-      pull_codec=FEW if compressed else None,
     )  # fmt: skip
     return server.Simulation(
       machines,

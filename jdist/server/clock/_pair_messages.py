@@ -6,11 +6,7 @@ from typing import Any
 import numpy as np
 
 from jdist.server import _messages
-from jdist.server.gradients import (
-  _empty_gradient,
-  _gradient_messages,
-  _learner,
-)
+from jdist.server.gradients import _empty_gradient, _gradient_messages, _learner
 
 # A message's `more` and payload, as learners know them.
 Message = tuple[dict[str, Any], Any]
@@ -30,19 +26,11 @@ class _Replay(_empty_gradient.EmptyServer):
 
 
 class PairMessages:
-  """Computes the pushes of a pair, and holds its messages under way.
-
-  Args:
-    pair: The learners of the server and its workers.
-    names: The names of all machines.
-
-  Attributes:
-    pair: The learners; during a replay those that compute nothing.
-    refused: The reasons of refused pushes, by task, for a replay.
-  """
+  """Computes the pushes of a pair, and holds its messages under way."""
 
   def __init__(self, pair: _learner.Pair, names: Iterable[str]):
-    self.pair = pair
+    self.pair = pair  # During a replay learners that compute nothing.
+    # The reasons of refused pushes, by task, for a replay.
     self.refused: dict[int, str] = {}
     self._sent: dict[str, dict[int, Message]] = {name: {} for name in names}
     # Pushes of tasks that their machines are computing.
@@ -57,23 +45,15 @@ class PairMessages:
     """Computes the push of a task that its machine begins.
 
     A program that is started here has ended when the server looks at the loss.
-
-    Args:
-      reply: The task.
-      discards: Whether the server discards late gradients.  Those that no later
-        push depends on are computed when the task ends, unless they are late.
     """
     name = str(reply.worker)
+    # Where the server discards late gradients, those on which no later push
+    # depends are computed when their task ends, and only if they are in time.
     if not (discards and self.pair.workers[name].stateless):
       self._begun[name][reply.task] = self._compute(reply)
 
   def end(self, reply: _messages.Reply, *, late: bool) -> None:
-    """Sends the push of a task that its machine has computed.
-
-    Args:
-      reply: The task.
-      late: Whether its gradient will be discarded.
-    """
+    """Sends the push of a task that its machine has computed."""
     begun = self._begun[str(reply.worker)]
     if reply.task in begun:
       self._pushed[reply.task] = begun.pop(reply.task)

@@ -253,10 +253,7 @@ class Simulation(_driver.Driver):
       self.deliver(_messages.Pull(name))
 
   def send(
-    self,
-    reply: _messages.Reply,
-    more: dict[str, Any],
-    payload: Any,
+    self, reply: _messages.Reply, more: dict[str, Any], payload: Any
   ) -> None:
     """Lets the parameters travel, and the machine's queue grow by its task."""
     name = str(reply.worker)

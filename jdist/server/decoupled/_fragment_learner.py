@@ -5,8 +5,7 @@ from typing import Any
 
 import optax
 
-from jdist import transforms
-from jdist.server import _message_codec, _messages
+from jdist.server import _messages
 from jdist.server.decoupled import _fragment_runner, _fragment_syncer
 from jdist.server.gradients import _learner
 
@@ -24,11 +23,8 @@ class FragmentLearner(_learner.Pair):
     samples: source of the batches.
     workers: the names of the learners, in the order of the stream's numbers.
     outer: the outer optimizer; DiLoCo's Nesterov momentum if None.
-    fragments: as of `transforms.fragment_steps`; the protocol has as many.
-    model_state: the first batch statistics, if any.
     seed: seed of the random numbers in the loss, and of the rounding.
-    push_codec: codec of the learners' progress; None sends every bit.  A
-      feedback keeps what was not sent of a fragment for its next push.
+    **options: `fragments`, `push_codec` and `model_state`, as of both.
 
   Raises:
     ValueError: when an argument is not as described.
@@ -43,19 +39,11 @@ class FragmentLearner(_learner.Pair):
     *,
     workers: Sequence[_messages.Worker],
     outer: optax.GradientTransformation | None = None,
-    fragments: transforms.Fragments = 1,
-    model_state: PyTree | None = None,
     seed: int = 0,
-    push_codec: _message_codec.MessageCodec | None = None,
+    **options: Any,
   ):
     syncer = _fragment_syncer.FragmentSyncer(
-      params,
-      workers=workers,
-      outer=outer,
-      fragments=fragments,
-      push_codec=push_codec,
-      shared=samples.shared,
-      model_state=model_state,
+      params, workers=workers, outer=outer, shared=samples.shared, **options
     )
     runners = {
       name: _fragment_runner.FragmentRunner(
@@ -65,10 +53,8 @@ class FragmentLearner(_learner.Pair):
         samples,
         number=number,
         num_workers=len(workers),
-        fragments=fragments,
-        push_codec=push_codec,
-        model_state=model_state,
         seed=seed,
+        **options,
       )
       for number, name in enumerate(workers)
     }

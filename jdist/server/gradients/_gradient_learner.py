@@ -12,7 +12,7 @@ from jdist.server.gradients import (
   _gradient_worker,
   _learner,
 )
-from jdist.server.h_ps import _bit_plans, _local_step
+from jdist.server.h_ps import _bit_plans
 
 PyTree = Any
 
@@ -26,14 +26,13 @@ class GradientLearner(_learner.Pair):
     params: the first parameters.
     samples: source of the batches.
     workers: the names of the workers, in the order of the stream's numbers.
+    push_codec: as of `server.message_plans`.
+    plans: as of `server.message_plans`.
+    compensation: as of `server.GradientServer`.
     model_state: the first batch statistics, if any.
     seed: seed of the random numbers in the loss, and of the rounding.
-    compensation: as of `server.GradientServer`.
-    sizes: as of `server.GradientWorker`.
-    push_codec: as of `server.message_plans`.
-    pull_codec: as of `server.message_plans`.
-    plans: as of `server.message_plans`.
-    local_step: as of `server.GradientWorker`.
+    **options: further arguments of `server.GradientWorker`: `sizes` and
+      `local_step`.
 
   Raises:
     ValueError: when an argument is not as described.
@@ -47,27 +46,20 @@ class GradientLearner(_learner.Pair):
     samples: _learner.Samples,
     *,
     workers: Sequence[_messages.Worker],
+    push_codec: _message_codec.MessageCodec | None = None,
+    plans: _bit_plans.BitPlans | None = None,
+    compensation: float = 0.0,
     model_state: PyTree | None = None,
     seed: int = 0,
-    compensation: float = 0.0,
-    sizes: Sequence[int] | None = None,
-    push_codec: _message_codec.MessageCodec | None = None,
-    pull_codec: _message_codec.MessageCodec | None = None,
-    plans: _bit_plans.BitPlans | None = None,
-    local_step: _local_step.LocalStep | None = None,
+    **options: Any,
   ):
     # The same object on both sides, so that both run the same programs.
-    codecs = _gradient_messages.message_plans(push_codec, plans, pull_codec)
+    codecs = _gradient_messages.message_plans(push_codec, plans)
+    common: dict[str, Any] = {"model_state": model_state, "seed": seed}
     server = _gradient_server.GradientServer(
-      optimizer,
-      params,
-      codecs,
-      workers=workers,
-      shared=samples.shared,
-      model_state=model_state,
-      seed=seed,
-      compensation=compensation,
-    )
+      optimizer, params, codecs, workers=workers, shared=samples.shared,
+      compensation=compensation, **common,
+    )  # fmt: skip
     learners = {
       name: _gradient_worker.GradientWorker(
         loss_fn,
@@ -76,10 +68,8 @@ class GradientLearner(_learner.Pair):
         codecs,
         number=number,
         num_workers=len(workers),
-        sizes=sizes,
-        model_state=model_state,
-        seed=seed,
-        local_step=local_step,
+        **common,
+        **options,
       )
       for number, name in enumerate(workers)
     }

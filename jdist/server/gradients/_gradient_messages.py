@@ -25,8 +25,8 @@ class MessagePlans(NamedTuple):
 
   Attributes:
     push: codecs of gradients.
-    pull: codecs of the parameters; plan 0 sends them, every other plan the
-      difference from what a worker holds.  None sends every bit.
+    pull: codecs of the parameters; plan 0, which is None, sends every bit, and
+      every other plan the difference from what a worker holds.
     sizes: entries of each leaf for which the plans were made; any if None.
   """
 
@@ -47,32 +47,30 @@ class MessagePlans(NamedTuple):
 def message_plans(
   push_codec: _message_codec.MessageCodec | None = None,
   plans: _bit_plans.BitPlans | None = None,
-  pull_codec: _message_codec.MessageCodec | None = None,
 ) -> MessagePlans:
   """Returns the codecs of a run's messages; without arguments all are exact.
 
   Args:
     push_codec: codec of all workers' gradients.
-    plans: plans of bits, in place of both codecs: a protocol chooses one for
-      each message.
-    pull_codec: codec of the parameters that are sent to workers, which compute
-      with what it decodes to.
+    plans: plans of bits, in place of the codec: a protocol chooses one for each
+      push and pull.
 
   Raises:
     ValueError: when plans and a codec are given, or one is of another type.
   """
-  for name, one in (("push_codec", push_codec), ("pull_codec", pull_codec)):
-    if one is not None:
-      checks.check_type(
-        name, one, _message_codec.MessageCodec, "a `server.MessageCodec`"
-      )
+  if push_codec is not None:
+    checks.check_type(
+      "push_codec",
+      push_codec,
+      _message_codec.MessageCodec,
+      "a `server.MessageCodec`",
+    )
   if plans is None:
-    return MessagePlans((push_codec,), (pull_codec,))
+    return MessagePlans((push_codec,), (None,))
   checks.check_type("plans", plans, _bit_plans.BitPlans, "a `server.BitPlans`")
-  if push_codec is not None or pull_codec is not None:
+  if push_codec is not None:
     raise ValueError(
-      "`plans` must be given without `push_codec` and `pull_codec`, in whose "
-      "place they are."
+      "`plans` must be given without `push_codec`, in whose place they are."
     )
   numbers = range(len(plans.bits))
   # A difference needs no feedback: its error is part of the next difference.
@@ -131,7 +129,7 @@ def layout(codec: Codec, like: PyTree, tail: PyTree) -> PyTree:
       lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), tree
     )
 
-  kinds = shapes(like) if codec is None else codec.payload_kinds(like)
+  kinds = shapes(like) if codec is None else codec.kinds(like)
   return kinds, shapes(tail)
 
 
@@ -216,8 +214,8 @@ def message_of_push(
   """
   sent, message = pushed, pushed[:2]
   if codec is not None:
-    payload, state = codec.encode_payloads(pushed.grads, state)
-    grads = codec.decode_payloads(payload, pushed.grads)
+    payload, state = codec.encode(pushed.grads, state)
+    grads = codec.decode(payload, pushed.grads)
     sent, message = Pushed(grads, pushed.change), (payload, pushed.change)
   # One number for the server to fetch: a program that looks at the gradient
   # again would take as long as the update.
@@ -234,7 +232,7 @@ def decode_push(codec: Codec) -> Callable[..., Any]:
   @jax.jit
   def decode(message: PyTree, params: PyTree) -> tuple[Pushed, jax.Array]:
     payload, change = message
-    pushed = Pushed(codec.decode_payloads(payload, params), change)
+    pushed = Pushed(codec.decode(payload, params), change)
     # In the program that decodes: the arrays are read once.
     return pushed, all_finite(pushed)
 
@@ -256,13 +254,11 @@ def all_finite(tree: PyTree) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=32)
-def encode_pull(
-  codec: Codec, whole: bool, decoded: bool = False
-) -> Callable[..., Any]:
+def encode_pull(codec: Codec, decoded: bool = False) -> Callable[..., Any]:
   """Compiles `(params, held, state, model_state) -> message, state`.
 
-  Sent are the whole parameters, or their difference from what a worker holds;
-  with `decoded` the message is what the worker holds then.
+  Sent is the difference from what a worker holds, or with `decoded` what it
+  holds then; without a codec the parameters themselves.
   """
   if codec is None:
     return lambda params, held, state, rest: ((params, rest), state)
@@ -271,18 +267,16 @@ def encode_pull(
   def encode(
     params: PyTree, held: PyTree, state: PyTree, model_state: PyTree
   ) -> tuple[PyTree, PyTree]:
-    sent = params if whole else jax.tree.map(jnp.subtract, params, held)
-    payload, state = codec.encode_payloads(sent, state)
+    change = jax.tree.map(jnp.subtract, params, held)
+    payload, state = codec.encode(change, state)
     message = payload, model_state
-    if decoded:
-      message = _received(codec, whole, message, held)
-    return message, state
+    return _received(codec, message, held) if decoded else message, state
 
   return encode
 
 
 @functools.lru_cache(maxsize=32)
-def receive_pull(codec: Codec, whole: bool) -> Callable[..., Any]:
+def receive_pull(codec: Codec) -> Callable[..., Any]:
   """Compiles `(message, held) -> held, model_state`.
 
   The server runs it, too: both then hold the same bits.
@@ -291,17 +285,15 @@ def receive_pull(codec: Codec, whole: bool) -> Callable[..., Any]:
     # NumPy's arrays: the gradient's program moves them to the device with its
     # other arguments, in a third of the time of a `device_put`.
     return lambda message, held: message
-  return jax.jit(functools.partial(_received, codec, whole))
+  return jax.jit(functools.partial(_received, codec))
 
 
 def _received(
-  codec: _message_codec.MessageCodec, whole: bool, message: PyTree, held: PyTree
+  codec: _message_codec.MessageCodec, message: PyTree, held: PyTree
 ) -> tuple[PyTree, PyTree]:
   payload, model_state = message
-  sent = codec.decode_payloads(payload, held)
-  if not whole:
-    sent = jax.tree.map(jnp.add, held, sent)
-  return sent, model_state
+  change = codec.decode(payload, held)
+  return jax.tree.map(jnp.add, held, change), model_state
 
 
 def padded_size(sizes: Sequence[int] | None, count: int) -> int:
@@ -328,18 +320,11 @@ def padded_size(sizes: Sequence[int] | None, count: int) -> int:
 def received_push(
   codec: Codec, kinds: PyTree, more: dict[str, Any], payload: Any, like: PyTree
 ) -> tuple[Pushed, float]:
-  """Returns a push and its loss.
-
-  Args:
-    codec: codec of the push.
-    kinds: the layout of its message.
-    more: `more` of its header.
-    payload: its message, or the bytes of it.
-    like: a gradient of its shapes and dtypes.
+  """Returns a push, of a message or its bytes, and its loss.
 
   Raises:
-    RefusedError: when it has another size than such a message, or it or the
-      loss is not finite.
+    RefusedError: when it has another size than a message of these kinds, or it
+      or the loss is not finite.
   """
   if isinstance(payload, np.ndarray):
     size = num_bytes(kinds)
@@ -365,10 +350,7 @@ def finite_loss(more: dict[str, Any], finite: Any) -> float:
 
 
 def message_of(payload: Any, kinds: PyTree) -> PyTree:
-  """Returns the message of a payload, which is the message or its bytes.
-
-  In one process a message is passed as it is: bytes and back are copies.
-  """
+  """Returns the message of a payload, which is the message or its bytes."""
   if not isinstance(payload, np.ndarray):
     return payload
   return tree_of_bytes(payload, kinds)

@@ -26,11 +26,6 @@ class ServerLedger:
 
   A subclass has `model`, and says by `_like` what a push looks like.
 
-  Args:
-    workers: the names of all workers, in the order of the data's numbers.
-    shared: whether all workers take from one stream of samples.
-    codecs: the codec of each kind of push.
-
   Attributes:
     decoded: whether payloads are trees of what messages decode to, and not of
       what a channel carries.  A `Pair`, which is in one process, sets it.
@@ -263,11 +258,11 @@ class GradientServer(ServerLedger):
     # compiler would look like a slow worker to a protocol that measures.
     for plan in range(len(self.plans.push)):
       pushed = self._empty_push(plan)
-    for plan, codec in enumerate(self.plans.pull):
-      message, _ = _gradient_messages.encode_pull(codec, plan == 0)(
+    for codec in self.plans.pull:
+      message, _ = _gradient_messages.encode_pull(codec)(
         model.params, model.params, state, model.model_state
       )
-      _gradient_messages.receive_pull(codec, plan == 0)(message, model.params)
+      _gradient_messages.receive_pull(codec)(message, model.params)
     if self._compensation:
       pushed = pushed._replace(read=model.params)
     for width in _merge.widths(self.num_workers):
@@ -291,21 +286,21 @@ class GradientServer(ServerLedger):
     model = self.model
     if plan is None:
       return None
-    codec, whole = self.plans.pull[plan], plan == 0
+    codec = self.plans.pull[plan]
     if codec is None:
       if self._exact is None or self._exact[0] is not model:
         self._exact = model, (model.params, model.model_state)
       self._keep(worker, model.params)
       return self._exact[1]
-    encode = _gradient_messages.encode_pull(codec, whole, self.decoded)
-    held = model.params if whole else self._held[worker]
+    encode = _gradient_messages.encode_pull(codec, self.decoded)
+    held = self._held[worker]
     message, self._pull_states[worker] = encode(
       model.params, held, self._pull_states[worker], model.model_state
     )
     found = message
     if not self.decoded:
       # The worker runs the same program, so both hold the same bits.
-      found = _gradient_messages.receive_pull(codec, whole)(message, held)
+      found = _gradient_messages.receive_pull(codec)(message, held)
     self._keep(worker, found[0])
     return message
 

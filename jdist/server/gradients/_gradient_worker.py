@@ -121,7 +121,7 @@ class GradientWorker:
       empty = jax.tree.map(
         lambda x: np.zeros(x.shape, x.dtype), self._layout(plan)
       )
-      receive = _gradient_messages.receive_pull(codec, plan == 0)
+      receive = _gradient_messages.receive_pull(codec)
       jax.block_until_ready(receive(empty, self._held))
 
   def _layout(self, plan: int) -> PyTree:
@@ -133,9 +133,7 @@ class GradientWorker:
     if self._local_step is None:
       return None
     return self._local_step.control(
-      version,
-      leads=self._last_task > settled,
-      last=self._last_version,
+      version, leads=self._last_task > settled, last=self._last_version
     )
 
   def receive(self, header: dict[str, Any], payload: Any) -> None:
@@ -147,9 +145,7 @@ class GradientWorker:
     if isinstance(payload, np.ndarray):
       payload = _gradient_messages.tree_of_bytes(payload, self._layout(plan))
     if not self.decoded:
-      receive = _gradient_messages.receive_pull(
-        self._plans.pull[plan], plan == 0
-      )
+      receive = _gradient_messages.receive_pull(self._plans.pull[plan])
       payload = receive(payload, self._held)
     self._held, self._model_state = payload
 

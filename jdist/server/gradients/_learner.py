@@ -143,9 +143,7 @@ class Pair:
   """
 
   def __init__(
-    self,
-    server: ServerLearner,
-    workers: Mapping[Any, WorkerLearner],
+    self, server: ServerLearner, workers: Mapping[Any, WorkerLearner]
   ):
     # Any: attributes such as a model are a learner's own, not the interface's.
     self.server: Any = server

@@ -43,15 +43,8 @@ def narrowed(
 
   A program is compiled for each number of pushes, which changes whenever a
   worker leaves or returns.  The numbers returned are therefore only halves,
-  quarters and so on of the largest one.
-
-  Args:
-    pushes: At least one.
-    weights: The weight of each gradient.
-    parts: The weight of each change; the sum is 1.
-    num_workers: The number of all workers.
-    now: As of `merge`.
-    strength: As of `merge`.
+  quarters and so on of the largest one.  `weights` are those of the gradients,
+  `parts` those of the changes, whose sum is 1.
   """
   pushes, factors = list(pushes), np.array([weights, parts], np.float32)
   if len(pushes) == 1:

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jdist import checks
 from jdist.server import _allocation
 
 
@@ -55,13 +54,13 @@ class BalancedBatches:
   accumulate: bool = True
 
   def __post_init__(self) -> None:
-    checks.check_int("total", self.total, 1)
-    if not 0 <= self.smoothing < 1:
-      raise ValueError(
-        f"`smoothing` must be in [0, 1), got {self.smoothing}; 0 takes the "
-        "last measurement alone."
-      )
-    checks.check_int("minimum", self.minimum, 1)
+    self._batches  # noqa: B018  Checks the arguments.
+
+  @property
+  def _batches(self) -> _allocation.SpeedBatches:
+    return _allocation.SpeedBatches(
+      self.total, smoothing=self.smoothing, minimum=self.minimum
+    )
 
   def every(self, num_workers: int) -> int | None:
     """Returns None: each round's batches are allocated when it begins."""
@@ -84,31 +83,11 @@ class BalancedBatches:
       overheads_s: c, of each worker; 0 if None.
       limits: m, of each worker, None for any.
     """
-    if not speeds:
-      return ()
-    num = len(speeds)
-    most = max(self.total, num * self.minimum)
-    upper = [most] * num
-    if limits is not None and not self.accumulate:
-      upper = [
-        most if limit is None else max(limit, self.minimum) for limit in limits
-      ]
-    # Memory bounds a task only where its gradients cannot be accumulated.
-    total = min(most, sum(upper))
-    known = [speed for speed in speeds if self.measured and speed]
-    mean = sum(known) / len(known) if known else 1.0
-    shares = [speed if speed and known else mean for speed in speeds]
-    offsets = [0.0] * num
-    if overheads_s is not None and known:
-      offsets = list(overheads_s)
-    # At the level T the sizes (T - c) / t, within bounds, sum up to the total.
-    level = _allocation.water_level(shares, total, self.minimum, upper, offsets)
-    wanted = [
-      min(max((level - c) * share, self.minimum), high)
-      for share, c, high in zip(shares, offsets, upper, strict=True)
-    ]
-    return _allocation.largest_remainder(
-      wanted, total, minimum=self.minimum, maximum=upper
+    return self._batches.sizes(
+      speeds if self.measured else [None] * len(speeds),
+      overheads_s=overheads_s,
+      # Memory bounds a task only where gradients cannot be accumulated.
+      limits=None if self.accumulate else limits,
     )
 
   def passes(self, samples: int, limit: int | None) -> int:

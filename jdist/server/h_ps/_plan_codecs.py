@@ -16,10 +16,7 @@ _FEW = (16, 8, 4)
 
 
 def plan_codec(
-  plans: _bit_plans.BitPlans,
-  plan: int,
-  *,
-  feedback: bool = True,
+  plans: _bit_plans.BitPlans, plan: int, *, feedback: bool = True
 ) -> _message_codec.MessageCodec:
   """Returns the codec of a plan's messages.
 
@@ -44,11 +41,7 @@ def _codec(bits: int, block: int) -> codecs.Codec:
 
 
 def fit_bit_plans(
-  gradient: PyTree,
-  *,
-  error_limit: float = 2e-2,
-  block: int = 64,
-  seed: int = 0,
+  gradient: PyTree, *, error_limit: float = 2e-2, block: int = 64, seed: int = 0
 ) -> _bit_plans.BitPlans:
   r"""Makes the plans that a gradient allows.
 

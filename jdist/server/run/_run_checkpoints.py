@@ -25,19 +25,12 @@ Parts = dict[str, np.ndarray]
 
 
 class Header(TypedDict):
-  """The part of a checkpoint that holds no arrays.
+  """The part of a checkpoint that holds no arrays."""
 
-  Attributes:
-    updates: Updates so far, which name the checkpoint.
-    now_s: Seconds on the engine's clock.
-    marks: The figures of the marks so far.
-    state: Further notes of the engine, as JSON can hold them.
-  """
-
-  updates: int
+  updates: int  # They name the checkpoint.
   now_s: float
   marks: list[_run_marks.Mark]
-  state: Any
+  state: Any  # Further notes of the engine, as JSON can hold them.
 
 
 class _Body(TypedDict):
@@ -59,16 +52,10 @@ class _Saving:
 class RunCheckpoints:
   """Reads the checkpoints of a server's run, and writes new ones.
 
-  Args:
-    folder: Their directory; None reads and writes nothing.
-    identity: What a checkpoint must have been made with.
-
-  Attributes:
-    found: Header and arrays of the newest whole checkpoint; None without one.
-    states: The states of the workers in it, by name.
+  Without a folder it reads and writes nothing.
 
   Raises:
-    OtherRunError: when it is of another run.
+    OtherRunError: when the newest checkpoint has another identity.
     ValueError: when the directory has checkpoints of another kind, or another
       run that is alive has leased it.
   """
@@ -77,6 +64,7 @@ class RunCheckpoints:
     self._folder = None if folder is None else array_files.folder(folder)
     self._identity = identity
     self._saving: _Saving | None = None
+    # The newest whole checkpoint, and the workers' states in it, by name.
     self.found: tuple[Header, Parts] | None = None
     self.states: Parts = {}
     self._whole: set[int] = set()
@@ -117,14 +105,8 @@ class RunCheckpoints:
   ) -> Callable[[], None]:
     """Writes a checkpoint once the states of some workers have arrived.
 
-    Args:
-      header: The part of the checkpoint without arrays.
-      parts: The arrays that are known already.
-      owing: The workers whose states are missing.
-      done: Gets the update of the checkpoint once it is written.
-
-    Returns:
-      A function that writes it without them, unless it has been written.
+    Returns a function that writes it without the states of workers who still
+    owe them; `done` gets its update once it is written.
     """
     # An earlier checkpoint may still wait: it is whole without those states.
     self.write()

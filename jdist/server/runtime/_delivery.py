@@ -13,13 +13,7 @@ from jdist.storage import plain_data
 
 
 class SentTask(NamedTuple):
-  """A task on its way to a worker.
-
-  Attributes:
-    reply: the protocol's.
-    more: the learner's part of the header.
-    payload: its bytes; None where nothing is sent.
-  """
+  """A task on its way to a worker, with the learner's part of its message."""
 
   reply: _messages.Reply
   more: dict[str, Any]
@@ -40,24 +34,14 @@ class Delivery(_driver.Driver):
     names: Sequence[str],
     here: Iterable[str],
   ):
-    """Makes one before the first message.
-
-    Args:
-      protocol: the server's protocol.
-      learner: the server's learner.
-      names: names of all workers.
-      here: workers that are there from the beginning.
-    """
+    """Makes one before the first message, as a `Driver`."""
     super().__init__(protocol, names, here, learner)
     self._last_payload: tuple[Any, Any] = (None, None)
     self._sent: list[SentTask] = []
     self._timers: list[_messages.Timer] = []
 
   def send(
-    self,
-    reply: _messages.Reply,
-    more: dict[str, Any],
-    payload: Any,
+    self, reply: _messages.Reply, more: dict[str, Any], payload: Any
   ) -> None:
     """Keeps what a worker is to be sent."""
     # Not sent here: a replay has no workers, and a server first records it.
@@ -84,7 +68,7 @@ class Delivery(_driver.Driver):
     found = super().summary()
     found["wall_s"] = found.pop("virtual_s")
     return found | {
-      "nodes": {x: dataclasses.asdict(y) for x, y in self.nodes.items()},
+      "nodes": {x: dataclasses.asdict(y) for x, y in self.nodes.items()}
     }
 
   def save(self) -> dict[str, Any]:

@@ -13,14 +13,7 @@ from jdist.storage import plain_data
 
 
 class _LiveState(TypedDict):
-  """The state of a live server in the header of its checkpoint.
-
-  Attributes:
-    learner: What the server's learner notes.
-    driver: What `Delivery.save` returns.
-    pushed_bytes: Payloads of workers so far.
-    pulled_bytes: Payloads sent to workers so far.
-  """
+  """The state of a live server in the header of its checkpoint."""
 
   learner: Any
   driver: Any
@@ -29,20 +22,7 @@ class _LiveState(TypedDict):
 
 
 class LiveMarks:
-  """Measures a live run at its marks, and saves it there.
-
-  Args:
-    learner: The server's learner.
-    plan: The settings of the run.
-
-  Attributes:
-    checkpoints: The writer and reader of the checkpoints.
-    records: The figures of the marks so far.
-    snapshots: The learner's snapshots that have not been fetched, by the number
-      of the mark.
-    pulled_bytes: Bytes of payloads that were sent to workers.
-    pushed_bytes: Bytes of payloads that workers have sent.
-  """
+  """Measures a live run at its marks, and saves it there."""
 
   # `delivery` is the run's `Delivery`: only the core has to import it.
 
@@ -54,6 +34,7 @@ class LiveMarks:
       plan.checkpoints, plan.identity
     )
     self.records: list[_run_marks.Mark] = []
+    # Snapshots of the model that have not been fetched, by the mark's number.
     self.snapshots: dict[int, np.ndarray] = {}
     self.pulled_bytes = self.pushed_bytes = 0
 
@@ -104,17 +85,7 @@ class LiveMarks:
     owing: set[str],
     done: concurrent.futures.Future[int] | None,
   ) -> Callable[[], None]:
-    """Writes a checkpoint once workers have sent their states.
-
-    Args:
-      delivery: The driver of protocol and learner.
-      now_s: Seconds since the start.
-      owing: The workers whose states are missing.
-      done: Gets the update of the checkpoint once it is written.
-
-    Returns:
-      A function that writes it without them, unless it has been written.
-    """
+    """Writes a checkpoint, as `RunCheckpoints.begin` does."""
     notes, learner = self._learner.save()
     header = _run_checkpoints.Header(
       updates=delivery.state.version,

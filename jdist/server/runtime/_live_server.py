@@ -13,11 +13,7 @@ import numpy as np
 from jdist.server import _protocol
 from jdist.server.gradients import _learner
 from jdist.server.run import _run_marks
-from jdist.server.runtime import (
-  _engine,
-  _live_plan,
-  _server_core,
-)
+from jdist.server.runtime import _engine, _live_plan, _server_core
 from jdist.server.runtime.transport import _mailboxes
 
 _log = logging.getLogger(__name__)

@@ -23,13 +23,7 @@ MESSAGES = {
 
 
 class Recorder:
-  """Writes messages in the order in which the protocol is given them.
-
-  Args:
-    path: path of the file, which is overwritten.
-    names: names of all workers.
-    workers: workers that were there at the beginning.
-  """
+  """Writes messages in the order in which the protocol is given them."""
 
   def __init__(
     self, path: str | pathlib.Path, names: Sequence[str], workers: list[str]

@@ -23,17 +23,9 @@ _SAVE_S = 5.0
 
 
 class Item(NamedTuple):
-  """A message in the inbox.
+  """A message in the inbox, of a worker or of the engine."""
 
-  Attributes:
-    at_s: time of its receipt, on the monotonic clock.
-    kind: kind of a worker's message, or of an engine's call.
-    worker: the worker's name.
-    header: the whole header.
-    payload: uint8 [bytes].
-  """
-
-  at_s: float
+  at_s: float  # Of its receipt, on the monotonic clock.
   kind: str
   worker: str
   header: dict[str, Any]
@@ -43,20 +35,7 @@ class Item(NamedTuple):
 class ServerCore:
   """Hands messages to the protocol and carries out its actions, in one thread.
 
-  Args:
-    protocol: the server's protocol.
-    learner: the server's learner.
-    plan: the settings of the run.
-
-  Attributes:
-    learner: the server's learner.
-    delivery: the driver of protocol and learner, once the run has begun.
-    boxes: the mailboxes of all workers, by name.
-    first_s: seconds on the clock at the start, which a resumed run continues.
-    marks: the records, the checkpoints, and the bytes so far.
-    over_s: seconds by which computing took longer than modelled, by worker.
-    finished: whether the run has ended.
-    ended_s: time of its end.
+  Its arguments and errors are those of `LiveServer`.
   """
 
   def __init__(
@@ -68,6 +47,7 @@ class ServerCore:
     self.learner = learner
     self._protocol, self._plan = protocol, plan
     self.marks = _live_marks.LiveMarks(learner, plan)
+    # A resumed run continues its clock.
     self.first_s = self.marks.checkpoints.first_s
     self._began_s: float | None = None
     self._environment = _make_environment(self.first_s)
@@ -75,7 +55,9 @@ class ServerCore:
     if plan.machines is not None and plan.machines.topology is not None:
       self._links = _wall_links.WallLinks(self._environment, plan.machines)
     self.boxes = {name: _mailboxes.Mailbox() for name in plan.workers}
+    # The driver of protocol and learner, once the run has begun.
     self.delivery: _delivery.Delivery | None = None
+    # Seconds by which computing took longer than modelled, by worker.
     self.over_s: collections.Counter[str] = collections.Counter()
     self.finished, self.ended_s = False, 0.0
     self._recorder: _message_record.Recorder | None = None

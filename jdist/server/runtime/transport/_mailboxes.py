@@ -13,23 +13,19 @@ _NOTHING = np.zeros(0, np.uint8)
 
 @dataclasses.dataclass
 class Mailbox:
-  """A worker as its server serves it.
+  """A worker as its server serves it."""
 
-  Attributes:
-    life: number of its process; messages of an earlier one are dropped.
-    generation: rises whenever its tasks are taken from it.
-    messages: messages that it has not pulled: at most as many tasks as it may
-      have, and control messages.
-    waiting: its pending pull.
-    here: whether its process is alive, as far as is known.
-  """
-
+  # The number of its process: messages of an earlier one are dropped.
   life: int = 0
+  # Rises whenever its tasks are taken from it.
   generation: int = 0
+  # At most as many tasks as it may have, and control messages.
   messages: collections.deque[_engine.Message] = dataclasses.field(
     default_factory=collections.deque
   )
+  # Its pending pull.
   waiting: concurrent.futures.Future[_engine.Message] | None = None
+  # Whether its process is alive, as far as is known.
   here: bool = False
 
   def put(self, message: _engine.Message) -> None:

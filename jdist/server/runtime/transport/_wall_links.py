@@ -11,10 +11,6 @@ class WallLinks:
   """Carries messages as long as the links of a cluster take.
 
   The links are `cluster.Network`'s, the same as the virtual clock's.
-
-  Args:
-    environment: SimPy's environment of the server's clock.
-    machines: the cluster, which has a topology.
   """
 
   def __init__(self, environment: Any, machines: cluster.Cluster):
