@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from jdist.pipeline.planning._candidate import (
   ZERO_BUBBLE,
 )
 from jdist.pipeline.planning._plan import Footprint, Plan, stage_bytes
+from jdist.pipeline.planning._refinement import Layout, refine
 from jdist.pipeline.schedule._asynchronous_tables import least_window
 from jdist.pipeline.schedule._checker import check_table, TableReport
 from jdist.pipeline.schedule._table_registry import TABLES
@@ -30,6 +32,11 @@ _TURNS = 3
 _SEND_FACTORS = (1.5, 2.0, 3.0, 4.0)
 # The table that updates after each micro-batch, as published.
 _EACH = "pipedream"
+# How many tables, with recomputation or without, are searched again by their
+# simulated times, and how much slower than the best one they may be before.
+_REFINED, _SLOWER = 6, 0.75
+# With more machines only numbers of stages with a smaller bottleneck are tried.
+_FEW = 8
 # Relative differences of throughput that count as none, and of memory.
 _EQUAL, _ROUNDING = 0.005, 1e-9
 
@@ -53,7 +60,9 @@ def plan(
 
   Each choice is cut for the least bottleneck within the memory that its table
   needs, and then simulated, unless its bottleneck alone makes it slower than
-  another one.  Among equally fast choices the best one has the least delay of
+  another one.  The fastest tables are then searched again by their simulated
+  times: over all cuts and orders of machines in small problems, by steps in
+  large ones.  Among equally fast choices the best one has the least delay of
   gradients, then both passes on one version of the parameters, then the least
   memory.
 
@@ -118,9 +127,10 @@ def plan(
   search = _Search(
     costs, machines, batch_size, samples, optimizer_copies, input_bytes,
     windows is None, math.inf if max_delay is None else max_delay,
+    num_stages,
   )  # fmt: skip
   for again in recompute:
-    for stages in search.stages(num_stages, again):
+    for stages in search.stages(again):
       for name in tables:
         for number in num_microbatches:
           search.add(Candidate(name, number, stages, None, again), windows)
@@ -140,6 +150,8 @@ class _Search:
   # Whether windows are chosen by the search.
   widens: bool
   max_delay: float
+  # The numbers of stages that are allowed; None for any.
+  wanted: Sequence[int] | None
 
   def __post_init__(self) -> None:
     self._candidates: list[Candidate] = []
@@ -151,12 +163,10 @@ class _Search:
     scaled = [x.scaled(factor) for x in self.costs]
     return scaled, factor * self.input_bytes
 
-  def stages(
-    self, wanted: Sequence[int] | None, recompute: bool
-  ) -> Iterator[int]:
+  def stages(self, recompute: bool) -> Iterator[int]:
     """Yields numbers of stages, after finding machines for each."""
     most = len(self.machines.nodes)
-    numbers = wanted or range(min(most, len(self.costs)), 0, -1)
+    numbers = self.wanted or range(min(most, len(self.costs)), 0, -1)
     least = math.inf
     for number in numbers:
       found = self._place(number, recompute, self._changed(math.inf))
@@ -169,8 +179,11 @@ class _Search:
       # Each number was placed with as many micro-batches as stages, so this
       # makes the seconds of one batch of them.
       batch_s = found.bottleneck_s * number
-      if wanted or batch_s < least * (1 - _ROUNDING):
-        least = batch_s
+      less = batch_s < least * (1 - _ROUNDING)
+      least = min(least, batch_s)
+      # A pipeline that fills and empties may be faster with fewer stages, even
+      # if its bottleneck is not.
+      if self.wanted or less or most <= _FEW:
         yield number
 
   def _place(
@@ -279,13 +292,20 @@ class _Search:
     whole = _bottleneck.Chain(costs, self.machines, **options)
     plans, errors = [], []
     for order in self._orders[choice.num_stages, choice.recompute]:
-      # A V returns to the first machine, other tables start there again.
-      nodes = order + order[::-1] if choice.table == "zb_v" else order * chunks
+      nodes = _stage_nodes(choice, order)
       try:
         found = _bottleneck.partition(costs, machines, nodes=nodes, **options)
         plans.append(whole.plan(nodes, found.cuts))
       except ValueError as error:
         errors.append(error)
+    if not plans and chunks == 1:
+      # The orders are for as many micro-batches as stages; for this number, and
+      # for what this table keeps, another order may fit.
+      placed = _placement.place(
+        costs, machines, num_stages=choice.num_stages, **options
+      )
+      self._orders[choice.num_stages, choice.recompute].append(placed.nodes)
+      return placed
     if not plans:
       raise errors[0]
     return min(plans, key=lambda x: (x.bottleneck_s, x.trip_s))
@@ -366,6 +386,55 @@ class _Search:
       except ValueError:  # It does not fit into memory any more.
         return
 
+  def _refined(self, done: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Yields the best candidate of each table with faster cuts and machines."""
+    found = sorted(
+      (x for x in done if x.times is not None), key=lambda x: -x.samples_per_s
+    )
+    firsts = {(x.table, x.recompute): x for x in reversed(found)}.values()
+    chosen = sorted(firsts, key=lambda x: -x.samples_per_s)[:_REFINED]
+    for choice in chosen:
+      if choice.samples_per_s < _SLOWER * found[0].samples_per_s:
+        return
+      costs, input_bytes = self._scaled(choice.num_microbatches)
+      footprint = Footprint(
+        self.optimizer_copies, recompute=choice.recompute,
+        input_bytes=input_bytes,
+      )  # fmt: skip
+      chain = _bottleneck.Chain(
+        costs, self.machines, footprint, choice.num_microbatches
+      )
+      best = refine(
+        choice, self.machines.names, len(costs),
+        functools.partial(self._evaluated, choice, chain),
+      )  # fmt: skip
+      if best is not choice:
+        yield best
+
+  def _evaluated(
+    self,
+    choice: Candidate,
+    chain: _bottleneck.Chain,
+    layout: Layout,
+    rate: float,
+  ) -> Candidate | None:
+    """Simulates a choice with other cuts and machines, if it may be faster."""
+    order, cuts = layout
+    if self.wanted and len(order) not in self.wanted:
+      return None
+    choice = dataclasses.replace(choice, num_stages=len(order))
+    found = chain.plan(_stage_nodes(choice, order), cuts)
+    least_s = found.bottleneck_s * choice.num_microbatches
+    most = self.batch_size / least_s if least_s else math.inf
+    if most <= rate:
+      return None
+    made = make_table_of(choice, found, self.machines)
+    if not self._fits(found, check_table(made)):
+      return None
+    return self._simulated(
+      dataclasses.replace(choice, plan=found, made=made, samples_per_s=most)
+    )
+
   def run(self) -> tuple[Candidate, list[Candidate]]:
     """Simulates those that may be the best, the most promising first."""
     done: list[Candidate] = []
@@ -384,6 +453,9 @@ class _Search:
     for each in self._slower_sends(done):
       best = max(best, each.samples_per_s)
       done.append(each)
+    for each in self._refined(done):
+      best = max(best, each.samples_per_s)
+      done.append(each)
     simulated = [x for x in done if x.times is not None]
     if not simulated:
       raise ValueError(done[0].reason)
@@ -394,3 +466,11 @@ class _Search:
       key=lambda x: (x.times is None, -x.samples_per_s),
     )
     return first, [first, *others]
+
+
+def _stage_nodes(choice: Candidate, order: tuple[str, ...]) -> tuple[str, ...]:
+  """Returns the machine of each stage from that of each device."""
+  # A V returns to the first machine, other tables start there again.
+  if choice.table == "zb_v":
+    return order + order[::-1]
+  return order * CHUNKS.get(choice.table, 1)

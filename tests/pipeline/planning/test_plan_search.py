@@ -1,7 +1,9 @@
 """The joint search: its choices and refusals."""
 
 import dataclasses
+import itertools
 import math
+import random
 
 import pytest
 
@@ -151,6 +153,7 @@ def test_two_stages_of_a_device_share_its_memory():
     tables=["interleaved", "1f1b"],
     recompute=[False],
     num_microbatches=[8],
+    num_stages=[2],
   )
   (row,) = [x for x in rows if x.table == "interleaved"]
   assert row.times is None and "memory" in row.reason
@@ -160,3 +163,58 @@ def test_costs_refer_to_the_given_samples():
   one, _ = _plan(_machines(2), tables=["1f1b"])
   four, _ = _plan(_machines(2), tables=["1f1b"], samples=4)
   assert four.samples_per_s == pytest.approx(4 * one.samples_per_s)
+
+
+def test_order_that_fits_with_more_micro_batches_is_found():
+  costs = [_Cost(x, 1.0, 2.0, parameter_bytes=1, saved_bytes=1) for x in "ab"]
+  nodes = [cluster.Node("small", memory_bytes=4.5)]
+  nodes.append(cluster.Node("large", memory_bytes=10.0))
+  best, _ = pipeline.plan(
+    costs, cluster.Cluster(tuple(nodes)), 8, tables=["1f1b"],
+    num_microbatches=[8], recompute=[False], num_stages=[2],
+  )  # fmt: skip
+  assert best.plan.nodes == ("large", "small")
+
+
+def _unlike(seed):
+  """Draws layers and machines of unlike speeds, links and memory."""
+  draw = random.Random(seed)
+  costs = []
+  for i in range(draw.randint(3, 5)):
+    forward = draw.uniform(0.2, 2.0)
+    costs.append(
+      _Cost(
+        f"{i}", forward, forward * draw.choice([1, 2, 2.5]),
+        parameter_bytes=draw.uniform(1, 10), saved_bytes=draw.uniform(1, 5),
+        output_bytes=draw.uniform(0.1, 2.0),
+      )
+    )  # fmt: skip
+  nodes, links = [], {}
+  for i in range(draw.randint(2, 3)):
+    memory = draw.uniform(60, 120) if seed % 2 else math.inf
+    speed = draw.choice([0.5, 1.0, 1.0, 2.0])
+    nodes.append(cluster.Node(f"n{i}", speed=speed, memory_bytes=memory))
+    links[f"n{i}"] = cluster.Link(8 * draw.choice([1.0, 3.0, 10.0]), 0.02)
+  topology = cluster.star(links, "switch")
+  return costs, cluster.Cluster(tuple(nodes), topology, server="switch")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plan_is_as_fast_as_the_best_of_all_cuts_and_machines(seed):
+  costs, machines = _unlike(seed)
+  name, number = [("1f1b", 4), ("gpipe", 2), ("zb_h1", 4)][seed % 3]
+  fastest = math.inf
+  for stages in range(1, min(len(costs), len(machines.names)) + 1):
+    table = pipeline.make_table(name, stages, number)
+    for cuts in itertools.combinations(range(1, len(costs)), stages - 1):
+      for nodes in itertools.permutations(machines.names, stages):
+        found = pipeline.partition(costs, machines, nodes=nodes, cuts=cuts)
+        times = pipeline.simulate(table, found.stages, machines, nodes=nodes)
+        limits = (machines.node(x).memory_bytes for x in nodes)
+        if all(x <= y for x, y in zip(times.memory_bytes, limits, strict=True)):
+          fastest = min(fastest, times.iteration_s)
+  best, _ = pipeline.plan(
+    costs, machines, number, tables=[name], num_microbatches=[number],
+    recompute=[False],
+  )  # fmt: skip
+  assert number / best.samples_per_s == pytest.approx(fastest)

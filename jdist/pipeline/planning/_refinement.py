@@ -1,0 +1,109 @@
+"""Searches of cuts and machines by the simulated time of a table."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+from jdist.pipeline.planning._candidate import Candidate, CHUNKS
+
+# The machine of each device in order, and the cuts.
+Layout: TypeAlias = tuple[tuple[str, ...], tuple[int, ...]]
+# A problem with at most as many layouts is searched without gaps.
+_MOST_LAYOUTS = 1000
+# The actions of all simulated tables together that a local search may take.
+_MOST_ACTIONS = 60_000
+
+
+def refine(
+  start: Candidate,
+  names: Sequence[str],
+  num_layers: int,
+  evaluate: Callable[[Layout, float], Candidate | None],
+) -> Candidate:
+  """Returns the fastest layout of a candidate's table that the search finds.
+
+  The least bottleneck decides the time of a full pipeline, but not of one that
+  fills and empties in each iteration, and not of messages that wait for each
+  other.  A small problem is searched exactly; otherwise cuts move by a layer,
+  machines are exchanged and stages merged as long as the simulation gets
+  faster.
+
+  Args:
+    start: The candidate, with a plan and simulated times.
+    names: The names of all machines.
+    num_layers: The number of layers.
+    evaluate: Simulates a layout; None if it does not fit into memory, or cannot
+      be faster than the given rate.
+  """
+  best = start
+  chunks = CHUNKS.get(start.table, 1)
+  if _num_layouts(len(names), num_layers, chunks) <= _MOST_LAYOUTS:
+    for layout in _all_layouts(names, num_layers, chunks):
+      found = evaluate(layout, best.samples_per_s)
+      if found is not None and found.samples_per_s > best.samples_per_s:
+        best = found
+    return best
+  assert start.made is not None and start.plan is not None
+  size = sum(map(len, start.made.devices))
+  left = _MOST_ACTIONS // size
+  seen: set[Layout] = set()
+  improved = True
+  while improved:
+    improved = False
+    assert best.plan is not None
+    here = best.nodes, best.plan.cuts
+    for layout in _neighbours(here, names, num_layers, chunks):
+      if layout in seen:
+        continue
+      if not left:
+        return best
+      seen.add(layout)
+      found = evaluate(layout, best.samples_per_s)
+      left -= 1
+      if found is not None and found.samples_per_s > best.samples_per_s:
+        best, improved = found, True
+        break
+  return best
+
+
+def _num_layouts(machines: int, layers: int, chunks: int) -> int:
+  most = min(machines, layers // chunks)
+  return sum(
+    math.perm(machines, n) * math.comb(layers - 1, n * chunks - 1)
+    for n in range(1, most + 1)
+  )
+
+
+def _all_layouts(
+  names: Sequence[str], num_layers: int, chunks: int
+) -> Iterator[Layout]:
+  for number in range(1, min(len(names), num_layers // chunks) + 1):
+    for order in itertools.permutations(names, number):
+      for cuts in itertools.combinations(
+        range(1, num_layers), number * chunks - 1
+      ):
+        yield order, cuts
+
+
+def _neighbours(
+  layout: Layout, names: Sequence[str], num_layers: int, chunks: int
+) -> Iterator[Layout]:
+  """Yields layouts that differ by one cut, two machines, or one stage."""
+  order, cuts = layout
+  edges = [0, *cuts, num_layers]
+  for i in range(len(cuts)):
+    for cut in (cuts[i] - 1, cuts[i] + 1):
+      if edges[i] < cut < edges[i + 2]:
+        yield order, (*cuts[:i], cut, *cuts[i + 1 :])
+  for i, j in itertools.combinations(range(len(order)), 2):
+    swapped = list(order)
+    swapped[i], swapped[j] = order[j], order[i]
+    yield tuple(swapped), cuts
+  for i in range(len(order)):
+    for name in names:
+      if name not in order:
+        yield (*order[:i], name, *order[i + 1 :]), cuts
+  if chunks == 1:
+    for i, j in itertools.product(range(len(order)), range(len(cuts))):
+      yield order[:i] + order[i + 1 :], cuts[:j] + cuts[j + 1 :]
