@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jdist.training import _gradient, _labels
 
@@ -142,13 +143,10 @@ def label_scores(
   logits, classes = logits.astype(jnp.float32), logits.shape[-1]
   hits = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
   wrong = inside & ((labels < 0) | (labels >= classes))
-  # A product, since a selected NaN would leave the gradient finite.
-  logits = logits * jnp.where(wrong, jnp.nan, 1.0)[..., None]
   known = jnp.clip(labels, 0, classes - 1)
-  targets = jax.nn.one_hot(known, classes, dtype=bool)
-  # A selection, since the logits of impossible classes may be infinite.
-  losses = -jax.nn.log_softmax(logits).sum(-1, where=targets)
-  return losses, hits, inside
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, known)
+  # A product, since a selected NaN would leave the gradient finite.
+  return losses * jnp.where(wrong, jnp.nan, 1.0), hits, inside
 
 
 def masked_mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
