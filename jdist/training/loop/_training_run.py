@@ -290,10 +290,10 @@ class TrainingRun:
       needed = self._choices.needed(self._due_after, ahead[0] < 0)
       at_once = self._choices.at_once
     for choice in needed:
-      # A single program compiles in its first call, of which the time does not
-      # count, if it is the run's first step.  Several processes may compile for
-      # different times, and must have done so when they agree to begin.
-      now = len(needed) > 1 or not first or not self._agreed
+      # A single program of the first shape compiles in its first call, of which
+      # the time does not count.  Several processes may compile for different
+      # times, and must have done so when they agree to begin.
+      now = len(needed) > 1 or shape > 0 or not self._agreed
       self._compile(choice.control, placed, shape, now=now)
     if not self._independent:
       self._step.check_communicates(self.state, [*self._traffic.values()])

@@ -71,6 +71,25 @@ def test_known_shapes_are_not_reported_again():
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "momentum"])
+def test_second_call_compiles_no_step_again(name, caplog):
+  team = _tiny.team("vmap")
+  trainer = own_trainer(team, name)
+
+  def fit(sizes):
+    caplog.clear()
+    with warnings.catch_warnings(), jax.log_compiles(True):
+      warnings.simplefilter("ignore")
+      trainer.fit(_tiny.init(team, name), batches(team, sizes), len(sizes))
+    return sum(
+      "XLA compilation of jit(in_team)" in x.message for x in caplog.records
+    )
+
+  # Local SGD has a program for the steps of a round and one for its end.
+  assert fit(SIZES) == 3 * (2 if name == "local_sgd" else 1)
+  assert fit(SIZES[2:]) == 0
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "momentum"])
 def test_too_many_shapes_are_refused_and_the_state_is_kept(name):
   team = _tiny.team("vmap")
   trainer = own_trainer(team, name, max_shapes=1)
