@@ -34,7 +34,6 @@ from jdist.training._step import (
 )
 from jdist.training._train_state import init_state as init_state
 from jdist.training._train_state import is_finite as is_finite
-from jdist.training._train_state import shared_leaves as shared_leaves
 from jdist.training._train_state import TrainState as TrainState
 from jdist.training.loop import format_bytes as format_bytes
 from jdist.training.loop import format_rate as format_rate

@@ -141,7 +141,7 @@ class Checkpoints:
       step: The number of the step, from 0. `restore` finds the highest one.
       state: Any tree of arrays `[workers, ...]`, including typed PRNG keys.
       shared: A tree of bools, true for leaves that are equal on all workers,
-        which are stored once; `training.shared_leaves(state)` by default.
+        which are stored once. By default they are what methods' states declare.
       metadata: JSON values, which `restore` returns.
 
     Raises:

@@ -147,7 +147,7 @@ class Run:
         host.follow(state.opt_state)
       seen.append(self.read(state) | {"loss": np.asarray(metrics["loss"])})
     if checkpoints is not None:
-      checkpoints.save(steps, state, training.shared_leaves(state))
+      checkpoints.save(steps, state)
     self.last = state
     return seen
 

@@ -27,7 +27,7 @@ def _standard_promotion():
 
 def _save(folder, team, state, step=1, **metadata):
   with training.Checkpoints(folder, team) as checkpoints:
-    checkpoints.save(step, state, training.shared_leaves(state), metadata)
+    checkpoints.save(step, state, metadata=metadata)
 
 
 def _restore(folder, team, template):
@@ -170,7 +170,7 @@ def test_run_continues_while_its_state_is_written(tmp_path):
     state, _ = program(state, batch)
     wanted = _tiny.digest(jax.tree.map(lambda x: np.array(x), state))
     with training.Checkpoints(tmp_path / kind, team) as checkpoints:
-      checkpoints.save(1, state, training.shared_leaves(state))
+      checkpoints.save(1, state)
       for _ in range(5):
         state, _ = program(state, batch)
       jax.block_until_ready(state)
@@ -270,7 +270,7 @@ def test_saving_diverged_workers_raises(tmp_path):
   wrong = state._replace(opt_state=state.opt_state._replace(sync=sync))
   with training.Checkpoints(tmp_path, team) as checkpoints:
     with pytest.raises(RuntimeError, match=r"anchor\['bias'\]"):
-      checkpoints.save(9, wrong, training.shared_leaves(wrong))
+      checkpoints.save(9, wrong)
     assert sorted(p.name for p in tmp_path.iterdir()) == before
     # And the object is still good for the next one.
     found = checkpoints.restore(_tiny.init(team, "diloco"))
@@ -332,7 +332,7 @@ def test_only_the_last_checkpoints_are_kept(keep, tmp_path):
   state = _tiny.init(team, "adam")
   with training.Checkpoints(tmp_path, team, keep=keep) as checkpoints:
     for step in (3, 10, 20, 100):
-      checkpoints.save(step, state, training.shared_leaves(state))
+      checkpoints.save(step, state)
   kept = [3, 10, 20, 100][-keep:]
   wanted = {f"step_{s:08d}{end}" for s in kept for end in ("", ".json")}
   assert {p.name for p in tmp_path.iterdir()} == wanted
@@ -343,11 +343,11 @@ def test_failed_background_write_raises(tmp_path):
   state = _tiny.init(team, "adam")
   folder = tmp_path / "checkpoints"
   checkpoints = training.Checkpoints(folder, team)
-  checkpoints.save(1, state, training.shared_leaves(state))
+  checkpoints.save(1, state)
   checkpoints.wait()
   # A directory where the manifest of the next one will be.
   (folder / "step_00000002.json.partial").mkdir()
-  checkpoints.save(2, state, training.shared_leaves(state))
+  checkpoints.save(2, state)
   with pytest.raises(OSError):
     checkpoints.wait()
   assert checkpoints.restore(state).step == 1

@@ -21,7 +21,7 @@ def _standard_promotion():
 
 def _save(folder, team, state, step):
   with training.Checkpoints(folder, team) as checkpoints:
-    checkpoints.save(step, state, training.shared_leaves(state))
+    checkpoints.save(step, state)
 
 
 def _restore(folder, team, template):
@@ -38,7 +38,7 @@ def three(tmp_path_factory):
   with training.Checkpoints(folder, team) as checkpoints:
     for step in (1, 2, 3):
       states[step] = _tiny.trained(team, "diloco", step)
-      checkpoints.save(step, states[step], training.shared_leaves(states[step]))
+      checkpoints.save(step, states[step])
   return folder, states
 
 

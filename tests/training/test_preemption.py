@@ -251,4 +251,4 @@ def test_lost_peer_while_saving_is_not_reported_as_a_full_disk(
     training.Checkpoints(tmp_path, team) as checkpoints,
     pytest.raises(jax.errors.JaxRuntimeError, match="Gloo"),
   ):
-    checkpoints.save(3, state, training.shared_leaves(state))
+    checkpoints.save(3, state)

@@ -98,7 +98,7 @@ def train(names, dtypes, steps, folder):
         # Saved by all processes, restored by all, to the bit.
         place = pathlib.Path(folder) / name
         with training.Checkpoints(place, team) as checkpoints:
-          checkpoints.save(steps, state, training.shared_leaves(state))
+          checkpoints.save(steps, state)
           found = checkpoints.restore(template)
         assert found.step == steps
         before, after = team.gather(state), team.gather(found.state)

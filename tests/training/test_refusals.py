@@ -43,7 +43,7 @@ def save(step, **options):
     tempfile.TemporaryDirectory() as folder,
     training.Checkpoints(folder, team) as checkpoints,
   ):
-    checkpoints.save(step, state, training.shared_leaves(state), **options)
+    checkpoints.save(step, state, **options)
 
 
 def trainer(**options):
