@@ -52,7 +52,10 @@ def main(num_steps: int = 60) -> float:
   for _ in range(num_steps):
     batch = workers.place(next(batches))
     params, rest, state = train(params, rest, state, batch)
-  anchor, rest = workers.view((jdist.anchor(state, params), rest))
+  evaluated = workers.jit(
+    lambda *all_: jdist.evaluation_params(*all_, axis=workers.axis)
+  )
+  anchor, rest = workers.view(evaluated(state, params, rest))
   model = nnx.merge(graph, anchor, rest)
   model.eval()
   image, label = digits.held_out()
