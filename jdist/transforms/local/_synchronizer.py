@@ -131,7 +131,9 @@ class Synchronizer:
     # It is first in a step and reads the state: no message waits for the
     # gradients of this step, and they do not wait for it.
     sending = self.send(sync, control)
-    updates, like = _anchor.by_fast(updates, params)
+    like: Any = params
+    if isinstance(params, optax.LookaheadParams):
+      updates, like = _anchor.by_fast(updates, params)
     collectives.check_local(updates, self.axis, what="`updates`", like=like)
     if not collectives.same_form(anchor, params):
       _anchor.check_anchor(anchor, params)
@@ -139,7 +141,8 @@ class Synchronizer:
       zeros = jax.tree.map(jnp.zeros_like, like)
       updates = optax.LookaheadParams(updates, zeros)
     updates, memory = self.rule.correct(updates, sync.memory, sync.clock.step)
-    updates, _ = _anchor.by_fast(updates, params)
+    if like is not params:
+      updates = updates.fast
     # The clock counts before the round may end, and so `step - 1` is the number
     # of the last local step in a `Round`.
     clock = sync.clock.advance(extra_args.get("loss"))
