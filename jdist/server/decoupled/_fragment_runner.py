@@ -341,6 +341,8 @@ def _programs(
     batch: PyTree,
     key: jax.Array,
   ) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
+    # All workers have the server's keys, for instance of dropout.
+    model_state = states.fold_keys(model_state, jax.random.bits(key))
     found = compute(params, model_state, batch, key)
     updates, opt_state = chain.update(
       found.grads, opt_state, params, loss=found.loss, value=found.loss

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks, training
+from jdist import checks, states, training
 from jdist.server import _message_codec
 from jdist.server.gradients import _learner, _merge
 from jdist.server.gradients._merge import Pushed
@@ -180,6 +180,8 @@ def gradient_program(
     held, (push_state, last) = params, own
     if local_step is not None:
       params, velocity = local_step.move(held, last, control)
+    # All workers have the server's keys, for instance of dropout.
+    model_state = states.fold_keys(model_state, task)
     found = compute(params, model_state, batch, jax.random.fold_in(key, task))
     if local_step is not None:
       # The step foresees the server's update by what was computed, not by what

@@ -97,11 +97,7 @@ def is_finite(learner: Any) -> bool:
   if model is None:
     return True
   # Pushes that wait for an update were refused unless they were finite.
+  laws = getattr(getattr(learner, "server", learner), "laws", ())
   return bool(
-    training.is_finite(
-      model.params,
-      model.opt_state,
-      model.model_state,
-      getattr(learner, "laws", ()),
-    )
+    training.is_finite(model.params, model.opt_state, model.model_state, laws)
   )
