@@ -140,6 +140,37 @@ def free_port() -> int:
       return port
 
 
+def listening(pid: int) -> list[tuple[str, int]]:
+  """Returns the addresses at which a process and those below it listen."""
+  rows = {}
+  for path in ("/proc/net/tcp", "/proc/net/tcp6"):
+    for line in pathlib.Path(path).read_text().splitlines()[1:]:
+      words = line.split()
+      host, port = words[1].split(":")
+      # Four bytes at a time, each group from the last to the first.
+      groups = [host[i : i + 8] for i in range(0, len(host), 8)]
+      packed = b"".join(bytes.fromhex(x)[::-1] for x in groups)
+      family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
+      if words[3] == "0A":
+        rows[words[9]] = socket.inet_ntop(family, packed), int(port, 16)
+  found = []
+  for each in [pid, *descendants(pid)]:
+    for path in pathlib.Path(f"/proc/{each}/fd").iterdir():
+      with contextlib.suppress(OSError):
+        inode = path.readlink().name.removeprefix("socket:[").rstrip("]")
+        found += [rows[inode]] if inode in rows else []
+  return found
+
+
+def descendants(pid: int) -> list[int]:
+  """Returns the processes that a process and those below it have started."""
+  found = []
+  for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+    for child in map(int, path.read_text().split()):
+      found += [child, *descendants(child)]
+  return found
+
+
 def environment() -> dict[str, str]:
   """Returns the environment of a program on CPUs that asks for its own devices.
 

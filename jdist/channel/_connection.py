@@ -39,14 +39,11 @@ _PENDING = 64
 # stopped still answers them.
 _PROBES = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
+Address = tuple[str, int]
+
 
 class Message(NamedTuple):
-  """A received frame.
-
-  Attributes:
-    note: A value of JSON.
-    body: Bytes that belong to it.
-  """
+  """A received frame: a value of JSON, and bytes that belong to it."""
 
   note: Any
   body: memoryview
@@ -60,40 +57,29 @@ class Connection:
   """
 
   def __init__(self, connected: socket.socket, max_body: int = 0):
-    """Takes a socket whose other end has proved the key.
-
-    Args:
-      connected: The socket.
-      max_body: The largest body that is received, in bytes.
-    """
+    """Takes a proved socket, and the bytes of the largest body to receive."""
     self.socket, self._max_body = connected, max_body
     self._lock = threading.Lock()
-    connected.settimeout(None)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _PROBES.items():
-      if hasattr(socket, name):
-        option = getattr(socket, name)
+      if option := getattr(socket, name, None):
         connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
   def send(self, note: Any, parts: Iterable[Any] = ()) -> None:
     """Sends a value of JSON and bytes; raises an OSError without a receiver."""
-    words = json.dumps(note).encode()
-    parts = list(parts)
+    words, parts = json.dumps(note).encode(), list(parts)
     head = _FRAME.pack(_MAGIC, len(words), sum(len(x) for x in parts))
     with self._lock:
-      self.socket.sendall(head + words)
       # The parts are written separately, as joining them would copy them.
-      for part in parts:
+      for part in (head + words, *parts):
         self.socket.sendall(part)
 
   def receive(self, deadline: float | None = None) -> Message | None:
-    """Waits for a message; returns None after the other end has closed.
+    """Waits for a message, until a time of `time.monotonic` or for ever.
 
-    Raises:
-      OSError: If the connection is lost.
-      TimeoutError: After the deadline, by `time.monotonic`.
-      ValueError: If the bytes are no message, or too many.
+    It returns None after the other end has closed, and raises a ValueError for
+    bytes that are no message or too many.
     """
     head = _read(self.socket, _FRAME.size, deadline)
     if not head:
@@ -108,9 +94,7 @@ class Connection:
 
   def close(self) -> None:
     """Closes the connection, and wakes a thread that receives."""
-    with contextlib.suppress(OSError):
-      self.socket.shutdown(socket.SHUT_RDWR)
-    self.socket.close()
+    _close(self.socket)
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
@@ -136,33 +120,24 @@ class Listener:
     listening: socket.socket,
     key: bytes,
     admit: Callable[[Any, Connection], None],
-    *,
     max_body: int = 0,
   ):
-    """Starts to accept connections.
+    """Starts to accept connections at a socket, which `close` closes.
 
-    Args:
-      listening: A listening socket, which `close` closes.
-      key: The key, from `Identity.key`.
-      admit: Called with the first note and the connection, in a thread of the
-        connection's own, which it may keep.
-      max_body: The largest body that is received, in bytes.
+    `admit` is called with the first note and the connection, in a thread of the
+    connection's own, which it may keep.
     """
     self.refused = 0
     self._socket, self._key, self._admit = listening, key, admit
     self._max_body, self._closed = max_body, False
     self._pending: dict[socket.socket, None] = {}
     self._lock = threading.Lock()
-    threading.Thread(
-      target=self._accept, name="jdist-listener", daemon=True
-    ).start()
+    threading.Thread(target=self._accept, daemon=True).start()
 
   def close(self) -> None:
     """Accepts no further connection; those that are admitted stay."""
     self._closed = True
-    with contextlib.suppress(OSError):
-      self._socket.shutdown(socket.SHUT_RDWR)
-    self._socket.close()
+    _close(self._socket)
 
   def _accept(self) -> None:
     while not self._closed:
@@ -174,17 +149,18 @@ class Listener:
       with self._lock:
         if len(self._pending) >= _PENDING:
           oldest = next(iter(self._pending))
-          with contextlib.suppress(OSError):
-            oldest.shutdown(socket.SHUT_RDWR)
           del self._pending[oldest]
+          with contextlib.suppress(OSError):  # Its thread ends, and closes it.
+            oldest.shutdown(socket.SHUT_RDWR)
         self._pending[connected] = None
       threading.Thread(
         target=self._answer, args=(connected,), daemon=True
       ).start()
 
   def _answer(self, connected: socket.socket) -> None:
-    connection = first = None
-    try:
+    first = None
+    connection = Connection(connected, self._max_body)
+    with contextlib.suppress(OSError, ValueError):
       deadline = time.monotonic() + _PATIENCE_S
       theirs = bytes(_read(connected, len(_MAGIC) + _NONCE, deadline))
       if theirs.startswith(_MAGIC):
@@ -192,38 +168,33 @@ class Listener:
         nonces = theirs[len(_MAGIC) :] + ours
         connected.sendall(ours + _proof(self._key, b"called", nonces))
         wanted = _proof(self._key, b"caller", nonces)
-        found = _read(connected, len(wanted), deadline)
-        if hmac.compare_digest(found, wanted):
-          connection = Connection(connected, self._max_body)
+        if hmac.compare_digest(_read(connected, _NONCE, deadline), wanted):
           first = connection.receive(deadline)
-    except (OSError, ValueError):
-      pass
     with self._lock:
       self._pending.pop(connected, None)
-      self.refused += connection is None
-    if connection is None or first is None:
-      connected.close()
-      return
-    connected.settimeout(None)
-    self._admit(first.note, connection)
+      self.refused += first is None
+    if first is None:
+      connection.close()
+    else:
+      connected.settimeout(None)
+      self._admit(first.note, connection)
 
 
 def call(
-  address: tuple[str, int],
+  address: Address,
   key: bytes,
   deadline: float,
   first: Any,
   who: str,
-  *,
   max_body: int = 0,
 ) -> Connection:
-  """Connects to a process that may not listen yet.
+  """Connects to a process that may not listen yet, and sends a first note.
 
   Args:
     address: Its host and port.
     key: The key that it must prove.
     deadline: When to give up, by `time.monotonic`.
-    first: The first note to send.
+    first: The first note, a value of JSON.
     who: The name of the process in messages.
     max_body: The largest body that is received, in bytes.
 
@@ -231,51 +202,59 @@ def call(
     PermissionError: If something else answers, or one with another key.
     TimeoutError: If nothing answers.
   """
-  where = f"{address[0]}:{address[1]}"
-  begin = time.monotonic()
+  where, begin = f"{address[0]}:{address[1]}", time.monotonic()
   while True:
     try:
-      left = max(deadline - time.monotonic(), 0.1)
-      connected = socket.create_connection(address, left)
-      try:
-        ours = secrets.token_bytes(_NONCE)
-        connected.sendall(_MAGIC + ours)
-        answer = bytes(_read(connected, 2 * _NONCE, deadline))
-        if len(answer) < 2 * _NONCE:
-          raise ConnectionError("the connection was closed")
-        nonces = ours + answer[:_NONCE]
-        wanted = _proof(key, b"called", nonces)
-        if not hmac.compare_digest(answer[_NONCE:], wanted):
-          raise PermissionError(
-            f"{who} at {where} is of another run or has another secret, or "
-            "another program answers there. Give all processes of a run the "
-            "same secret and run id, and take a free port."
-          )
-        connected.sendall(_proof(key, b"caller", nonces))
-        connection = Connection(connected, max_body)
-        connection.send(first)
-        return connection
-      except BaseException:
-        connected.close()
-        raise
-    except PermissionError:
-      raise
+      connection = _prove(address, key, deadline, max_body)
     except OSError as error:
       if time.monotonic() > deadline:
-        reason = (error.strerror or str(error) or "no answer").lower()
+        reason = (error.strerror or str(error)).lower()
         raise TimeoutError(
           f"{who} did not answer at {where} within {deadline - begin:.3g} s "
           f"({reason}). Look whether its process runs and has this address."
         ) from None
-    time.sleep(0.1)
+      time.sleep(0.1)
+      continue
+    if connection is None:
+      raise PermissionError(
+        f"{who} at {where} is of another run or has another secret or token, "
+        "or another program answers there. Give all processes of a run the "
+        "same one, and take a free port."
+      )
+    connection.send(first)
+    return connection
+
+
+def _prove(
+  address: Address, key: bytes, deadline: float, max_body: int
+) -> Connection | None:
+  """Connects once; returns None if the other end does not prove the key."""
+  left = max(deadline - time.monotonic(), 0.1)
+  connected = socket.create_connection(address, left)
+  try:
+    ours = secrets.token_bytes(_NONCE)
+    connected.sendall(_MAGIC + ours)
+    answer = bytes(_read(connected, 2 * _NONCE, deadline))
+    if len(answer) < 2 * _NONCE:
+      raise ConnectionError("the connection was closed")
+    nonces = ours + answer[:_NONCE]
+    wanted = _proof(key, b"called", nonces)
+    if hmac.compare_digest(answer[_NONCE:], wanted):
+      connected.sendall(_proof(key, b"caller", nonces))
+      connected.settimeout(None)
+      return Connection(connected, max_body)
+  except OSError:
+    _close(connected)
+    raise
+  _close(connected)
+  return None
 
 
 def _read(
   connected: socket.socket, size: int, deadline: float | None
 ) -> memoryview:
   """Reads `size` bytes; returns fewer if the other end closes before."""
-  buffer = memoryview(bytearray(size))
-  have = 0
+  buffer, have = memoryview(bytearray(size)), 0
   while have < size:
     if deadline is not None:
       # One deadline for all of them: each byte would get a new one otherwise.
@@ -290,3 +269,9 @@ def _read(
 def _proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
   # With the side in it, a proof cannot be reflected to its author.
   return hmac.digest(key, side + nonces, "sha256")
+
+
+def _close(closed: socket.socket) -> None:
+  with contextlib.suppress(OSError):
+    closed.shutdown(socket.SHUT_RDWR)
+  closed.close()

@@ -157,7 +157,7 @@ def _read_links(tables: Any, names: list[str]) -> _topology.Topology:
     link = _links.Link(
       bandwidth_bits_per_s=1e9 * table["bandwidth_gbit_per_s"],
       latency_s=1e-3 * table.get("latency_ms", 0.0),
-      sharing=table.get("sharing", "first_come"),
+      sharing=table.get("sharing"),
     )
     for one in _matching(ends[0], names, place):
       for other in _matching(ends[1], names, place):

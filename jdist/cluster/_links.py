@@ -14,7 +14,9 @@ class Link:
     bandwidth_bits_per_s: Bandwidth in each direction.
     latency_s: Latency of one message.
     sharing: How concurrent messages share the link: with `"first_come"` one
-      follows the other, with `"fair"` each has an equal part of the bandwidth.
+      follows the other, with `"fair"` each has an equal part of the bandwidth,
+      as TCP gives it. By default it is fair for servers, and first come for
+      pipelines, whose connections send one message after the other.
 
   >>> Link(bandwidth_bits_per_s=1e9).send_s(num_bytes=125e6)
   1.0
@@ -22,7 +24,7 @@ class Link:
 
   bandwidth_bits_per_s: float
   latency_s: float = 0.0
-  sharing: Literal["first_come", "fair"] = "first_come"
+  sharing: Literal["first_come", "fair"] | None = None
 
   def __post_init__(self) -> None:
     # An infinite bandwidth is allowed: messages then take the latency alone.
@@ -30,7 +32,7 @@ class Link:
       "bandwidth_bits_per_s", self.bandwidth_bits_per_s, open_low=True
     )
     checks.check_number("latency_s", self.latency_s)
-    checks.check_choice("sharing", self.sharing, ("first_come", "fair"))
+    checks.check_choice("sharing", self.sharing, ("first_come", "fair", None))
 
   def send_s(self, num_bytes: float, messages: float = 0) -> float:
     """Returns the seconds of bytes that are sent in consecutive messages."""

@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from jdist.cluster import _links, _topology, _trace
 
@@ -216,8 +216,13 @@ class Network:
     environment: Any,
     topology: _topology.Topology | None,
     trace: _trace.Trace | None = None,
+    sharing: Literal["first_come", "fair"] = "fair",
   ):
-    """Makes a network on SimPy's clock; without links messages take no time."""
+    """Makes a network on SimPy's clock; without links messages take no time.
+
+    Links are shared as they say themselves, or else by `sharing`.
+    """
+    self._sharing = sharing
     self._environment, self._topology = environment, topology
     self._trace = trace
     self._first_come: dict[_topology.Hop, _FirstCome] = {}
@@ -280,7 +285,7 @@ class Network:
       for hop in self._topology.route(source, target):
         link, label = self._topology.link(*hop), "->".join(hop)
         latency += link.latency_s
-        if link.sharing == "fair":
+        if (link.sharing or self._sharing) == "fair":
           fair.append(
             self._fair.setdefault(hop, _Fair(link, label, self._environment))
           )

@@ -160,3 +160,20 @@ def test_missing_route_raises():
   apart = cluster.Topology({("a", "b"): byte_link(), ("c", "d"): byte_link()})
   with pytest.raises(ValueError, match="no way between 'a' and 'd'"):
     apart.route("a", "d")
+
+
+def test_links_that_do_not_say_are_shared_as_the_network_says():
+  messages = [(0, "a", "b", 1), (0, "a", "b", 2)]
+  link = cluster.Link(8.0)
+  for sharing, wanted in (("fair", [2, 3]), ("first_come", [1, 3])):
+    environment = simpy.Environment()
+    network = cluster.Network(
+      environment, cluster.Topology({("a", "b"): link}), sharing=sharing
+    )
+    found = []
+    for _, source, target, size in messages:
+      network.send(source, target, size).callbacks.append(
+        lambda _, clock=environment, found=found: found.append(clock.now)
+      )
+    environment.run()
+    assert found == wanted

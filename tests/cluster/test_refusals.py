@@ -32,7 +32,7 @@ OUTAGES = (cluster.Outage(1.0, 3.0), cluster.Outage(2.0))
   ("latency_s", lambda: cluster.Link(1.0, -1), "in [0, inf]"),
   ("latency_s", lambda: cluster.Link(1.0, float("nan")), "a finite number"),
   ("latency_s", lambda: cluster.Link(1.0, float("inf")), "a finite number"),
-  ("sharing", lambda: cluster.Link(1.0, sharing="even"), "'first_come' or"),
+  ("sharing", lambda: cluster.Link(1.0, sharing="even"), "'fair' or None"),
   (
     "pull_bytes",
     lambda: cluster.Profile(1.0, pull_bytes=-1.0),

@@ -162,8 +162,8 @@ class Lifeline:
     asked, and waits until all know the highest.  They stop one step later.
     Every process asks for each step, in order.
     """
-    if wanted and self._agreement.want():
-      self._agreement.begin()
+    if wanted:
+      self._agreement.want()
     return self._agreement.stops_after(step)
 
   # Methods of process 0.

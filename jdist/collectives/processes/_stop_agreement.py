@@ -22,79 +22,62 @@ class StopAgreement:
   """
 
   def __init__(
-    self,
-    num_processes: int,
-    process_id: int,
-    send: Callable[[Note], None],
+    self, num_processes: int, process_id: int, send: Callable[[Note], None]
   ):
     """Prepares a process's part; `send` passes a note on by process 0."""
     self._num, self._id, self._send = num_processes, process_id, send
-    self._lock = threading.Lock()
-    # Process 0 handles the notes of each other process in a thread.
-    self._turn = threading.RLock()
+    # While the stop step is negotiated, no step is begun.
+    self._changed, self._negotiates = threading.Condition(), False
     self._step, self._stop_step, self._wanted = 0, 0, False
-    # Cleared while the stop step is being negotiated.
-    self._known = threading.Event()
-    self._known.set()
     self._steps: dict[int, int] = {}
 
-  def want(self) -> bool:
-    """Notes that this process wants to stop; returns if `begin` must follow."""
-    if self._wanted:
-      return False
-    self._wanted = True
-    with self._lock:
-      if self._stop_step:
-        return False
-      self._known.clear()
-    return True
-
-  def begin(self) -> None:
-    """Begins the agreement."""
-    if self._id == 0:
-      self._ask()
-    else:
-      self._send({"stop": "wanted"})
+  def want(self) -> None:
+    """Begins the agreement, once, unless another process has."""
+    with self._changed:
+      if self._wanted or self._stop_step:
+        return
+      self._wanted = self._negotiates = True
+      if self._id:
+        self._send({"stop": "wanted"})
+      else:
+        self._ask()
 
   def stops_after(self, step: int) -> bool:
     """Returns whether all stop after this step, once that is known.
 
-    Every process asks for each step, in order; a TimeoutError is raised when
+    Every process asks for each step, in order. A TimeoutError is raised when
     the others do not answer.
     """
-    while True:
-      with self._lock:
-        if self._known.is_set():
-          self._step = step
-          return 0 < self._stop_step <= step
+    with self._changed:
       # A process that does not answer has died, and its lifeline ends this one
       # before the limit.
-      if not self._known.wait(_LIMIT_S):
+      if not self._changed.wait_for(lambda: not self._negotiates, _LIMIT_S):
         raise TimeoutError(
           f"The processes did not agree within {_LIMIT_S:g} s after which step "
           "to stop."
         )
+      self._step = step
+      return 0 < self._stop_step <= step
 
   def take(self, number: int, note: Note) -> None:
     """Handles a note of another process; one out of its part has no effect."""
-    if self._id:
-      if note["stop"] == "asked":
-        self._send({"stop": "told", "step": self._last_step()})
-      elif note["stop"] == "agreed":
-        self._stop_at(int(note["step"]))
-    elif note["stop"] == "wanted":
-      self._ask()
-    elif note["stop"] == "told":
-      with self._turn:
-        self._steps[number] = int(note["step"])
-        self._settle()
+    with self._changed:
+      match self._id == 0, note["stop"]:
+        case True, "wanted":
+          self._ask()
+        case True, "told":
+          self._steps[number] = int(note["step"])
+          self._settle()
+        case False, "asked":
+          self._negotiates = True
+          self._send({"stop": "told", "step": self._step})
+        case False, "agreed":
+          self._stop_at(int(note["step"]))
 
   def _ask(self) -> None:
-    """Asks all processes for their steps, once; called in process 0."""
-    with self._turn:
-      if self._steps:
-        return
-      self._steps[0] = self._last_step()
+    """Asks all processes for their steps, once."""
+    if not self._steps:
+      self._negotiates, self._steps[0] = True, self._step
       self._send({"stop": "asked"})
       self._settle()
 
@@ -104,12 +87,6 @@ class StopAgreement:
       self._send({"stop": "agreed", "step": step})
       self._stop_at(step)
 
-  def _last_step(self) -> int:
-    with self._lock:
-      self._known.clear()
-      return self._step
-
   def _stop_at(self, step: int) -> None:
-    with self._lock:
-      self._stop_step = step
-      self._known.set()
+    self._stop_step, self._negotiates = step, False
+    self._changed.notify_all()

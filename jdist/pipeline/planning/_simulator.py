@@ -176,8 +176,9 @@ class _Run:
     self.ends: dict[Action, float] = {}
     self._table, self._costs, self._names = table, costs, names
     self._nodes = [machines.node(name) for name in names]
+    # Two devices have one connection, which sends in order.
     self._network = cluster.Network(
-      self.environment, machines.topology, self.trace
+      self.environment, machines.topology, self.trace, "first_come"
     )
     self._places = [0] * len(names)
     self._busy = [False] * len(names)

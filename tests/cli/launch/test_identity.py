@@ -6,7 +6,6 @@ A run of two processes trains for as long as its strangers need.
 import contextlib
 import json
 import pathlib
-import re
 import socket
 import subprocess
 import sys
@@ -32,35 +31,6 @@ def _start(*words):
     stderr=subprocess.PIPE,
     text=True,
   )
-
-
-def _children(process):
-  listed = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
-  return [int(pid) for pid in listed.read_text().split()]
-
-
-def _listening(pids):
-  """Returns the addresses at which processes listen, by process."""
-  rows = {}
-  for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]:
-    words = line.split()
-    if words[3] == "0A":
-      host, port = words[1].split(":")
-      address = socket.inet_ntoa(bytes.fromhex(host)[::-1])
-      rows[words[9]] = address, int(port, 16)
-  six = [
-    x.split() for x in pathlib.Path("/proc/net/tcp6").read_text().split("\n")
-  ]
-  rows |= {x[9]: ("IPv6", 0) for x in six[1:] if len(x) > 9 and x[3] == "0A"}
-  found = {}
-  for pid in pids:
-    names = []
-    for path in pathlib.Path(f"/proc/{pid}/fd").iterdir():
-      with contextlib.suppress(OSError):
-        names.append(path.readlink().name)
-    inodes = re.findall(r"socket:\[(\d+)\]", " ".join(names))
-    found[pid] = sorted(rows[x] for x in inodes if x in rows)
-  return found
 
 
 def _row(folder):
@@ -98,8 +68,7 @@ def _disturb(process):
     assert process.poll() is None and time.monotonic() < end_s
     time.sleep(0.05)
     with contextlib.suppress(OSError):
-      children = _children(process)
-      addresses = [x for y in _listening(children).values() for x in y]
+      addresses = _processes.listening(process.pid)
   assert len(addresses) == 3
   assert {host for host, _ in addresses} <= {"127.0.0.1", own}
   # Nothing but the channel listens before Gloo does, so that JAX's service has

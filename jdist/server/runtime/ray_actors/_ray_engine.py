@@ -45,10 +45,11 @@ _CACHE = (
 class RayEngine:
   """Runs server and workers as Ray actors.
 
-  Without an address a cluster of this machine alone is started, on the loopback
-  interface, with a token of its own, in a directory that goes with it; else
-  that of the address is used, which off this machine must have token
-  authentication on.  A worker that dies is noticed by its call, which fails;
+  Without an address a cluster of this machine alone is started, with a token of
+  its own, in a directory that goes with it; else that of the address is used,
+  which off this machine must have token authentication on.  Ray listens at all
+  addresses of a machine, whichever it is given: its calls need the token, and
+  its metrics do not.  A worker that dies is noticed by its call, which fails;
   `spawn` starts a new one in its place.  SIGTERM ends a run as an exit does, so
   that `stop` is reached, unless the program has a handler of its own.
 
@@ -146,7 +147,7 @@ class RayEngine:
       )
 
   def _start_here(self) -> None:
-    """Starts a cluster on the loopback interface, with a token of its own."""
+    """Starts a cluster of this machine, with a token of its own."""
     # Ray's processes inherit the environment of this one.
     os.environ.update(self._environment)
     with _ray_access.quiet_start():
