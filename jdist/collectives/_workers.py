@@ -22,6 +22,8 @@ from jdist.collectives import _axis, _shards
 
 PyTree = Any
 _UNSPLIT = PartitionSpec()
+# Words of JAX's errors for constraints where no axis of a mesh is automatic.
+_OF_CONSTRAINTS = ("with_sharding_constraint requires", "P.UNCONSTRAINED")
 
 
 @functools.lru_cache(64)
@@ -193,7 +195,18 @@ class Workers:
       self._check(args)
       # The step is traced here, where `check_local` must know its team.
       with _axis.team_of(self.axis if self.num_workers > 1 else None):
-        return mapped(*args)
+        try:
+          return mapped(*args)
+        except (RuntimeError, ValueError) as error:
+          # JAX's own words are about a mesh that the user has not made.
+          if any(word in str(error) for word in _OF_CONSTRAINTS):
+            raise ValueError(
+              "`step` must constrain shardings only on a mesh that has other "
+              f"axes than the workers', got {self.substrate!r} without any. "
+              "Write `if workers.inner_axes:` before "
+              "`jax.lax.with_sharding_constraint`."
+            ) from error
+          raise
 
     return in_team
 

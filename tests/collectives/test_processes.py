@@ -76,14 +76,17 @@ def speak(workers_per_device):
     assert copies["w"].shape == (num_workers, 3)
     np.testing.assert_array_equal(team.view(copies)["w"], np.arange(3.0))
 
-  # Typed keys cannot be gathered to the host, and raise before any message.
-  for function in (team.replicate, team.gather):
-    try:
-      function(jax.random.key(0))
-    except ValueError as error:
-      assert "typed PRNG key" in str(error)
-    else:
-      raise AssertionError(f"{function} took a typed key")
+  # Each worker gets a key of its own, which cannot be gathered to the host and
+  # raises before any message.
+  keys = team.replicate(jax.random.key(0))
+  words = team.gather(team.jit(jax.random.key_data)(keys))
+  assert len({row.tobytes() for row in words}) == num_workers
+  try:
+    team.gather(keys)
+  except ValueError as error:
+    assert "typed PRNG key" in str(error)
+  else:
+    raise AssertionError("gather took a typed key")
 
   return {
     "workers": mine,

@@ -290,7 +290,24 @@ def test_loop_or_branch_with_constants_differentiates(name, loss):
   np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["vmap", "shard_map", "mesh_2x2"])
+@pytest.mark.parametrize("name", TEAMS)
+def test_sharding_constraint_needs_an_axis_of_its_own(name):
+  team = make_team(name)
+
+  def step(x):
+    return jax.lax.with_sharding_constraint(x, PartitionSpec())
+
+  x = team.place(np.ones((team.num_workers, 3), np.float32))
+  if name in ("shard_map", "mesh_2x2"):
+    np.testing.assert_array_equal(team.jit(step)(x), x)
+  else:
+    with pytest.raises(ValueError, match=r"if workers\.inner_axes"):
+      team.jit(step)(x)
+  guarded = lambda x: step(x) if team.inner_axes else x  # noqa: E731
+  np.testing.assert_array_equal(team.jit(guarded)(x), x)
+
+
+@pytest.mark.parametrize("name", TEAMS[1:])
 @pytest.mark.parametrize(
   "mean",
   [collectives.mean, jax.lax.pmean],
