@@ -15,16 +15,8 @@ PyTree = Any
 class FragmentLearner(_learner.Pair):
   """Pairs a `FragmentSyncer` with a `FragmentRunner` for each learner.
 
-  Args:
-    loss_fn: as of `training.make_step`; it heeds a batch's `"mask"`.
-    optimizer: each learner's inner optimizer, any Optax chain; its schedules
-      count local steps.
-    params: the first parameters.
-    samples: source of the batches.
-    workers: the names of the learners, in the order of the stream's numbers.
-    outer: the outer optimizer; DiLoCo's Nesterov momentum if None.
-    seed: seed of the random numbers in the loss, and of the rounding.
-    **options: `fragments`, `push_codec` and `model_state`, as of both.
+  The arguments are theirs; `options` are those of both: `fragments`,
+  `push_codec` and `model_state`.
 
   Raises:
     ValueError: when an argument is not as described.

@@ -49,20 +49,14 @@ class FragmentRunner:
   Its parameters, its inner optimizer's state and its feedback stay here.  A
   learner that begins anew keeps only the feedback.
 
+  Arguments not named here are those of `server.GradientWorker`; without `sizes`
+  nothing is padded.
+
   Args:
-    loss_fn: as of `training.make_step`; it heeds a batch's `"mask"`.
     optimizer: the inner optimizer, any Optax chain; its schedules count local
       steps.
-    params: parameters, for their structure.
-    samples: source of the batches.
-    number: number of this learner, from 0.
-    num_workers: number of all learners.
-    sizes: sizes to which batches are padded, compiled by `prepare`; None pads
-      nothing.
     fragments: as of `transforms.fragment_steps`.
     push_codec: codec of the progress; None sends every bit.
-    model_state: batch statistics, for their structure.
-    seed: seed of the random numbers in the loss, and of the rounding.
 
   Raises:
     ValueError: when an argument is not as described.

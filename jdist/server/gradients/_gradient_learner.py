@@ -20,19 +20,8 @@ PyTree = Any
 class GradientLearner(_learner.Pair):
   """Pairs a `GradientServer` with a `GradientWorker` for each name.
 
-  Args:
-    loss_fn: as of `training.make_step`; it heeds a batch's `"mask"`.
-    optimizer: any Optax chain; its schedules count updates.
-    params: the first parameters.
-    samples: source of the batches.
-    workers: the names of the workers, in the order of the stream's numbers.
-    push_codec: as of `server.message_plans`.
-    plans: as of `server.message_plans`.
-    compensation: as of `server.GradientServer`.
-    model_state: the first batch statistics, if any.
-    seed: seed of the random numbers in the loss, and of the rounding.
-    **options: further arguments of `server.GradientWorker`: `sizes` and
-      `local_step`.
+  The arguments are theirs, and those of `server.message_plans`; `options` are
+  the workers' alone: `sizes` and `local_step`.
 
   Raises:
     ValueError: when an argument is not as described.

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jdist import training
+from jdist import cluster, training
 
 Unit = Literal["updates", "samples", "seconds"]
 REFUSED = "the server had to refuse the pushes of all workers"
@@ -29,6 +29,26 @@ class RunPlan:
   marks: tuple[float, ...] = ()
   checkpoints: str | None = None
   identity: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LivePlan(RunPlan):
+  """Settings of a live server, except its protocol and learner.
+
+  `LiveSession` fills in the marks and the checkpoints of its run.
+
+  Attributes:
+    workers: The names of all workers, in the order of the data's numbers.
+    machines: The cluster whose links messages take; none are modelled if None.
+    record: A file for all messages of a run from its beginning. A run that is
+      resumed records nothing.
+    versions: Versions of Python, JAX and jdist that workers must have, too.
+  """
+
+  workers: tuple[str, ...]
+  machines: cluster.Cluster | None = None
+  record: str | None = None
+  versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 class Mark(NamedTuple):

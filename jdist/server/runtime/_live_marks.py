@@ -8,7 +8,6 @@ import numpy as np
 
 from jdist.server.gradients import _learner
 from jdist.server.run import _run_checkpoints, _run_marks
-from jdist.server.runtime import _live_plan
 from jdist.storage import plain_data
 
 
@@ -27,7 +26,7 @@ class LiveMarks:
   # `delivery` is the run's `Delivery`: only the core has to import it.
 
   def __init__(
-    self, learner: _learner.ServerLearner, plan: _live_plan.LivePlan
+    self, learner: _learner.ServerLearner, plan: _run_marks.LivePlan
   ):
     self._learner, self._plan = learner, plan
     self.checkpoints = _run_checkpoints.RunCheckpoints(

@@ -13,7 +13,7 @@ import numpy as np
 from jdist.server import _protocol
 from jdist.server.gradients import _learner
 from jdist.server.run import _run_marks
-from jdist.server.runtime import _engine, _live_plan, _server_core
+from jdist.server.runtime import _engine, _server_core
 from jdist.server.runtime.transport import _mailboxes
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class LiveServer:
     self,
     protocol: _protocol.Protocol,
     learner: _learner.ServerLearner,
-    plan: _live_plan.LivePlan,
+    plan: _run_marks.LivePlan,
   ):
     self.plan = plan
     self._core = _server_core.ServerCore(protocol, learner, plan)

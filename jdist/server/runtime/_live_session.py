@@ -10,7 +10,7 @@ import numpy as np
 
 from jdist.server.gradients import _gradient_messages, _learner
 from jdist.server.run import _run_marks
-from jdist.server.runtime import _engine, _live_plan
+from jdist.server.runtime import _engine
 
 _POLL_S = 0.1
 _MAX_TRIES = 3
@@ -47,9 +47,9 @@ class LiveSession:
   def __init__(
     self,
     engine: _engine.Engine,
-    make_server: Callable[[_live_plan.LivePlan], Any],
+    make_server: Callable[[_run_marks.LivePlan], Any],
     works: Mapping[str, Callable[[_engine.Channel], None]],
-    plan: _live_plan.LivePlan,
+    plan: _run_marks.LivePlan,
     *,
     model: Any = None,
     startup_s: float = 300.0,

@@ -10,12 +10,8 @@ import numpy as np
 
 from jdist.server import _messages, _protocol
 from jdist.server.gradients import _learner
-from jdist.server.runtime import (
-  _delivery,
-  _live_marks,
-  _live_plan,
-  _message_record,
-)
+from jdist.server.run import _run_marks
+from jdist.server.runtime import _delivery, _live_marks, _message_record
 from jdist.server.runtime.transport import _mailboxes, _wall_links
 
 # A checkpoint waits this long for the states of workers.
@@ -42,7 +38,7 @@ class ServerCore:
     self,
     protocol: _protocol.Protocol,
     learner: _learner.ServerLearner,
-    plan: _live_plan.LivePlan,
+    plan: _run_marks.LivePlan,
   ):
     self.learner = learner
     self._protocol, self._plan = protocol, plan
