@@ -108,6 +108,7 @@ class BSP(_protocol.Protocol[BSPState]):
     self, state: BSPState, worker: Worker, actions: list[Action]
   ) -> None:
     """Gives a member its task if this update waits for it."""
+    # A member joined: the job restarts once it asks for a task, not before.
     if state.changed:
       self._restart(state, actions)
     if state.restart is not None:

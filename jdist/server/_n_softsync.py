@@ -81,6 +81,7 @@ class NSoftsync(_protocol.Protocol[SoftsyncState]):
   def _update(self, state: SoftsyncState, actions: list[Action]) -> None:
     # The last member may have left, and its gradient waits for no other.
     wanted = max(1, len(state.members) // self.n)
+    # All that were collected: fewer may be wanted since a member has left.
     if len(state.collected) >= wanted:
       pushes, state.collected = state.collected, []
       self.apply(state, pushes, actions, mean=True)

@@ -296,6 +296,7 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     state.applied += len(tasks)
     state.merges[fragment] += 1
     state.merged_samples += self.part(fragment) * sum(x for x, _ in covered)
+    # With `ahead` 0 a late merge of another fragment moves no turn.
     if self.ahead or fragment == state.turn:
       state.turn = (fragment + 1) % self.fragments
       ready = [worker for worker, asked in state.waiting.items() if asked]

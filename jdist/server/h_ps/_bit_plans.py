@@ -65,6 +65,7 @@ class BitPlans:
   def _bytes(self, size: int, bits: int) -> int:
     if bits == 32:
       return 4 * size
+    # Codes are packed block by block, and each block has a scale in float32.
     full, rest = divmod(size, self.block)
     blocks = math.ceil(size / self.block)
     return (

@@ -242,6 +242,7 @@ class HPS(_protocol.Protocol[HPSState]):
     """Opens as many rounds as a member may have tasks."""
     if not state.members:
       return
+    # A pipeline has one more round open, whose tasks hide this one's messages.
     while state.opened < state.round + 1 + self.overlaps(state):
       # The members of now: one that joins later takes part in a later round.
       state.owing[state.opened] = dict.fromkeys(state.members)
