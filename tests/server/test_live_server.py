@@ -241,7 +241,7 @@ def test_a_checkpoint_is_made_when_asked_for(hand, tmp_path):
     assert by.pull(name)["kind"] == "save"
     by.word("state", name)
   asks.join(timeout=5.0)
-  assert found == [1] and [x.name for x in tmp_path.iterdir()] == [
+  assert found == [1] and [x.name for x in tmp_path.glob("update_*")] == [
     "update_0000000001"
   ]
 
@@ -482,7 +482,7 @@ def test_saved_checkpoints_are_kept_and_damaged_later_ones_removed(tmp_path):
   assert saved.found is None
   for updates in (4, 5, 6, 6):
     save_checkpoint(saved, updates)
-  names = sorted(x.name for x in tmp_path.iterdir())
+  names = sorted(x.name for x in tmp_path.glob("update_*"))
   assert names == ["update_0000000005", "update_0000000006"]
   assert checkpoints_in(tmp_path).found[0]["updates"] == 6
 
