@@ -133,6 +133,12 @@ class Mean:
             self.momentum[worker, leaf][sent[worker, leaf] != 0] = 0
     return sent.mean(0)
 
+  def exact(self, x):
+    """The mean without a codec, with which residuals are sent, too."""
+    if self.codec is not None and self.feedback == "error":
+      x, self.kept = x + self.kept, 0.0
+    return x.mean(0)
+
 
 class Rule:
   """A sync rule: what is sent, how the anchor moves, where workers stand."""
@@ -286,16 +292,18 @@ class Rounds:
     rule, w = self.rule, w[:, self.columns]
     progress = self.start - w
     if self.flight is not None:
-      self.a = rule.move(self.a, self.flight.mean(0), step)
+      self.a = rule.move(self.a, self.mean.exact(self.flight), step)
     if rule.apart:
       if rule.name == "elastic":
-        return (self.a + w.sum(0)) / (len(w) + 1)
+        mean = self.mean.exact(self.a - w)
+        return self.a - len(w) / (len(w) + 1) * mean
       # All workers' present positions are on their way at a round's end.
       if self.taken or self.late is None:
-        return rule.move(self.a, (self.a - w).mean(0), step)
+        return rule.move(self.a, self.mean.exact(self.a - w), step)
     if not self.taken:
       return self.a
-    return rule.move(self.a, rule.message(progress).mean(0), step)
+    message = self.mean.exact(rule.message(progress))
+    return rule.move(self.a, message, step)
 
 
 class LocalSteps:
@@ -409,12 +417,12 @@ class LeadStep:
       self.apply()
     self.w, self.held = self.anchor - self.local * g, g
 
-  def apply(self):
+  def apply(self, exact=False):
     a = self.anchor[None]
-    mean = self.mean(self.held)[None]
+    mean = (self.mean.exact if exact else self.mean)(self.held)[None]
     self.anchor = (a + self.inner.update(mean, a))[0]
 
   def drained(self):
     if self.held is not None:
-      self.apply()
+      self.apply(exact=True)
     return self.anchor
