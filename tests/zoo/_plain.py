@@ -53,8 +53,10 @@ def mean(trees):
   def one(*leaves):
     if leaves[0].dtype == jax.dtypes.float0 or not is_number(leaves[0]):
       return leaves[0]
-    wide = [np.asarray(x).astype(np.result_type(x, np.float32)
-            if x.dtype.itemsize < 4 else x.dtype) for x in leaves]  # fmt: skip
+    # Half precision is averaged in float32.
+    narrow = leaves[0].dtype.itemsize < 4
+    kind = np.float32 if narrow else leaves[0].dtype
+    wide = [np.asarray(x).astype(kind) for x in leaves]
     return jnp.asarray(np.mean(wide, 0).astype(leaves[0].dtype))
 
   return jax.tree.map(one, *trees)
