@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jdist import collectives, methods, training
+from jdist.storage import lease
 from tests import _refusals, _thinned
 from tests.training import _tiny
 
@@ -352,3 +354,17 @@ def test_failed_background_write_raises(tmp_path):
     checkpoints.wait()
   assert checkpoints.restore(state).step == 1
   checkpoints.close()
+
+
+def test_directory_of_another_living_run_is_refused(tmp_path):
+  team = _tiny.team("none")
+  parent = os.getppid()
+  entry = {"run": "other", "machine": lease._machine(), "process": parent}
+  entry["began"] = lease._began(parent)
+  (tmp_path / "lease.json").write_text(json.dumps(entry))
+  with training.Checkpoints(tmp_path, team) as checkpoints:
+    # A run that only reads needs no lease.
+    assert checkpoints.restore({"x": jnp.zeros((1, 2))}) is None
+    with pytest.raises(ValueError, match="is in use by run other"):
+      checkpoints.claim()
+  assert [path.name for path in tmp_path.iterdir()] == ["lease.json"]

@@ -71,9 +71,10 @@ class Lifeline:
       num_processes, process_id, self._send
     )
     # The launcher removes its directory even if this process is killed.
-    self._folder = tempfile.mkdtemp(
-      prefix="jdist-", dir=os.environ.get(channel.RUN_DIRECTORY)
-    )
+    parent = os.environ.get(channel.RUN_DIRECTORY) or tempfile.gettempdir()
+    # A socket's path has at most 104 letters.
+    parent = parent if len(parent) < 70 else "/tmp"
+    self._folder = tempfile.mkdtemp(prefix="jdist-", dir=parent)
     atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
     self._service = f"{self._folder}/service"
 
@@ -126,7 +127,7 @@ class Lifeline:
       self._hub.send({"agree": number, "facts": dict(facts)})
       with self._changed:
         # Process 0 gives up first, and says who is missing.
-        self._changed.wait_for(lambda: number in self._answers, timeout_s + 5)
+        self._changed.wait_for(lambda: number in self._answers, timeout_s + 10)
         answer = self._answers.pop(
           number, {"error": f"process 0 did not come to {subject}."}
         )

@@ -110,3 +110,32 @@ def test_processes_with_other_options_do_not_train(options, told, tmp_path):
     assert error.startswith("jdist: error: all processes of a run must agree")
     assert told in error and error.count("\n") == 1
   assert not any(tmp_path.rglob("rows.jsonl"))
+
+
+@pytest.mark.slow
+def test_process_that_is_late_at_its_first_step_joins(tmp_path):
+  """It comes later than gloo would wait, 30 s."""
+  late = (
+    "import sys, time; from jdist import cli; "
+    "from jdist.training.loop import _training_run as t; "
+    "do, n = t.TrainingRun.dispatch, []\n"
+    "def dispatch(*x):\n"
+    "  if not n:\n    n.append(time.sleep(40))\n"
+    "  return do(*x)\n"
+    "t.TrainingRun.dispatch = dispatch\nsys.exit(cli.main(sys.argv[1:]))"
+  )
+  port = _processes.free_port()
+  started = [
+    subprocess.Popen(
+      [
+        sys.executable, *(("-c", late) if i else ("-m", "jdist")), "train",
+        *_TRAIN, "--steps", "10", "--output", str(tmp_path),
+        "--coordinator-address", f"127.0.0.1:{port}", "--num-processes", "2",
+        "--process-id", str(i),
+      ],
+      cwd=_ROOT,
+      env=_processes.environment(),
+    )
+    for i in range(2)
+  ]  # fmt: skip
+  assert [process.wait(timeout=600) for process in started] == [0, 0]
