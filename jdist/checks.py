@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import math
 import operator
+import pathlib
 from collections.abc import Callable, Mapping
 from types import UnionType
 from typing import Any
@@ -217,6 +218,16 @@ def install(needed: Mapping[str, str]) -> str:
     f'Install what is missing: pip install ".[{extras}]" in the clone of '
     f"jdist, or pip install {packages}"
   )
+
+
+def read_text(path: pathlib.Path) -> str:
+  """Reads a text file; another file raises a ValueError that names it."""
+  try:
+    return path.read_text("utf-8")
+  except UnicodeDecodeError as error:
+    raise ValueError(
+      f"`path` must be a text file in UTF-8, got {path}: {error}."
+    ) from None
 
 
 def check_seed(value: Any) -> int:

@@ -14,6 +14,7 @@ _PACKAGE = pathlib.Path(jdist.__file__).parent
 # Rooms that a room may use. The same table stands in CONTRIBUTING.
 _MAY_USE = {
   "checks": set(),
+  "signatures": set(),
   "states": set(),
   "storage": set(),
   "channel": set(),
@@ -65,7 +66,7 @@ _MAY_USE = {
   },
 }
 # Every room may use these.
-_GROUND = {"checks", "states"}
+_GROUND = {"checks", "signatures", "states"}
 # May use everything, and nobody may use them.
 _TOPS = {"cli", "__main__"}
 _EXTRAS = {

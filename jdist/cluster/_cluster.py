@@ -3,9 +3,11 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from jdist import signatures
 from jdist.cluster import _links, _node, _profile, _topology
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Cluster:
   """Machines and their links.
@@ -79,6 +81,7 @@ class Cluster:
         )
 
 
+@signatures.checked
 def workers(
   speeds: Iterable[float],
   *,

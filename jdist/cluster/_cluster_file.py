@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from jdist import checks, signatures
 from jdist.cluster import _cluster, _links, _node, _profile, _topology
 
 _TOP = ("server", "nodes", "links", "profile")
@@ -22,6 +23,7 @@ _PROFILE = tuple(
 )
 
 
+@signatures.checked
 def load_cluster(
   path: str | pathlib.Path,
 ) -> tuple[_cluster.Cluster, _profile.Profile | None]:
@@ -71,7 +73,7 @@ def load_cluster(
   """
   path = pathlib.Path(path)
   try:
-    found = tomllib.loads(path.read_text())
+    found = tomllib.loads(checks.read_text(path))
   except tomllib.TOMLDecodeError as error:
     raise ValueError(f"{path} is no TOML file: {error}") from None
   try:

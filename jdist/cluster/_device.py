@@ -2,9 +2,10 @@
 
 import dataclasses
 
-from jdist import checks
+from jdist import checks, signatures
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Device:
   """An accelerator's rates.

@@ -4,6 +4,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jdist import checks, signatures
 from jdist.cluster import _trace
 
 # Colours from Paul Tol's palettes, which colour-blind readers can tell apart.
@@ -18,6 +19,7 @@ _COLOURS = {
 _MORE = ("#66ccee", "#aa3377", "#999933", "#882255")
 
 
+@signatures.checked
 def plot_trace(
   trace: _trace.Trace,
   path: str | pathlib.Path,
@@ -87,7 +89,7 @@ def draw_trace(
   """
   import matplotlib.patches
 
-  end = trace.end_s if end_s is None else end_s
+  end = trace.end_s if end_s is None else checks.check_number("end_s", end_s)
   scale, unit = time_unit(end)
   known = {**_COLOURS, **(colours or {})}
   more = iter(_MORE * 4)
@@ -143,6 +145,7 @@ def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
   return joined
 
 
+@signatures.checked
 def time_unit(seconds: float) -> tuple[float, str]:
   """Returns a factor and a unit in which a time has one to four digits.
 

@@ -3,9 +3,10 @@
 import dataclasses
 from typing import Literal
 
-from jdist import checks
+from jdist import checks, signatures
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Link:
   """A link between two machines, full duplex.

@@ -5,7 +5,10 @@ import math
 import random
 from typing import Any
 
+from jdist import signatures
 
+
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Slowdown:
   """A time in which a machine is slower, or faster.
@@ -29,6 +32,7 @@ class Slowdown:
     _check_positive("factor", self.factor, remedy)
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Outage:
   """A time in which a machine is unavailable; its work in progress is lost.
@@ -48,6 +52,7 @@ class Outage:
     _check_interval(self)
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Node:
   r"""A machine that computes.

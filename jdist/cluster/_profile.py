@@ -6,9 +6,10 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from jdist import checks
+from jdist import checks, signatures
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Profile:
   r"""The costs of a task on a machine of speed 1.

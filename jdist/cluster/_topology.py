@@ -4,11 +4,13 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
+from jdist import signatures
 from jdist.cluster import _links
 
 Hop = tuple[str, str]
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Topology:
   """A graph of links between machines and switches.
@@ -104,6 +106,7 @@ class Topology:
     return tuple(hops)
 
 
+@signatures.checked
 def star(links: Mapping[str, _links.Link], centre: str) -> Topology:
   """Links all machines with a centre: a switch, or a server.
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.data import _sample_stream
 from jdist.data._dataset import Dataset
 from jdist.data._text_dataset import TextDataset
 
 
+@signatures.checked
 class Batches:
   """Cuts a data set into one batch per worker and step.
 

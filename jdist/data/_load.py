@@ -2,11 +2,12 @@
 
 import numpy as np
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.data import _cache, _catalog, _prepare, _records
 from jdist.data._dataset import Dataset
 
 
+@signatures.checked
 def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
   """Loads one split of a data set into memory.
 

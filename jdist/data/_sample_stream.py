@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.data import _partition
 from jdist.data._dataset import Dataset
 from jdist.data._text_dataset import TextDataset
@@ -51,6 +51,7 @@ class _Order:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
+@signatures.checked
 class SampleStream:
   """An endless stream of samples for batches of any size.
 

@@ -5,11 +5,12 @@ import pathlib
 
 import numpy as np
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.data import _cache, _catalog, _prepare, _records
 from jdist.data._text_dataset import TextDataset
 
 
+@signatures.checked
 def load_text(
   source: str | os.PathLike[str],
   split: str = "train",

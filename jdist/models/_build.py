@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.models import (
   _alexnet,
   _functional,
@@ -68,6 +68,7 @@ NAMES = tuple(_FACTORIES)
 TEXT_NAMES = ("transformer",)
 
 
+@signatures.checked
 def build(
   name: str,
   *,

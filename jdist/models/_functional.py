@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax import nnx, traverse_util
 
+from jdist import signatures
 from jdist.models import _layered_network
 
 
@@ -58,11 +59,13 @@ class Model:
     return f"Model({num_params(self):,} parameters)"
 
 
+@signatures.checked
 def num_params(model: Model) -> int:
   """Returns the number of a model's trained parameters."""
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.params))
 
 
+@signatures.checked
 def functional(module: nnx.Module) -> Model:
   """Turns an NNX module into a pure function of its parameters and state.
 

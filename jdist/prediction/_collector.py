@@ -41,7 +41,7 @@ def choose_steps(
   (2, 4, 6, 7)
   """
   remedy = "For `data.Batches` pass `int(batches.steps_per_epoch)`."
-  num_epochs = checks.check_int("num_epochs", num_epochs, 1)
+  num_epochs = checks.check_int("num_epochs", num_epochs, 1, 10**6)
   steps_per_epoch = checks.check_int(
     "steps_per_epoch", steps_per_epoch, 1, remedy=remedy
   )

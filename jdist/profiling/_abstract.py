@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import collectives, training
+from jdist import checks, collectives, signatures, training
 
 PyTree = Any
 
 
-def abstract(workers: collectives.Workers, tree: PyTree) -> PyTree:
+@signatures.checked
+def abstract(workers: collectives.Workers, tree: signatures.Arrays) -> PyTree:
   """Returns shapes `[workers, ...]` for one worker's arrays `[...]`.
 
   `workers.jit(step).lower(...)` takes them, so that a program is compiled
@@ -24,17 +25,20 @@ def abstract(workers: collectives.Workers, tree: PyTree) -> PyTree:
   sharding = workers.sharding()
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(
-      (workers.num_workers, *x.shape), x.dtype, sharding=sharding
+      (workers.num_workers, *jnp.shape(x)),
+      getattr(x, "dtype", type(x)),
+      sharding=sharding,
     ),
     tree,
   )
 
 
+@signatures.checked
 def abstract_state(
   workers: collectives.Workers,
   optimizer: optax.GradientTransformation,
-  params: PyTree,
-  model_state: PyTree | None = None,
+  params: signatures.Arrays,
+  model_state: signatures.Arrays = None,
 ) -> training.TrainState:
   """Returns the shapes of `training.init_state`, `[workers, ...]`.
 
@@ -45,6 +49,9 @@ def abstract_state(
       instance of `models.build(..., abstract=True)`.
     model_state: One worker's batch statistics, likewise.
   """
+  checks.check_optimizer("optimizer", optimizer)
+  if not jax.tree.leaves(params):
+    raise ValueError("`params` must have an array at least, got none.")
   # `init_state` would place real arrays on devices that cannot hold any.
   step: Any = jax.ShapeDtypeStruct((), jnp.int32)
   key: Any = jax.ShapeDtypeStruct((2,), jnp.uint32)

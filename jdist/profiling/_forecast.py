@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from jdist import cluster, collectives
+from jdist import cluster, collectives, signatures
 from jdist.profiling import _timeline
 
 
@@ -124,6 +124,7 @@ class Forecast:
     return trace
 
 
+@signatures.checked
 def forecast(
   program: Any,
   device: cluster.Device,

@@ -13,7 +13,7 @@ import re
 
 import jax
 
-from jdist import checks, collectives
+from jdist import checks, collectives, signatures
 
 # Unless this variable is set, the plugin does not load without a driver.
 _SKIP_VARIABLE = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
@@ -134,6 +134,7 @@ class GpuTarget:
     return collectives.make_mesh((self.num_gpus,), (axis,), self.devices())
 
 
+@signatures.checked
 def gpu_target(text: str) -> GpuTarget:
   """Reads the number and kind of GPUs.
 

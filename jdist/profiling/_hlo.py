@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from jdist import checks
+
 # The width of other types is the number in their name.
 _BITS = {
   "pred": 8, "bf16": 16, "c64": 64, "c128": 128, "s1": 1, "u1": 1,
@@ -130,6 +132,11 @@ class Program:
 
 def parse(program: Any) -> Program:
   """Reads a compiled function (`jitted.lower(...).compile()`) or its text."""
+  if not isinstance(program, str) and not hasattr(program, "as_text"):
+    raise ValueError(
+      "`program` must be a compiled function or the text of one, got "
+      f"{checks.show(program)}. Pass `jitted.lower(...).compile()`."
+    )
   text = program if isinstance(program, str) else program.as_text()
   found: dict[str, list[Instruction]] = {}
   name = entry = ""

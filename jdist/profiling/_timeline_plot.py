@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from jdist import cluster, training
+from jdist import cluster, signatures, training
 from jdist.profiling import _forecast
 
 # The colours are distinct for most kinds of colour vision.
@@ -31,6 +31,7 @@ _LABELS = {
 _ROWS = ("device", "link")
 
 
+@signatures.checked
 def plot_forecasts(
   forecasts: Mapping[str, _forecast.Forecast],
   path: str | os.PathLike[str],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 from typing import Protocol as Interface
 
-from jdist import checks
+from jdist import checks, signatures
 
 
 class Allocation(Interface):
@@ -58,6 +58,7 @@ class FixedBatches:
     return (self.samples,) * len(speeds)
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class SpeedBatches:
   r"""Batches that follow measured speeds, so that iteration times agree.

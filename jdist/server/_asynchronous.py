@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.server import _allocation, _protocol, _server_state, _weights
 from jdist.server._messages import Action, Worker
 
@@ -95,6 +95,7 @@ class _WithinMemory(ASP):
     return batches.sizes(speeds, limits=limits)
 
 
+@signatures.checked
 def dbs(
   total: int,
   *,

@@ -5,9 +5,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from jdist import checks
+from jdist import checks, signatures
 
 
+@signatures.checked
 def inverse_staleness(staleness: int) -> float:
   """Returns 1 / staleness, and 1 for a fresh gradient.
 
@@ -21,6 +22,7 @@ def inverse_staleness(staleness: int) -> float:
   return 1.0 / max(1, staleness)
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Weighting:
   r"""The weight of a gradient of some samples and some staleness.

@@ -46,9 +46,14 @@ def read(path: str | os.PathLike[str]) -> Iterator[Any]:
     ValueError: when a whole line is not JSON.
   """
   with pathlib.Path(path).open() as file:
-    for line in file:
-      if line.endswith("\n") and line.strip():
-        yield json.loads(line)
+    try:
+      for line in file:
+        if line.endswith("\n") and line.strip():
+          yield json.loads(line)
+    except ValueError as error:  # Or bytes that are no text.
+      raise ValueError(
+        f"`path` must be a file of JSON in lines, got {path}: {error}."
+      ) from None
 
 
 def _drop_cut_off_line(path: pathlib.Path) -> None:

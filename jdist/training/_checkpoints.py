@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jdist import channel, checks, collectives, states
+from jdist import channel, checks, collectives, signatures, states
 from jdist.storage import lease
 from jdist.training import (
   _checkpoint_directory,
@@ -65,6 +65,7 @@ class OtherWorkers(NamedTuple):
   convert: Callable[[PyTree], PyTree]
 
 
+@signatures.checked
 class Checkpoints:
   """Saves and restores states of a run in one directory.
 

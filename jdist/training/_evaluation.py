@@ -1,7 +1,7 @@
 """Evaluation at the anchor, the parameters on which all workers agree."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import collectives, transforms
+from jdist import collectives, signatures, transforms
 from jdist.training import _labels, _losses, _train_state
 
 PyTree = Any
 
 
+@signatures.checked
 class Evaluator:
   """Evaluates a state on a fixed set of batches.
 
@@ -25,7 +26,7 @@ class Evaluator:
     self,
     workers: collectives.Workers,
     apply: Callable[..., tuple[jax.Array, PyTree]],
-    batches: Iterable[PyTree],
+    batches: Iterable[Mapping[str, Any]],
     *,
     normalize: Callable[[jax.Array], jax.Array] = lambda images: images,
     compute_dtype: Any = jnp.float32,

@@ -4,10 +4,11 @@ import contextlib
 import math
 import os
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.training.loop import _record
 
 
+@signatures.checked
 class MetricsWriter:
   """Writes records for TensorBoard during a run.
 

@@ -1,23 +1,25 @@
 """Trained models in safetensors files, which other programs can read."""
 
+import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from jdist import checks, states
+from jdist import checks, signatures, states
 
 PyTree = Any
 
 
+@signatures.checked
 def save_model(
   path: str | os.PathLike[str],
-  params: PyTree,
-  model_state: PyTree | None = None,
+  params: signatures.Arrays,
+  model_state: signatures.Arrays = None,
   metadata: Mapping[str, Any] | None = None,
 ) -> None:
   """Writes parameters, and batch statistics, as named tensors.
@@ -44,7 +46,7 @@ def save_model(
   arrays = {name: np.asarray(x, order="C") for name, x in named.items()}
   header = {
     name: value if isinstance(value, str) else json.dumps(value)
-    for name, value in (metadata or {}).items()
+    for name, value in _run_metadata.as_json("metadata", metadata or {}).items()
   }
   # Renaming is atomic, so that a reader never sees half a file.
   partial = f"{os.fspath(path)}.partial"
@@ -59,6 +61,7 @@ def save_model(
     ) from error
 
 
+@signatures.checked
 def load_model(
   path: str | os.PathLike[str],
   params: PyTree,
@@ -80,7 +83,8 @@ def load_model(
     ValueError: If the file does not have exactly these tensors.
   """
   safetensors = checks.import_extra("safetensors.numpy", "export")
-  saved = safetensors.load_file(path)
+  with _named_errors(path):
+    saved = safetensors.load_file(path)
   state = {} if model_state is None else model_state
   named = _named(params, state)
   checks.check_shapes(
@@ -102,6 +106,7 @@ def load_model(
   )
 
 
+@signatures.checked
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
   """Reads the metadata that `save_model` has written, texts and JSON values.
 
@@ -112,9 +117,21 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     ImportError: If safetensors is not installed.
   """
   safetensors = checks.import_extra("safetensors", "export")
-  with safetensors.safe_open(path, "numpy") as file:
+  with _named_errors(path), safetensors.safe_open(path, "numpy") as file:
     header = file.metadata() or {}
   return {name: _value(text) for name, text in header.items()}
+
+
+@contextlib.contextmanager
+def _named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+  """Names the file if it is not one of safetensors."""
+  failed = checks.import_extra("safetensors", "export").SafetensorError
+  try:
+    yield
+  except failed as error:
+    raise ValueError(
+      f"`path` must be a file of `save_model`, got {os.fspath(path)}: {error}."
+    ) from None
 
 
 def _value(text: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist import channel
+from jdist import channel, signatures
 from jdist.storage import json_lines
 
 _PACKAGES = ("jdist", "jax", "jaxlib", "flax", "optax", "numpy")
@@ -44,6 +44,7 @@ def make_row(
   }
 
 
+@signatures.checked
 def append_rows(
   path: str | os.PathLike[str], rows: Iterable[dict[str, Any]]
 ) -> None:
@@ -59,6 +60,7 @@ def append_rows(
   json_lines.append(path, map(_plain, rows))
 
 
+@signatures.checked
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Reads all rows of a file, except a last line that was cut off."""
   return list(json_lines.read(path))

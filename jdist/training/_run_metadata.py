@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.storage import sealed_json
 
 
@@ -36,6 +36,16 @@ class OtherRunError(ValueError):
     return type(self), (self.differences, self._argument)
 
 
+def as_json(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a dict as a file of JSON holds it, with lists for tuples."""
+  try:
+    found: dict[str, Any] = json.loads(json.dumps(dict(value)))
+  except TypeError as error:
+    raise ValueError(f"`{name}` must be values of JSON: {error}.") from None
+  return found
+
+
+@signatures.checked
 def check_same_run(
   found: Mapping[str, Any],
   metadata: Mapping[str, Any],
@@ -53,7 +63,7 @@ def check_same_run(
     argument: The name of the caller's argument, for the message.
   """
   # JSON turns tuples into lists, so both sides must have passed through it.
-  metadata = json.loads(json.dumps(dict(metadata)))
+  metadata = as_json("metadata", metadata)
   differences = {
     name: (found.get(name), metadata.get(name))
     for name in sorted((found.keys() | metadata.keys()) - set(free))

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from jdist import server, training
+from jdist import checks, server, training
 from jdist.cli import (
   _commands,
   _interrupts,
@@ -108,7 +108,7 @@ def _identity(options: _commands.Train) -> dict[str, object]:
   )  # fmt: skip
   assert options.cluster is not None
   # Time is replayed: the machines must be the same, wherever their file is.
-  machines = pathlib.Path(options.cluster).read_text()
+  machines = checks.read_text(pathlib.Path(options.cluster))
   return _options.identity(options, elsewhere) | {"cluster": machines}
 
 

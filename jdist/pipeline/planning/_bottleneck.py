@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdist import checks, cluster
+from jdist import checks, cluster, signatures
 from jdist.pipeline.planning import _costs, _routes
 from jdist.pipeline.planning._plan import (
   Footprint,
@@ -300,6 +300,7 @@ class Chain:
     )
 
 
+@signatures.checked
 def partition(
   costs: Sequence[_costs.LayerCost],
   machines: cluster.Cluster,
@@ -343,6 +344,8 @@ def partition(
   a to c on worker0 | d on worker1
   """
   names = tuple(machines.names if nodes is None else nodes)
+  if not names:
+    raise ValueError("`nodes` must be one machine at least, got none.")
   # The cluster refuses the name of another machine.
   for name in names:
     machines.node(name)
@@ -362,6 +365,7 @@ def partition(
   return chain.plan(names, found[2])
 
 
+@signatures.checked
 def even_partition(
   costs: Sequence[_costs.LayerCost],
   machines: cluster.Cluster,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdist import cluster
+from jdist import cluster, signatures
 from jdist.pipeline.planning import _routes, _simulator
 from jdist.pipeline.planning._plan import Plan
 from jdist.pipeline.schedule import _asynchronous_tables, _table_registry
@@ -94,6 +94,7 @@ class Candidate:
     return row
 
 
+@signatures.checked
 def stage_times(
   found: Plan,
   machines: cluster.Cluster,

@@ -6,7 +6,10 @@ import pathlib
 import tomllib
 from collections.abc import Iterable
 
+from jdist import checks, signatures
 
+
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
   """The cost of a layer or a stage for one micro-batch.
@@ -116,6 +119,7 @@ def stage_cost(layers: Iterable[LayerCost], name: str = "stage") -> LayerCost:
   )
 
 
+@signatures.checked
 def load_costs(path: str | pathlib.Path) -> list[LayerCost]:
   """Reads the costs of a pipeline's stages or a model's layers.
 
@@ -135,7 +139,7 @@ def load_costs(path: str | pathlib.Path) -> list[LayerCost]:
   path = pathlib.Path(path)
   known = [field.name for field in dataclasses.fields(LayerCost)]
   try:
-    whole = tomllib.loads(path.read_text())
+    whole = tomllib.loads(checks.read_text(path))
   except tomllib.TOMLDecodeError as error:
     raise ValueError(f"{path} is no TOML file: {error}") from None
   tables = whole.pop("stages", None)

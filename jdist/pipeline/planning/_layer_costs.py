@@ -11,7 +11,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.pipeline.planning._costs import LayerCost
 from jdist.pipeline.runtime._stages import apply_layer, LayerLike, make_inputs
 
@@ -41,6 +41,7 @@ class _Passes(NamedTuple):
   kept_bytes: float
 
 
+@signatures.checked
 def layer_costs(
   layers: Sequence[LayerLike],
   microbatch: PyTree,

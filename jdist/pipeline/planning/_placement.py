@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from jdist import checks, cluster
+from jdist import checks, cluster, signatures
 from jdist.pipeline.planning import _costs
 from jdist.pipeline.planning._bottleneck import Chain, Pairs
 from jdist.pipeline.planning._plan import Footprint, Plan
@@ -20,6 +20,7 @@ _Value = tuple[float, float]  # bottleneck, trip
 _NOTHING: _Value = (math.inf, math.inf)
 
 
+@signatures.checked
 def place(
   costs: Sequence[_costs.LayerCost],
   machines: cluster.Cluster,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jdist import checks, cluster
+from jdist import checks, cluster, signatures
 from jdist.pipeline.planning import _bottleneck, _costs, _placement, _simulator
 from jdist.pipeline.planning._candidate import (
   Candidate,
@@ -41,6 +41,7 @@ _FEW = 8
 _EQUAL, _ROUNDING = 0.005, 1e-9
 
 
+@signatures.checked
 def plan(
   costs: Sequence[_costs.LayerCost],
   machines: cluster.Cluster,
@@ -113,6 +114,8 @@ def plan(
         f"{number} for {batch_size} samples. Take "
         f"{math.gcd(number, batch_size)}, or a batch that is a multiple."
       )
+  for number in num_stages or ():
+    checks.check_int("num_stages", number, 1)
   for field, values in (
     ("tables", tables), ("num_microbatches", num_microbatches),
     ("recompute", recompute),

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jdist import checks, cluster
+from jdist import checks, cluster, signatures
 from jdist.pipeline.planning import _bottleneck, _costs, _placement
 from jdist.pipeline.planning._plan import Footprint, Plan
 
@@ -40,6 +40,7 @@ class Proposal:
   returns: bool = False
 
 
+@signatures.checked
 class Replanner:
   r"""Follows measured seconds and proposes plans when machines have changed.
 

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jdist import checks, cluster
+from jdist import checks, cluster, signatures
 from jdist.pipeline.planning import _costs
 from jdist.pipeline.schedule._checker import check_table, TableReport
 from jdist.pipeline.schedule._table import Action, Op, Table
@@ -61,6 +61,7 @@ class PipelineTimes:
     return 1.0 - sum(self.busy_s) / whole if whole else 0.0
 
 
+@signatures.checked
 def simulate(
   table: Table,
   costs: Sequence[_costs.LayerCost],

@@ -51,6 +51,9 @@ class AdaptiveRun:
         only counts besides; or one that decides by all leaves.
     """
     checks.check_function("make_process", make_process, "a plan")
+    checks.check_type(
+      "replanner", replanner, Replanner, "a `pipeline.Replanner`"
+    )
     checks.check_optimizer("optimizer", optimizer)
     self._make, self._replanner = make_process, replanner
     self._optimizer = optimizer

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdist import channel, checks
+from jdist import channel, checks, signatures
 
 # No message of a pipeline is larger than a device's memory.
 _MAX_BODY = 1 << 40
@@ -54,6 +54,7 @@ class Tag(NamedTuple):
     )
 
 
+@signatures.checked
 class Peers(contextlib.AbstractContextManager["Peers"]):
   """Connections to the other processes of a pipeline.
 
@@ -231,6 +232,7 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
 ALONE = Peers(0, {})
 
 
+@signatures.checked
 def connect(
   device: int,
   addresses: Sequence[tuple[str, int]],

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, cluster
+from jdist import checks, cluster, signatures
 from jdist.pipeline.processes import (
   _device_part,
   _peers,
@@ -26,6 +26,7 @@ from jdist.storage import array_files, hashes
 PyTree = Any
 
 
+@signatures.checked
 class StageProcess:
   r"""One device's part of a pipeline, in a process of its own.
 
@@ -64,7 +65,7 @@ class StageProcess:
     stages: Sequence[_stages.LayerLike],
     loss: _traced_model.OutputLoss,
     table: Table,
-    microbatch: PyTree,
+    microbatch: signatures.Arrays,
     *,
     peers: _peers.Peers | None = None,
     inputs: str | Callable[..., Any] = "image",

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from jdist import collectives, training, transforms
+from jdist import collectives, signatures, training, transforms
 from jdist.pipeline.runtime import (
   _device_program,
   _device_state,
@@ -23,6 +23,7 @@ from jdist.pipeline.schedule._table import Op, Table
 PyTree = Any
 
 
+@signatures.checked
 class OneProgram:
   r"""A pipeline whose devices run one program, tick by tick.
 
@@ -71,7 +72,7 @@ class OneProgram:
     stages: Sequence[_stages.LayerLike],
     loss: _traced_model.OutputLoss,
     table: Table,
-    microbatch: PyTree,
+    microbatch: signatures.Arrays,
     *,
     inputs: str | Callable[..., Any] = "image",
     late_sends: bool = True,

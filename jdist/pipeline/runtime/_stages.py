@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jdist import checks
+from jdist import checks, signatures
 
 PyTree = Any
 
@@ -62,6 +62,7 @@ class Stage:
     return f"Stage({self.name}: {len(self.layers)} layers)"
 
 
+@signatures.checked
 def cut_layers(
   layers: Sequence[LayerLike], cuts: int | Sequence[int]
 ) -> tuple[Stage, ...]:
@@ -277,7 +278,10 @@ def part_of(whole: PyTree, own: PyTree) -> PyTree:
 
 def shapes_of(tree: PyTree) -> PyTree:
   """Returns the shapes and dtypes of a tree's leaves."""
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(np.shape(x), getattr(x, "dtype", type(x))),
+    tree,
+  )
 
 
 def shared_paths(parts: Sequence[LayerLike]) -> dict[str, tuple[int, ...]]:

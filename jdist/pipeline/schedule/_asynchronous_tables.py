@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.pipeline.schedule._flush_tables import alternating
 from jdist.pipeline.schedule._list_schedule import (
   check_arguments,
@@ -77,6 +77,7 @@ def paci(
   )
 
 
+@signatures.checked
 def ours(
   times: int | Sequence[StageTimes],
   num_microbatches: int,

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 from typing import get_args, Literal
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.pipeline.schedule._table import (
   Action,
   Op,
@@ -48,6 +48,7 @@ class TableReport:
   delays: tuple[int, ...]
 
 
+@signatures.checked
 def check_table(
   table: Table,
   *,

@@ -5,7 +5,7 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.pipeline.schedule._table import Action, Op, Table, with_updates
 
 
@@ -185,6 +185,7 @@ def list_schedule(
   )
 
 
+@signatures.checked
 def greedy(
   times: Sequence[StageTimes],
   num_microbatches: int,

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import get_args, Literal, NamedTuple
 
-from jdist import checks
+from jdist import checks, signatures
 
 Weights = Literal["delayed", "stashed", "newest"]
 
@@ -68,6 +68,7 @@ class Action(NamedTuple):
     return f"{self.op.letter}{number}{where}{when}"
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Table:
   r"""The order in which each device of a pipeline acts.

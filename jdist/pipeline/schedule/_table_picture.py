@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from jdist import signatures
 from jdist.pipeline.schedule._table import (
   Action,
   Op,
@@ -13,6 +14,7 @@ from jdist.pipeline.schedule._table import (
 _TICKS = {Op.BACKWARD: 2, Op.UPDATE: 0}
 
 
+@signatures.checked
 def draw_table(table: Table, *, max_ticks: int = 60) -> str:
   """Draws a table in ticks of time.
 

@@ -73,6 +73,10 @@ TABLES = {
 }
 
 
+# A table of so many is made in seconds and simulated in a minute.
+_MOST_PASSES = 100_000
+
+
 def make_table(
   name: str, num_stages: int, num_microbatches: int, **options: Any
 ) -> Table:
@@ -99,7 +103,15 @@ def make_table(
     )
   checks.check_int("num_stages", num_stages, 1)
   checks.check_int("num_microbatches", num_microbatches, 1)
-  checks.check_int("num_iterations", options.get("num_iterations", 1), 1)
+  iterations = checks.check_int(
+    "num_iterations", options.get("num_iterations", 1), 1
+  )
+  if num_stages * num_microbatches * iterations > _MOST_PASSES:
+    raise ValueError(
+      "`num_stages` times `num_microbatches` times the iterations must be at "
+      f"most {_MOST_PASSES:,}, got {num_stages} times {num_microbatches} times "
+      f"{iterations}. A table lists every pass."
+    )
   return TABLES[name].factory(num_stages, num_microbatches, **options)
 
 

@@ -3,6 +3,7 @@
 import pathlib
 import re
 
+from jdist import checks, signatures
 from jdist.pipeline.schedule._table import Action, Op, Table
 
 _OPS = {op.letter: op for op in Op if op != Op.IDLE}
@@ -18,6 +19,7 @@ _COUNTED = ("num_stages", "num_microbatches", "num_iterations")
 _KEYS = ("name", *_NUMBERS, "weights")
 
 
+@signatures.checked
 def format_table(table: Table) -> str:
   """Formats a table as text that `parse_table` reads.
 
@@ -46,6 +48,7 @@ def format_table(table: Table) -> str:
   return "\n".join(lines)
 
 
+@signatures.checked
 def parse_table(text: str, name: str = "table") -> Table:
   """Parses the text form of a table.
 
@@ -105,6 +108,7 @@ def parse_table(text: str, name: str = "table") -> Table:
   )
 
 
+@signatures.checked
 def load_table(path: str | pathlib.Path) -> Table:
   """Reads a table from a file in the form of `parse_table`.
 
@@ -114,7 +118,7 @@ def load_table(path: str | pathlib.Path) -> Table:
   # The name of the file is the table's unless the text has one.
   path = pathlib.Path(path)
   try:
-    return parse_table(path.read_text(), path.stem)
+    return parse_table(checks.read_text(path), path.stem)
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from None
 

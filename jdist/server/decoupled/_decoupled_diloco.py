@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.server import _messages, _protocol, _server_state
 from jdist.server._messages import Action, Worker
 
@@ -48,6 +48,7 @@ class DecoupledState(_server_state.ServerState):
   merged_samples: float = 0.0
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
   r"""Learners on their own clocks, whose fragments are merged by a quorum.

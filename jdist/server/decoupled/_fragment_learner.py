@@ -5,6 +5,7 @@ from typing import Any
 
 import optax
 
+from jdist import signatures
 from jdist.server import _messages
 from jdist.server.decoupled import _fragment_runner, _fragment_syncer
 from jdist.server.gradients import _learner
@@ -12,6 +13,7 @@ from jdist.server.gradients import _learner
 PyTree = Any
 
 
+@signatures.checked
 class FragmentLearner(_learner.Pair):
   """Pairs a `FragmentSyncer` with a `FragmentRunner` for each learner.
 
@@ -26,7 +28,7 @@ class FragmentLearner(_learner.Pair):
     self,
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
-    params: PyTree,
+    params: signatures.Arrays,
     samples: _learner.Samples,
     *,
     workers: Sequence[_messages.Worker],

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, states, training, transforms
+from jdist import checks, signatures, states, training, transforms
 from jdist.server import _message_codec
 from jdist.server.gradients import _gradient_messages, _learner
 from jdist.server.gradients._merge import Pushed
@@ -34,6 +34,7 @@ class LearnerState(NamedTuple):
   base: Leaves
 
 
+@signatures.checked
 class FragmentRunner:
   r"""Takes local steps from what it was sent, and pushes their progress.
 
@@ -71,7 +72,7 @@ class FragmentRunner:
     self,
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
-    params: PyTree,
+    params: signatures.Arrays,
     samples: _learner.Samples,
     *,
     number: int,
@@ -79,7 +80,7 @@ class FragmentRunner:
     sizes: Sequence[int] | None = None,
     fragments: transforms.Fragments = 1,
     push_codec: _message_codec.MessageCodec | None = None,
-    model_state: PyTree | None = None,
+    model_state: signatures.Arrays = None,
     seed: int = 0,
   ):
     checks.check_optimizer("optimizer", optimizer)
@@ -96,10 +97,12 @@ class FragmentRunner:
     self._samples, self._number = samples, number
     self._sizes = None if sizes is None else sorted(set(sizes))
     self._key = jax.random.key(checks.check_seed(seed))
-    self._model_state = jax.tree.map(jnp.array, model_state or {})
+    self._model_state = jax.tree.map(
+      jnp.array, {} if model_state is None else model_state
+    )
     self._indices = fragment_indices(params, fragments)
     leaves, self._structure = jax.tree.flatten(params)
-    self._dtypes = [leaf.dtype for leaf in leaves]
+    self._dtypes = [jnp.asarray(leaf).dtype for leaf in leaves]
     self._anchor = [states.wide(jnp.asarray(x)) for x in leaves]
     self._stream = seed * num_workers + number
     self._push_states = self._first_push_states()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, states, transforms
+from jdist import checks, signatures, states, transforms
 from jdist.server import _message_codec, _messages
 from jdist.server.decoupled import _fragment_runner
 from jdist.server.gradients import (
@@ -26,6 +26,7 @@ Leaves = list[jax.Array]
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
+@signatures.checked
 class FragmentSyncer(_gradient_server.ServerLedger):
   r"""Merges learners' progress on fragments, and sends what was merged.
 
@@ -60,14 +61,14 @@ class FragmentSyncer(_gradient_server.ServerLedger):
 
   def __init__(
     self,
-    params: PyTree,
+    params: signatures.Arrays,
     *,
     workers: Sequence[_messages.Worker],
     outer: optax.GradientTransformation | None = None,
     fragments: transforms.Fragments = 1,
     push_codec: _message_codec.MessageCodec | None = None,
     shared: bool = True,
-    model_state: PyTree | None = None,
+    model_state: signatures.Arrays = None,
   ):
     outer = OUTER if outer is None else outer
     checks.check_optimizer("outer", outer)
@@ -75,14 +76,15 @@ class FragmentSyncer(_gradient_server.ServerLedger):
     plans = _gradient_messages.message_plans(push_codec)
     super().__init__(workers, shared, plans.push * len(self._indices))
     leaves, self._structure = jax.tree.flatten(params)
-    self._dtypes = [leaf.dtype for leaf in leaves]
+    self._dtypes = [jnp.asarray(leaf).dtype for leaf in leaves]
     # Copies: the caller may overwrite or donate its own arrays.
     self.anchor: Leaves = [
       jnp.array(states.wide(jnp.asarray(x)), copy=True) for x in leaves
     ]
     self._opt_states = [outer.init(self.part(p)) for p in self._fragments]
     self._outer_step = _outer_step(outer)
-    self.model_state = jax.tree.map(jnp.array, model_state or {})
+    model_state = {} if model_state is None else model_state
+    self.model_state = jax.tree.map(jnp.array, model_state)
     # The last push of a learner that is in each fragment, or -1.
     self._settled = [[-1] * len(self._fragments) for _ in workers]
     # Local steps of decoded pushes: a learner that begins anew continues its

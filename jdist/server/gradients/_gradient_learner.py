@@ -5,6 +5,7 @@ from typing import Any
 
 import optax
 
+from jdist import signatures
 from jdist.server import _message_codec, _messages
 from jdist.server.gradients import (
   _gradient_messages,
@@ -17,6 +18,7 @@ from jdist.server.h_ps import _bit_plans
 PyTree = Any
 
 
+@signatures.checked
 class GradientLearner(_learner.Pair):
   """Pairs a `GradientServer` with a `GradientWorker` for each name.
 
@@ -31,14 +33,14 @@ class GradientLearner(_learner.Pair):
     self,
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
-    params: PyTree,
+    params: signatures.Arrays,
     samples: _learner.Samples,
     *,
     workers: Sequence[_messages.Worker],
     push_codec: _message_codec.MessageCodec | None = None,
     plans: _bit_plans.BitPlans | None = None,
     compensation: float = 0.0,
-    model_state: PyTree | None = None,
+    model_state: signatures.Arrays = None,
     seed: int = 0,
     **options: Any,
   ):

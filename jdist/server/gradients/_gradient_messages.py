@@ -126,7 +126,10 @@ def layout(codec: Codec, like: PyTree, tail: PyTree) -> PyTree:
 
   def shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), tree
+      lambda x: jax.ShapeDtypeStruct(
+        jnp.shape(x), getattr(x, "dtype", type(x))
+      ),
+      tree,
     )
 
   kinds = shapes(like) if codec is None else codec.kinds(like)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, states
+from jdist import checks, signatures, states
 from jdist.server import _messages
 from jdist.server.gradients import _gradient_messages, _learner, _merge
 from jdist.server.gradients._merge import Pushed
@@ -167,6 +167,7 @@ class ServerLedger:
     return _gradient_messages.tree_bytes((model.params, model.model_state))
 
 
+@signatures.checked
 class GradientServer(ServerLedger):
   r"""Decodes workers' gradients, updates the model, encodes the parameters.
 
@@ -209,12 +210,12 @@ class GradientServer(ServerLedger):
   def __init__(
     self,
     optimizer: optax.GradientTransformation,
-    params: PyTree,
+    params: signatures.Arrays,
     plans: _gradient_messages.MessagePlans,
     *,
     workers: Sequence[_messages.Worker],
     shared: bool = True,
-    model_state: PyTree | None = None,
+    model_state: signatures.Arrays = None,
     seed: int = 0,
     compensation: float = 0.0,
   ):

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.server.gradients import _gradient_messages, _learner
 from jdist.server.h_ps import _local_step
 
 PyTree = Any
 
 
+@signatures.checked
 class GradientWorker:
   """Computes gradients at the parameters that it was sent, and encodes them.
 
@@ -48,14 +49,14 @@ class GradientWorker:
   def __init__(
     self,
     loss_fn: Callable[..., Any],
-    params: PyTree,
+    params: signatures.Arrays,
     samples: _learner.Samples,
     plans: _gradient_messages.MessagePlans,
     *,
     number: int,
     num_workers: int,
     sizes: Sequence[int] | None = None,
-    model_state: PyTree | None = None,
+    model_state: signatures.Arrays = None,
     seed: int = 0,
     local_step: _local_step.LocalStep | None = None,
   ):

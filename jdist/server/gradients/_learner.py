@@ -6,6 +6,7 @@ from typing import Protocol as Interface
 
 import numpy as np
 
+from jdist import signatures
 from jdist.server import _messages
 
 PyTree = Any
@@ -131,6 +132,7 @@ class WorkerLearner(Interface):
     """Restores what `save` returned."""
 
 
+@signatures.checked
 class Pair:
   """A server's learner and those of all its workers, in one process.
 

@@ -4,9 +4,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from jdist import signatures
 from jdist.server import _allocation
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class BalancedBatches:
   r"""Batches that let all workers of a round finish at the same time.

@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jdist import checks
+from jdist import checks, signatures
 
 _BITS = (32, 16, 8, 4)
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class BitPlans:
   r"""Precisions between which a worker's messages change, as few programs.

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.server import _messages, _protocol, _server_state, _weights
 from jdist.server._messages import Action, Worker
 from jdist.server.h_ps import _balanced_batches, _bit_plans
@@ -39,6 +39,7 @@ class HPSState(_server_state.ServerState):
   plans: dict[Worker, int] = dataclasses.field(default_factory=dict)
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HPS(_protocol.Protocol[HPSState]):
   r"""Rounds of one gradient of each member, whose batches follow its speed.
@@ -275,6 +276,7 @@ class HPS(_protocol.Protocol[HPSState]):
       state.next_round[worker] = number + 1
 
 
+@signatures.checked
 def h_ps(
   total: int,
   *,

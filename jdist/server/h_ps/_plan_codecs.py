@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks, codecs, reducers
+from jdist import checks, codecs, reducers, signatures
 from jdist.server import _message_codec
 from jdist.server.h_ps import _bit_plans
 
@@ -40,6 +40,7 @@ def _codec(bits: int, block: int) -> codecs.Codec:
   return codecs.Quantize(bits, block, rounding="stochastic")
 
 
+@signatures.checked
 def fit_bit_plans(
   gradient: PyTree, *, error_limit: float = 2e-2, block: int = 64, seed: int = 0
 ) -> _bit_plans.BitPlans:
@@ -89,7 +90,7 @@ def fit_bit_plans(
       bits = fewer
     # Biases and norms are few bytes; the first and the last layer are known to
     # be sensitive to rounding.
-    kept = leaf.ndim < 2 or _outermost(path) in ends
+    kept = jnp.ndim(leaf) < 2 or _outermost(path) in ends
     least.append(max(bits, 16) if kept else bits)
   plans = dict.fromkeys(
     tuple(max(bits, own) for own in least) for bits in (32, *_FEW)

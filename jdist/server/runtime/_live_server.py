@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jdist import signatures
 from jdist.server import _protocol
 from jdist.server.gradients import _learner
 from jdist.server.run import _run_marks
@@ -23,6 +24,7 @@ _SAVE_S = 15.0
 _FROM_WORKERS = ("push", "join", "state")
 
 
+@signatures.checked
 class LiveServer:
   """Runs a protocol for workers in other processes, in wall seconds.
 

@@ -2,12 +2,14 @@
 
 import pathlib
 
+from jdist import signatures
 from jdist.server import _messages, _protocol
 from jdist.server.gradients import _learner
 from jdist.server.runtime import _delivery, _message_record
 from jdist.storage import plain_data
 
 
+@signatures.checked
 def replay(
   path: str | pathlib.Path,
   protocol: _protocol.Protocol,

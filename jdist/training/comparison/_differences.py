@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from jdist import signatures
 from jdist.training.comparison import _means, _rows
 
 
@@ -42,6 +43,7 @@ class Difference(NamedTuple):
     return f"{self.mean:+.{digits}f} ± {self.high - self.mean:.{digits}f}"
 
 
+@signatures.checked
 def paired_difference(
   rows: Sequence[_rows.Row],
   base: Sequence[_rows.Row],

@@ -4,22 +4,27 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
+from jdist import signatures
 from jdist.training.comparison import _rows
 
 Value = str | Callable[[_rows.Row], float]
 
 
 def _values(rows: Sequence[_rows.Row], value: Value) -> list[float]:
+  if not rows:
+    raise ValueError("`rows` must be one at least, got none.")
   if isinstance(value, str):
-    return [row[value] for row in rows]
+    return [_rows.entry(row, value) for row in rows]
   return [value(row) for row in rows]
 
 
+@signatures.checked
 def mean(rows: Sequence[_rows.Row], value: Value) -> float:
   """Returns the mean over rows of an entry or of a function of the row."""
   return statistics.mean(_values(rows, value))
 
 
+@signatures.checked
 def mean_and_spread(
   rows: Sequence[_rows.Row], value: Value
 ) -> tuple[float, float]:
@@ -34,6 +39,7 @@ def mean_and_spread(
   return statistics.mean(found), statistics.stdev(found)
 
 
+@signatures.checked
 def accuracy(row: _rows.Row) -> float:
   """Returns a row's test accuracy in percent."""
-  return 100 * float(row["accuracy"])
+  return 100 * float(_rows.entry(row, "accuracy"))

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jdist import cluster
-from jdist.training.comparison import _pictures
+from jdist import cluster, signatures
+from jdist.training.comparison import _pictures, _rows
 
 # The colours are distinct for most kinds of colour vision, and dark on white.
 _COLORS = (
@@ -18,6 +18,7 @@ _COLORS = (
 _MARKERS = "osD^vP*X"
 
 
+@signatures.checked
 def plot_comparison(
   rows: Sequence[dict[str, Any]],
   path: str | os.PathLike[str],
@@ -38,6 +39,11 @@ def plot_comparison(
   Raises:
     ImportError: If matplotlib is not installed.
   """
+  if not rows:
+    raise ValueError("`rows` must be one at least, got none.")
+  for row in rows:
+    for name in ("workers", "method", "curve", "config"):
+      _rows.entry(row, name)
   num_workers = rows[0]["workers"]
   messages = cluster.ring_messages(num_workers)
   methods = list(dict.fromkeys(row["method"] for row in rows))

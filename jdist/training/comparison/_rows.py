@@ -1,15 +1,23 @@
 """The rows of a comparison, by which no trial is run twice."""
 
-import json
 import os
 import pathlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from jdist.training import _results
+from jdist import signatures
+from jdist.training import _results, _run_metadata
 
 Row: TypeAlias = dict[str, Any]
 Purpose: TypeAlias = Literal["tuning", "comparison"]
+
+
+def entry(row: Row, name: str) -> Any:
+  """Returns an entry of a row; a ValueError names one that is missing."""
+  if name not in row:
+    known = ", ".join(map(repr, row))
+    raise ValueError(f"`row` must have an entry {name!r}, got {known}.")
+  return row[name]
 
 
 class Trial(NamedTuple):
@@ -32,6 +40,7 @@ Fit: TypeAlias = Callable[[Trial], Mapping[str, Any]]
 """Function that runs a trial and returns its measurements, with `accuracy`."""
 
 
+@signatures.checked
 class Rows:
   """A file of rows, to which the rows of missing trials are appended.
 
@@ -78,8 +87,7 @@ class Rows:
     """Returns the options that must agree."""
     kept = {k: v for k, v in config.items() if k not in self._free}
     # JSON turns tuples into lists, as in the rows that were read from a file.
-    found: dict[str, Any] = json.loads(json.dumps(kept))
-    return found
+    return _run_metadata.as_json("config", kept)
 
   def __len__(self) -> int:
     """Counts the rows, including those of other comparisons in the file."""

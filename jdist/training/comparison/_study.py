@@ -6,9 +6,11 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from jdist import signatures
 from jdist.training.comparison import _rows
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Study:
   """Variants to compare, and the budget for tuning.
@@ -43,7 +45,7 @@ class Study:
   def __post_init__(self) -> None:
     for name in ("variants", "learning_rates", "seeds", "tuning_seeds"):
       values = getattr(self, name)
-      if not values or len(set(values)) < len(values):
+      if not len(values) or len(set(values)) < len(values):
         raise ValueError(
           f"`{name}` must be one or more different values, got {values}."
         )
@@ -84,18 +86,20 @@ class Tuned(NamedTuple):
 _WORST = (-math.inf, -math.inf)
 
 
+@signatures.checked
 def quality(row: _rows.Row) -> tuple[float, float]:
   """Returns a row's rank: its accuracy, then its loss.
 
   Equal accuracies are common on few samples. A loss that is not finite, null in
   rows, is the worst, whatever the accuracy.
   """
-  loss = row["test_loss"]
+  loss = _rows.entry(row, "test_loss")
   if loss is None or not math.isfinite(loss):
     return _WORST
-  return row["accuracy"], -loss
+  return _rows.entry(row, "accuracy"), -loss
 
 
+@signatures.checked
 def by_loss(row: _rows.Row) -> tuple[float, float]:
   """Returns a row's rank by its test loss; one that is not finite is worst."""
   accuracy, loss = quality(row)
@@ -118,6 +122,7 @@ def mean_rank(
   return statistics.fmean(first), statistics.fmean(second)
 
 
+@signatures.checked
 def tune(
   learning_rates: Sequence[float],
   measure: Callable[[float], Sequence[_rows.Row]],
@@ -135,6 +140,8 @@ def tune(
     max_extensions: The number of further rates, at most.
     rank: The rank of a row. The rate with the highest mean rank is best.
   """
+  if not len(learning_rates):
+    raise ValueError("`learning_rates` must be one at least, got none.")
 
   def mean(rate: float) -> tuple[float, float]:
     return mean_rank(measure(rate), rank)
@@ -181,6 +188,7 @@ class Compared(NamedTuple):
   tuned: dict[str, Tuned]
 
 
+@signatures.checked
 def compare(
   study: Study,
   rows: _rows.Rows,

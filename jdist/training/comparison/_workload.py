@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import collectives, data, models
+from jdist import checks, collectives, data, models, signatures
 from jdist.training import (
   _evaluation,
   _gradient,
@@ -21,6 +21,7 @@ from jdist.training import (
 )
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Workload:
   """A training problem, on which every variant of a comparison is run.
@@ -50,6 +51,8 @@ class Workload:
   evaluation_batch: int = 128
 
   def __post_init__(self) -> None:
+    for name in ("batch_size", "accumulate", "evaluation_batch"):
+      checks.check_int(name, getattr(self, name), 1)
     if self.augment and not isinstance(self.train, data.Dataset):
       raise ValueError(
         "`augment` must be False for a text: crops and flips are of images, "
@@ -216,8 +219,11 @@ class VariantPrograms:
     )
 
 
+@signatures.checked
 def summarize(records: list[loop.Record]) -> dict[str, Any]:
   """Returns a row's entries about a run: its results, and its curve."""
+  if not records:
+    raise ValueError("`records` must be one at least, got none.")
   last = records[-1]
   rate = last.samples_per_s
   # Rows name accuracy and loss in one way for every kind of run.

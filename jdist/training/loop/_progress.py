@@ -4,7 +4,8 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterator
-from typing import Any
+
+from jdist import signatures
 
 # The bar takes the columns that the text leaves free, within these limits.
 _LEAST, _MOST = 8, 24
@@ -76,6 +77,7 @@ class Progress:
     self._bar.stop()
 
 
+@signatures.checked
 def format_rate(per_s: float) -> str:
   """Formats a rate per second, and a dash for an unknown one.
 
@@ -85,7 +87,8 @@ def format_rate(per_s: float) -> str:
   return "–" if math.isnan(per_s) else f"{per_s:,.0f}"
 
 
-def format_bytes(num_bytes: Any) -> str:
+@signatures.checked
+def format_bytes(num_bytes: float) -> str:
   """Formats bytes in the largest suitable unit, 1 kB = 1000 bytes.
 
   >>> format_bytes(999), format_bytes(12_345_678)

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from jdist import signatures
+
 
 class Record(NamedTuple):
   """A run's position and results at an evaluation.
@@ -66,6 +68,7 @@ class History(NamedTuple):
     return cls(records, last.sent_bytes, last.train_s, samples)
 
 
+@signatures.checked
 def is_diverged(metrics: Mapping[str, float], losses: Sequence[float]) -> bool:
   """Returns whether a run's loss is not a finite number.
 
@@ -74,5 +77,5 @@ def is_diverged(metrics: Mapping[str, float], losses: Sequence[float]) -> bool:
     losses: The training losses since the last record. The last of them counts
       if `metrics` has no loss.
   """
-  loss = metrics.get("loss", losses[-1] if losses else 0.0)
+  loss = metrics.get("loss", losses[-1] if len(losses) else 0.0)
   return not math.isfinite(loss)

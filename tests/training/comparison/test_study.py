@@ -116,7 +116,7 @@ def test_interrupted_comparison_resumes(tmp_path):
   assert [row["seed"] for row in found.rows["b"]] == [0, 1]
   assert {row["learning_rate"] for row in found.rows["b"]} == {best}
   # Once more: nothing is run.
-  comparison.compare(make_study(), comparison.Rows(path, {}), None)
+  comparison.compare(make_study(), comparison.Rows(path, {}), pytest.fail)
 
 
 def test_every_tuning_seed_runs_at_every_rate(tmp_path):

@@ -1,0 +1,143 @@
+"""Checks of arguments by the annotations of a public function or class."""
+
+import contextlib
+import functools
+import inspect
+import operator
+import os
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from types import NoneType, UnionType
+from typing import Any
+
+import numpy as np
+
+from jdist import checks
+
+# A tree of arrays, possibly None.
+Arrays: typing.TypeAlias = typing.Annotated[Any, "arrays"]
+_Door = typing.TypeVar("_Door", bound=Callable[..., Any])
+_WORDS: dict[Any, str] = {
+  int: "an int",
+  float: "a number",
+  str: "a string",
+  bool: "True or False",
+  os.PathLike: "a path",
+  NoneType: "None",
+  Callable: "a function",
+}
+_SEVERAL = {int: "ints", float: "numbers", str: "strings"}
+
+
+def checked(door: _Door) -> _Door:
+  """Returns a function or class that checks its arguments by annotations.
+
+  An argument of another type raises a ValueError that names it. What an
+  annotation cannot express, a range or the form of a tree, is left to the body.
+  A class with a constructor of its own needs its own decorator.
+
+  >>> @checked
+  ... def wait(seconds: float, names: tuple[str, ...] = ()) -> float:
+  ...   return seconds
+  >>> wait(1), wait(0.5, ["a"])
+  (1, 0.5)
+  >>> wait(1.0, "a")
+  Traceback (most recent call last):
+  ValueError: `names` must be a list of strings, got 'a'.
+  """
+  if isinstance(door, type):
+    setattr(door, "__init__", checked(vars(door)["__init__"]))  # noqa: B010
+    return door
+  names = list(inspect.signature(door).parameters)
+  # Read at the first call, when every module is imported.
+  hints = functools.cache(
+    lambda: typing.get_type_hints(door, include_extras=True)
+  )
+
+  @functools.wraps(door)
+  def call(*args: Any, **options: Any) -> Any:
+    given = dict(zip(names, args, strict=False)) | options
+    for name, hint in hints().items():
+      if name in given and hint is Arrays:
+        checks.check_arrays(name, given[name])
+      elif name in given and not _fits(given[name], hint):
+        wanted, value = _words(hint), checks.show(given[name])
+        raise ValueError(f"`{name}` must be {wanted}, got {value}.")
+    return door(*args, **options)
+
+  return typing.cast(_Door, call)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+  """Returns whether a value has a type; True if the annotation is too vague."""
+  kind, of = typing.get_origin(hint) or hint, typing.get_args(hint)
+  if kind in (typing.Union, UnionType):
+    return any(_fits(value, x) for x in of)
+  if kind is typing.Literal:
+    return any(type(value) is type(x) and value == x for x in of)
+  if kind is Callable:
+    # A class is callable, too, but calling it would build an instance.
+    return callable(value) and not isinstance(value, type)
+  if kind is float:
+    # An array of one number may be traced.
+    one = hasattr(value, "dtype") and np.ndim(value) == 0
+    number = isinstance(value, int | float)
+    return number or (one and not checks.holds_objects(value))
+  if kind is int:
+    with contextlib.suppress(TypeError):
+      return operator.index(value) is not None
+    return False
+  if kind is bool:
+    return isinstance(value, bool | np.bool_)
+  if kind is Any or not isinstance(kind, type):
+    return True
+  if getattr(kind, "_is_protocol", False):
+    needed = getattr(kind, "__protocol_attrs__", ())
+    return all(hasattr(value, name) for name in needed)
+  module = kind.__module__.split(".")[0]
+  if module in ("jax", "numpy", "optax"):
+    # Either library's arrays are taken, and an `optax.MultiSteps`.
+    return True
+  if module not in ("builtins", "collections") or kind in (str, bytes):
+    return isinstance(value, kind)
+  return _entries_fit(value, kind, of)
+
+
+def _entries_fit(value: Any, kind: type, of: tuple[Any, ...]) -> bool:
+  """Returns whether the entries of a container have their types."""
+  if issubclass(kind, Mapping):
+    return isinstance(value, Mapping) and all(
+      _fits(x, wanted)
+      for pair in value.items()
+      for x, wanted in zip(pair, of, strict=False)
+    )
+  if not issubclass(kind, Iterable):
+    return isinstance(value, kind)
+  # A list serves as a tuple, and the letters of a string as neither.
+  if isinstance(value, str | bytes | Mapping) or not isinstance(
+    value, Iterable
+  ):
+    return False
+  if hasattr(value, "dtype") and not np.ndim(value):
+    return False
+  if not of or not isinstance(value, tuple | list | np.ndarray):
+    return True  # An iterator can be read only once.
+  if kind is tuple and of[-1] is not Ellipsis:
+    return len(value) == len(of) and all(map(_fits, value, of))
+  return all(_fits(x, of[0]) for x in value)
+
+
+def _words(hint: Any) -> str:
+  """Describes the values of a type, as errors name them."""
+  kind, of = typing.get_origin(hint) or hint, typing.get_args(hint)
+  if kind in (typing.Union, UnionType, typing.Literal):
+    one = repr if kind is typing.Literal else _words
+    *first, last = dict.fromkeys(map(one, of))
+    return f"{', '.join(first)} or {last}" if first else last
+  if kind in _WORDS:
+    return _WORDS[kind]
+  room, name = kind.__module__.split("."), kind.__name__
+  if room[0] in ("builtins", "collections"):
+    entries = f" of {_SEVERAL[of[0]]}" if of and of[0] in _SEVERAL else ""
+    return f"a {'dict' if issubclass(kind, Mapping) else 'list'}{entries}"
+  return f"a `{'.'.join((*room[1:2], name))}`"
