@@ -202,7 +202,7 @@ ROOMS = {
     "Action": {"op": pipeline.Op.FORWARD, "stage": 0},
     "Footprint": {},
     "LayerCost": {},
-    "Peers": {"device": 0, "sockets": {}},
+    "Peers": {"device": 0, "connections": {}},
     "Replanner": {"plan": PLAN, "costs": COSTS, "machines": FOUR},
     "StageTimes": {},
     "Table": {

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jdist import checks, signatures, states
+from jdist.training import _run_metadata
 
 PyTree = Any
 

@@ -42,7 +42,11 @@ def _codec(bits: int, block: int) -> codecs.Codec:
 
 @signatures.checked
 def fit_bit_plans(
-  gradient: PyTree, *, error_limit: float = 2e-2, block: int = 64, seed: int = 0
+  gradient: signatures.Arrays,
+  *,
+  error_limit: float = 2e-2,
+  block: int = 64,
+  seed: int = 0,
 ) -> _bit_plans.BitPlans:
   r"""Makes the plans that a gradient allows.
 
