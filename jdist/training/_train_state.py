@@ -86,10 +86,16 @@ def init_state(
   key = np.asarray(jax.random.key_data(jax.random.key(seed)))
   step, key = workers.replicate((np.zeros((), np.int32), key))
   model_state = workers.replicate(model_state, laws=laws)
+
+  def first(params: PyTree) -> PyTree:
+    state = optimizer.init(params)
+    shared = transforms.sharing(state).state
+    return transforms.own_keys(state, workers.axis, shared)
+
   # Without output specs the compiler may replicate moments as large as sharded
   # parameters, which then do not fit into memory.
   init = workers.jit(
-    lambda x: transforms.own_keys(optimizer.init(x), workers.axis),
+    first,
     out_specs=_split_alike(workers, optimizer, replicated),
   )
   opt_state = init(replicated)

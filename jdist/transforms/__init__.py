@@ -26,7 +26,6 @@ from jdist.transforms._predicted import Predict as Predict
 from jdist.transforms._predicted import predict_rest as predict_rest
 from jdist.transforms._predicted import Splitter as Splitter
 from jdist.transforms._proximal import proximal as proximal
-from jdist.transforms._shared import own_keys as own_keys
 from jdist.transforms._shared import sharing as sharing
 from jdist.transforms._skip_nonfinite import skip_nonfinite as skip_nonfinite
 from jdist.transforms._skip_nonfinite import skipped as skipped
@@ -70,6 +69,7 @@ from jdist.transforms.local._elastic import PulledAnchor as PulledAnchor
 from jdist.transforms.local._fragments import fragment_steps as fragment_steps
 from jdist.transforms.local._fragments import Fragments as Fragments
 from jdist.transforms.local._fragments import fragments_of as fragments_of
+from jdist.transforms.local._iterates import own_keys as own_keys
 from jdist.transforms.local._iterates import (
   refuse_iterates as refuse_iterates,
 )

@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jdist import collectives, states
-from jdist.transforms.local import _anchor
-
 PyTree = Any
 
 
@@ -52,24 +49,6 @@ def sharing(state: PyTree) -> Sharing:
   """
   labels, equal = _walk(state, False)
   return Sharing(equal, labels)
-
-
-def own_keys(state: PyTree, axis: collectives.Axis) -> PyTree:
-  """Folds the worker's number into the keys that may differ on workers.
-
-  Methods with rounds have done so when they made their state.
-  """
-  rounds = _anchor.declares("rounds")
-  laws = states.find_laws(state)
-  if "random" not in jax.tree.leaves(laws) or collectives.size(axis) == 1:
-    return state
-  number = collectives.index(axis)
-  return jax.tree.map(
-    lambda x, law, same: (
-      x if rounds(x) or law != "random" or same else states.fold_key(x, number)
-    ),
-    state, laws, sharing(state).state, is_leaf=rounds,
-  )  # fmt: skip
 
 
 def label_all(tree: PyTree, label: bool) -> PyTree:

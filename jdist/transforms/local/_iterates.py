@@ -12,7 +12,7 @@ afterwards: positions stay what they are to one another, whatever an outer
 optimizer does to the parameters.
 """
 
-import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,7 +42,6 @@ class Whole(NamedTuple):
   rest: tuple[jax.Array, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class WholeRule(_round.SyncRule):
   """Follows a sync rule for the parameters, and averages the rest.
 
@@ -52,56 +51,33 @@ class WholeRule(_round.SyncRule):
 
   rule: _round.SyncRule
 
-  @property
-  def apart(self) -> bool:  # type: ignore[override]
-    """Whether the workers keep a distance from the anchor."""
-    return self.rule.apart
-
-  def init(self, anchor: Whole) -> PyTree:
-    return self.rule.init(anchor.params)
-
-  def correct(
-    self, updates: PyTree, memory: PyTree, step: jax.Array
-  ) -> tuple[PyTree, PyTree]:
-    return self.rule.correct(updates, memory, step)
+  def __init__(self, rule: _round.SyncRule):
+    own: dict[str, Any] = {
+      "rule": rule,
+      "apart": rule.apart,
+      "correct": rule.correct,
+      "init": lambda anchor: rule.init(anchor.params),
+      "exact": lambda end: rule.exact(_of_params(end)),
+      "depart": lambda end: rule.depart(_of_params(end)),
+      "like": lambda tree: tree._replace(params=rule.like(tree.params)),
+      "progress_in": lambda message: message._replace(
+        params=rule.progress_in(message.params)
+      ),
+      "move": functools.partial(self._moved, rule.move),
+      "settle": functools.partial(self._moved, rule.settle),
+    }
+    vars(self).update(own)
 
   def message(self, end: _round.Round, relative: bool) -> Whole:
     rest = end.progress if relative else end.local
     return Whole(self.rule.message(_of_params(end), relative), rest.rest)
-
-  def like(self, tree: Whole) -> Whole:
-    return tree._replace(params=self.rule.like(tree.params))
-
-  def progress_in(self, message: Whole) -> Whole:
-    return Whole(self.rule.progress_in(message.params), message.rest)
-
-  def exact(self, end: _round.Round) -> PyTree:
-    return self.rule.exact(_of_params(end))
-
-  def depart(self, end: _round.Round) -> PyTree:
-    return self.rule.depart(_of_params(end))
-
-  def move(
-    self, end: _round.Round, mean: Whole, exact: PyTree, relative: bool
-  ) -> _round.Round:
-    return self._moved(self.rule.move, end, mean, exact, relative)
-
-  def settle(
-    self, end: _round.Round, mean: Whole, exact: PyTree, relative: bool
-  ) -> _round.Round:
-    return self._moved(self.rule.settle, end, mean, exact, relative)
 
   def place(self, before: _round.Round, after: _round.Round) -> Whole:
     params = self.rule.place(_of_params(before), _of_params(after))
     return Whole(params, after.anchor.rest)
 
   def _moved(
-    self,
-    move: Any,
-    end: _round.Round,
-    mean: Whole,
-    exact: PyTree,
-    relative: bool,
+    self, move: Any, end: _round.Round, mean: Whole, exact: Any, relative: bool
   ) -> _round.Round:
     after = move(_of_params(end), mean.params, exact, relative)
     rest = mean.rest
@@ -213,18 +189,36 @@ def _is_literal(x: Any) -> bool:
   return isinstance(x, jax.extend.core.Literal)
 
 
-def own_keys(inner: PyTree, axis: collectives.Axis) -> PyTree:
-  """Folds the worker's number into the keys of an inner optimizer."""
-  laws = jax.tree.leaves(states.find_laws(inner))
-  if "random" not in laws:
-    return inner
+def own_keys(
+  state: PyTree, axis: collectives.Axis, shared: PyTree = None
+) -> PyTree:
+  """Folds the worker's number into the keys of an optimizer's state.
+
+  Methods with rounds in it have done so when they made their state.
+
+  Args:
+    state: the state.
+    axis: the workers' axis.
+    shared: a tree of bools, true for leaves that must stay equal on workers.
+  """
+  laws = states.find_laws(state)
+  if "random" not in jax.tree.leaves(laws):
+    return state
   try:
     several = collectives.size(axis) > 1
   except ValueError:  # No worker runs it: `Workers.replicate` folds its keys.
     several = False
   if not several:
-    return inner
-  return states.fold_keys(inner, collectives.index(axis))
+    return state
+  rounds, number = _anchor.declares("rounds"), collectives.index(axis)
+  if shared is None:
+    shared = jax.tree.map(lambda _: False, state)
+  return jax.tree.map(
+    lambda x, law, same: (
+      x if rounds(x) or law != "random" or same else states.fold_key(x, number)
+    ),
+    state, laws, shared, is_leaf=rounds,
+  )  # fmt: skip
 
 
 def refuse_iterates(inner: PyTree, name: str) -> None:
