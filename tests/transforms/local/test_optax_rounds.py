@@ -137,7 +137,7 @@ def visit(state, params, change):
 
 
 class Rounds:
-  """Ends rounds in plain JAX, at once or a round late with all progress kept."""
+  """Ends rounds in plain JAX, at once, or late with all progress kept."""
 
   def __init__(self, params, state, late):
     self.late, self.sent = late, None
