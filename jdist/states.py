@@ -92,8 +92,7 @@ def declare(
     A decorator of the class.
 
   Raises:
-    ValueError: when `shared` or `laws` names an unknown field, or a law is
-      unknown.
+    ValueError: when an argument names an unknown field, or a law is unknown.
 
   >>> from typing import NamedTuple
   >>> @declare(shared=("step",))
@@ -111,16 +110,22 @@ def declare(
     "update_pending": update_pending,
     "streams": streams,
   }
-  if laws is not None:
-    _check_laws(laws.values())
-    # Laws alone say nothing about workers that are equal, or about rounds.
-    alone = {"laws": laws, "evaluates": evaluates}
+  named = {} if laws is None else laws
+  _check_laws(named.values())
+  if laws is not None or evaluates is not None:
+    # They alone say nothing about workers that are equal, or about rounds.
+    alone = {"field_laws": named, "evaluates": evaluates}
     flags = alone | (flags if any(flags.values()) else {})
+  given: dict[str, Iterable[str]] = {
+    "shared": shared,
+    "laws": named,
+    "evaluates": () if evaluates is None else (evaluates,),
+  }
 
   def decorate(state: _T) -> _T:
     # A typing error would silently store a leaf once per worker.
-    for what, named in (("shared", shared), ("laws", laws or ())):
-      unknown = {*named} - {*getattr(state, "_fields", ())}
+    for what, fields in given.items():
+      unknown = {*fields} - {*getattr(state, "_fields", ())}
       if unknown:
         raise ValueError(
           f"`{what}` must name fields of {state.__name__}, got "
@@ -257,7 +262,7 @@ def untold(tree: PyTree) -> list[int]:
 
 def field_laws(kind: type) -> Mapping[str, Law] | None:
   """Returns the laws that a state's class declares; None if it is unknown."""
-  declared: Mapping[str, Law] | None = vars(kind).get("laws")
+  declared: Mapping[str, Law] | None = vars(kind).get("field_laws")
   if isinstance(declared, Mapping):
     return declared
   if kind.__module__.partition(".")[0] == "optax":

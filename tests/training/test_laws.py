@@ -164,6 +164,14 @@ def test_dropout_of_nnx_differs_by_worker():
   assert len(np.unique(found, axis=0)) == 4
 
 
+def test_replicated_state_of_a_run_keeps_one_key():
+  """A step folds the worker's number into it; workers must agree on it."""
+  workers = jdist.workers(2, substrate="vmap")
+  state = training.init_state(workers, optax.sgd(0.1), jnp.zeros(2))
+  key = workers.replicate(workers.view(state)).key
+  np.testing.assert_array_equal(key, state.key)
+
+
 def test_resized_keys_stand_apart_and_statistics_keep_their_mean():
   old, new = (jdist.workers(n, substrate="vmap") for n in (2, 3))
   optimizer = jdist.local_sgd(
