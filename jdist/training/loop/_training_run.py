@@ -386,11 +386,12 @@ class TrainingRun:
     )
     self._rounds = rounds
     # By number: in the order of names "ahead_10" would precede "ahead_2".
-    ahead = sum(n.startswith("ahead_") for n in self._step.names)
-    places = [columns[f"ahead_{i}"][0] for i in range(ahead)]
-    self._ahead.append(
-      np.reshape(places, self._place_shape) if places else None
-    )
+    place = None
+    if "ahead_0" in columns:
+      numbers = range(math.prod(self._place_shape))
+      place = np.array([columns[f"ahead_{i}"][0] for i in numbers])
+      place = place.reshape(self._place_shape)
+    self._ahead.append(place)
     if "skipped" in columns:
       self._skipped = int(columns["skipped"][0])
     self._losses.append(float(columns["loss"].mean()))

@@ -480,3 +480,17 @@ def test_step_without_loss_or_rounds_raises():
   )
   with pytest.raises(ValueError, match="metrics `loss` and `rounds`"):
     trainer.fit(_tiny.init(team, "momentum"), _tiny.batches(team), 1)
+
+
+def test_metric_of_the_loss_may_have_a_similar_name():
+  def loss_fn(*given):
+    loss, (model_state, _) = _tiny.loss_fn(*given)
+    return loss, (model_state, {"ahead_of_time": loss})
+
+  team = _tiny.team("vmap")
+  optimizer = _tiny.optimizers(team.axis)["local_sgd"]
+  step = training.make_step(loss_fn, optimizer, axis=team.axis)
+  state, _ = training.Trainer(team, step).fit(
+    _tiny.init(team, "local_sgd"), _tiny.batches(team), 4
+  )
+  _tiny.assert_same_bits(state, _tiny.trained(team, "local_sgd", 4))
