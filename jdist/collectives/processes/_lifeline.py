@@ -83,19 +83,8 @@ class Lifeline:
   ) -> tuple[str, str | None]:
     """Connects to all other processes, and compares facts with them.
 
-    Args:
-      timeout_s: the time after which an error names the missing processes.
-      facts: what must be the same in all processes, as JSON can hold it.
-
-    Returns:
-      The addresses for JAX: that of its service, and in process 0 the one at
-      which its service listens.
-
-    Raises:
-      OSError: when the port of process 0 is taken for the moment.
-      TimeoutError: when not all processes have joined.
-      ValueError: when two processes have the same number, for instance, or
-        other facts.
+    It returns the addresses for JAX: that of its service, and in process 0 the
+    one at which its service listens.  Errors are those of `start_processes`.
     """
     if self._id == 0:
       self._listener = channel.Listener(self._listen(), self._key, self._admit)
@@ -110,17 +99,7 @@ class Lifeline:
   def agree(
     self, subject: str, facts: Mapping[str, Any], timeout_s: float
   ) -> None:
-    """Waits until all processes call this, with equal facts.
-
-    Args:
-      subject: what the processes wait for, in words.
-      facts: values by name, as JSON can hold them.
-      timeout_s: the time after which an error names the missing processes.
-
-    Raises:
-      TimeoutError: when not all processes have called it.
-      ValueError: when facts differ, naming the processes and the facts.
-    """
+    """Waits until all processes call this, as `collectives.agree` explains."""
     number, self._agreements = self._agreements, self._agreements + 1
     if self._id:
       assert self._hub is not None
