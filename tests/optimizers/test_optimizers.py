@@ -1,0 +1,33 @@
+"""The page of optimizers says what is right, and what is refused."""
+
+import pytest
+
+from tests.optimizers import _cells, _page, _table
+
+SHOWN = _page.read()
+CELLS = [
+  (name, method, overlap)
+  for name in _table.OPTIMIZERS
+  for method, overlap in _table.CELLS
+]
+# Each optimizer is tried in one cell by default, in all of them in turn.
+DEFAULT = {
+  (name, *_table.CELLS[number % len(_table.CELLS)])
+  for number, name in enumerate(_table.OPTIMIZERS)
+}
+
+
+def test_page_shows_every_cell():
+  assert set(SHOWN) == set(CELLS)
+  assert sum(outcome == "right" for outcome in SHOWN.values()) > 900
+
+
+@pytest.mark.parametrize(
+  ("name", "method", "overlap"),
+  [
+    pytest.param(*x, marks=() if x in DEFAULT else pytest.mark.slow)
+    for x in CELLS
+  ],
+)
+def test_outcome_is_that_of_the_page(name, method, overlap):
+  assert _cells.outcome(name, method, overlap) == SHOWN[name, method, overlap]
