@@ -188,13 +188,15 @@ def by_server(optimizer):
 class PlainInner:
   """The plain optimizer on every worker, whose state shows its positions."""
 
-  def __init__(self, build):
+  def __init__(self, build, own_noise):
     optimizer = optax.with_extra_args_support(build())
     try:
       state = optimizer.init(_table.params())
     except AttributeError as error:
       raise PlainError(str(error)) from error
     self.state = jax.tree.map(lambda x: jnp.stack([x] * WORKERS), state)
+    if own_noise:
+      self.state = jax.tree.map(_by_worker, self.state)
     self.kinds = jax.tree.leaves(_kinds(state, "moment"))
 
     def update(grads, state, params, loss):
@@ -267,6 +269,12 @@ def _kinds(x, kind):
   return jax.tree.unflatten(form, [_kinds(child, kind) for child in children])
 
 
+def _by_worker(x):
+  if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    return x
+  return jax.vmap(jax.random.fold_in)(x, jnp.arange(WORKERS))
+
+
 def gradients(w, step):
   """Gradients and losses of all workers."""
   away = w - TARGETS[step].astype(np.float64)
@@ -276,7 +284,10 @@ def gradients(w, step):
 
 def expected(build, method, overlap):
   """Parameters [steps, workers, 8] by the equations."""
-  inner = PlainInner(build)
+  # Workers that take local steps draw noise of their own.
+  inner = PlainInner(
+    build, own_noise=method in ("local_sgd", "diloco", "msdpu")
+  )
   w = np.stack([np.asarray(FIRST, np.float64)] * WORKERS)
   if method in ("topk_sgd", "server"):
     return _synchronous(inner, w, method, overlap)

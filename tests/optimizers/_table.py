@@ -92,9 +92,6 @@ OPTIMIZERS = {
   "inject_hyperparams": lambda: optax.inject_hyperparams(optax.sgd)(
     RATE, momentum=0.9
   ),
-  "inject_stateful_hyperparams": lambda: optax.inject_stateful_hyperparams(
-    optax.sgd
-  )(RATE, momentum=0.9),
   "keep_params_nonnegative": lambda: optax.chain(
     optax.sgd(RATE), optax.keep_params_nonnegative()
   ),
