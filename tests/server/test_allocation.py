@@ -63,3 +63,9 @@ def test_new_worker_takes_a_mean_batch_until_its_speed_is_known():
       state, 0.0, server.Push(worker, reply.task, reply.samples, 1.0)
     )
   assert [member.samples for member in state.members.values()] == [20, 20, 20]
+
+
+def test_default_gives_every_worker_one_sample_at_least():
+  batches = server.SpeedBatches(total=4)
+  assert batches.sizes([1000.0, 1.0]) == (3, 1)
+  assert server.SpeedBatches(total=4, minimum=2).sizes([1000.0, 1.0]) == (2, 2)

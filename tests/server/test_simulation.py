@@ -352,3 +352,12 @@ def test_missing_simpy_names_the_extra_to_install(monkeypatch):
   monkeypatch.setitem(sys.modules, "simpy", None)
   with pytest.raises(ImportError, match=r"\.\[sim\]"):
     simulation()
+
+
+def test_iteration_spread_is_of_the_last_tasks():
+  machines = cluster.workers([1.0, 0.25])
+  run = server.Simulation(machines, server.ASP(batches=FIVE), PROFILE)
+  run.run(updates=20)
+  found = [run.nodes[name].iteration_s for name in machines.names]
+  # Five samples of 0.1 s each, on machines of speeds 1 and 1/4.
+  assert found == pytest.approx([0.5, 2.0])

@@ -1,0 +1,79 @@
+"""Wrong command lines of every command: one message each, and no traceback.
+
+Each option of a command meets every wrong value; another option is wrong for
+certain where the command would otherwise train.
+"""
+
+import contextlib
+import dataclasses
+import io
+
+import pytest
+
+from jdist import cli
+from jdist.cli import _options
+
+_TRAINING = (
+  "--dataset", "synthetic", "--model", "mlp", "--steps", "1", "--workers", "2",
+  "--batch-size", "16", "--momentum", "2",
+)  # fmt: skip
+_COMMANDS = {
+  "train": _TRAINING,
+  "compare": (*_TRAINING, "--seeds", "0"),
+  "overlap": ("--launch-us", "-1"),
+  "bytes": ("--warmup-steps", "-1"),
+  "simulate": ("empty",),
+  "launch": ("-n", "0"),
+  "pipeline simulate": ("1f1b",),
+  "pipeline plan": ("1f1b",),
+  "pipeline draw": ("1f1b",),
+  "pipeline check": ("1f1b",),
+}
+_VALUES = (
+  "-1", "nan", "x", "binary",
+)  # fmt: skip
+# The words that refuse the command, and what reaches the network or leaves
+# files about.
+_LEFT_OUT = {
+  "momentum", "launch_us", "warmup_steps", "num_processes",
+  "coordinator_address", "preset", "address", "driver", "record",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _COMMANDS)
+def test_wrong_value_ends_with_one_message(name, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x81" * 50)
+  (tmp_path / "empty").touch()
+  (tmp_path / "folder").mkdir()
+  command = name.split()
+  fields = dataclasses.fields(cli._COMMANDS[command[0]][0])
+  for field in fields:
+    if field.name in _LEFT_OUT:
+      continue
+    # A training's options take long to parse.
+    for value in _VALUES[::2] if name in ("train", "compare") else _VALUES:
+      words = [*command, *_COMMANDS[name], _options.word(field.name), value]
+      error = io.StringIO()
+      with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(error),
+      ):
+        status = cli.main(words)
+      told = error.getvalue()
+      messages = [x for x in told.splitlines() if x.startswith("jdist: ")]
+      assert status in (0, 2) and len(messages) == bool(status), (words, told)
+      assert "Traceback" not in told, words
+
+
+def test_table_of_too_many_stages_is_refused(refusal):
+  told = refusal("pipeline simulate --stages 100000")
+  assert "`num_stages` times `num_microbatches`" in told
+
+
+@pytest.mark.parametrize("option", ["--cluster", "--costs"])
+def test_binary_file_is_named(option, tmp_path, refusal):
+  path = tmp_path / "binary"
+  path.write_bytes(b"\xff\xfe\x00\x81")
+  told = refusal(f"pipeline simulate {option} {path}")
+  assert f"must be a text file in UTF-8, got {path}" in told

@@ -1,0 +1,55 @@
+"""Mutants of a small file: what is changed, and by which tests it is tried."""
+
+import importlib.util
+import pathlib
+import sys
+
+_PATH = pathlib.Path(__file__).parents[2] / "scripts" / "mutate.py"
+_SPEC = importlib.util.spec_from_file_location("mutate", _PATH)
+mutate = importlib.util.module_from_spec(_SPEC)
+sys.modules["mutate"] = mutate
+_SPEC.loader.exec_module(mutate)
+
+_TEXT = '''\
+def mean(values, *, scale=2):
+  """Returns 1 + 1, which is no code."""
+  if not values:
+    raise ValueError("1 + 1")
+  total = 0.0
+  for x in values:
+    total += x * scale
+  return round(total, ndigits=3) / len(values)
+'''
+
+
+def _changes():
+  return {x.name: x for x in mutate.mutants("mean.py", _TEXT)}
+
+
+def test_every_kind_of_change_is_made():
+  changed = {
+    mutant.apply(_TEXT).splitlines()[mutant.line - 1].strip()
+    for mutant in _changes().values()
+  }
+  assert {
+    "def mean(values, *, scale=3):",
+    "if (values):",
+    "total = 1.0",
+    "pass",
+    "total += (x / scale)",
+    "return (round(total, ndigits=3) * len(values))",
+    "return round(total) / len(values)",
+  } <= changed
+  # Neither errors nor docstrings.
+  assert not any("1 + 1" in x.old for x in _changes().values())
+
+
+def test_default_is_tried_by_the_tests_of_its_function():
+  (mutant,) = (x for x in _changes().values() if x.new == "3")
+  seen = {
+    "slow": {"seconds": 9.0, "lines": {"mean.py": [7]}},
+    "fast": {"seconds": 1.0, "lines": {"mean.py": [7, 8]}},
+    "other": {"seconds": 0.1, "lines": {"mean.py": [1]}},
+  }
+  assert mutate.tests_of(mutant, seen, 100.0) == ["fast", "slow"]
+  assert mutate.tests_of(mutant, seen, 2.0) == ["fast"]
