@@ -80,6 +80,7 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     ("measured_report.py",),
     ("equal_accuracy.py", "hosts", "report"),
+    ("full_use.py", "hosts", "report"),
     ("planner.py", "report"),
     ("late_sends.py", "report"),
   ),
