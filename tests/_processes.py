@@ -183,6 +183,8 @@ def environment() -> dict[str, str]:
   flags = os.environ.get("XLA_FLAGS", "").split()
   return kept | {
     "JAX_PLATFORMS": "cpu",
+    # Otherwise one would be kept in the home directory.
+    "JDIST_SECRET": "of all tests",
     "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     "XLA_FLAGS": " ".join(x for x in flags if x.startswith(_FLAGS)),
   }

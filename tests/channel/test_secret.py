@@ -1,0 +1,73 @@
+"""The secret that a user's runs share where none is given."""
+
+import concurrent.futures
+
+import pytest
+
+from jdist import channel
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+  for name in (channel.SECRET, channel.RUN_ID):
+    monkeypatch.delenv(name, raising=False)
+  monkeypatch.setenv("HOME", str(tmp_path))
+  channel.identity.cache_clear()
+  yield tmp_path
+  channel.identity.cache_clear()
+
+
+def test_secret_is_drawn_once_and_readable_by_its_owner_alone(home):
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    calls = [pool.submit(channel.identity.__wrapped__) for _ in range(8)]
+  (found,) = {call.result().secret for call in calls}
+  path = home / ".config" / "jdist" / "secret"
+  assert path.read_bytes() == found and len(found) == 64
+  assert path.stat().st_mode & 0o777 == 0o600
+  assert path.parent.stat().st_mode & 0o777 == 0o700
+  assert [x.name for x in path.parent.iterdir()] == ["secret"]
+
+
+def test_given_secret_and_run_id_are_used(home, monkeypatch):
+  monkeypatch.setenv(channel.SECRET, "given")
+  monkeypatch.setenv(channel.RUN_ID, "7")
+  assert channel.identity() == channel.Identity("7", b"given")
+  assert not list(home.iterdir())
+
+
+def test_home_that_cannot_keep_a_secret_names_the_remedy(home):
+  (home / ".config").write_text("a file")
+  with pytest.raises(OSError, match="Set `JDIST_SECRET` to the same long"):
+    channel.identity()
+
+
+def test_keys_differ_by_run_secret_and_purpose():
+  one = channel.Identity("a", b"b").key("c")
+  others = [
+    channel.Identity("x", b"b").key("c"),
+    channel.Identity("a", b"x").key("c"),
+    channel.Identity("a", b"b").key("x"),
+  ]
+  assert len({one, *others}) == 4
+  assert channel.Identity("a", b"b").key("c") == one
+
+
+def test_directory_of_ones_own_is_closed_to_others(tmp_path):
+  folder = tmp_path / "open"
+  folder.mkdir(mode=0o755)
+  assert channel.private_directory(folder) == folder
+  assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+  ("here", "there", "different"),
+  [
+    ({"a": 1}, {"a": 1}, {}),
+    ({"a": (1, 2)}, {"a": [1, 2]}, {}),
+    ({"a": float("nan")}, {"a": float("nan")}, {}),
+    ({"a": 1}, {"a": 2}, {"a": ("1", "2")}),
+    ({"a": None}, {}, {"a": ("null", "missing")}),
+  ],
+)
+def test_differences_are_those_of_json(here, there, different):
+  assert channel.differences(here, there) == different
