@@ -12,6 +12,7 @@ from jdist.server.run import _run_marks
 pytest.importorskip("simpy")
 
 DIGITS = data.load("digits")
+SGD = optax.sgd(0.1)
 PARAMS = {"w": jnp.zeros((64, 10))}
 
 
@@ -40,23 +41,28 @@ def first_state():
   }
 
 
-def test_masks_of_infinities_are_no_divergence():
+def learn(optimizer=SGD, updates=4, watch=lambda learner: None):
   machines = cluster.workers([1.0, 1.0])
   learner = server.GradientLearner(
     loss_fn,
-    optax.sgd(0.1),
+    optimizer,
     PARAMS,
     data.SampleStream(DIGITS, 2, seed=0),
     workers=machines.names,
     model_state=first_state(),
   )
-  run = server.Simulation(
+  watch(learner)
+  server.Simulation(
     machines,
     server.BSP(batches=server.FixedBatches(8)),
     cluster.Profile(seconds_per_sample=0.01),
     learner=learner,
-  )
-  run.run(updates=4)
+  ).run(updates=updates)
+  return learner
+
+
+def test_masks_of_infinities_are_no_divergence():
+  learner = learn()
   assert _run_marks.is_finite(learner)
   np.testing.assert_array_equal(
     learner.model.model_state["mask"], first_state()["mask"]
@@ -64,32 +70,27 @@ def test_masks_of_infinities_are_no_divergence():
   assert abs(np.asarray(learner.model.params["w"])).max() > 0
 
 
+def test_server_steps_by_optimizers_that_take_few_arguments():
+  """SAM's update takes extra arguments, but neither a loss nor a value."""
+  sam = optax.contrib.sam(SGD, optax.sgd(0.01))
+  with jax.numpy_dtype_promotion("standard"):
+    assert abs(np.asarray(learn(sam).model.params["w"])).max() > 0
+
+
 def test_workers_draw_by_keys_of_their_own():
-  machines = cluster.workers([1.0, 1.0])
-  learner = server.GradientLearner(
-    loss_fn,
-    optax.sgd(0.1),
-    PARAMS,
-    data.SampleStream(DIGITS, 2, seed=0),
-    workers=machines.names,
-    model_state=first_state(),
-  )
   drawn = []
-  for one in learner.workers.values():
-    compute = one.compute
 
-    def noted(header, compute=compute):
-      header, payload = compute(header)
-      drawn.append(float(payload[1]["drawn"]))
-      return header, payload
+  def watch(learner):
+    for one in learner.workers.values():
 
-    one.compute = noted
-  server.Simulation(
-    machines,
-    server.BSP(batches=server.FixedBatches(8)),
-    cluster.Profile(seconds_per_sample=0.01),
-    learner=learner,
-  ).run(updates=1)
+      def noted(header, compute=one.compute):
+        header, payload = compute(header)
+        drawn.append(float(payload[1]["drawn"]))
+        return header, payload
+
+      one.compute = noted
+
+  learn(updates=1, watch=watch)
   assert len(set(drawn)) == 2
 
 

@@ -328,7 +328,7 @@ def _programs(
   decoded: bool,
 ) -> tuple[Callable[..., Any], ...]:
   """Builds a learner's programs, once for equal arguments."""
-  chain = optax.with_extra_args_support(optimizer)
+  chain = transforms.lenient(optimizer)
   compute = training.make_gradient(loss_fn)
 
   def step(

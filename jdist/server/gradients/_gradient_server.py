@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, signatures, states
+from jdist import checks, signatures, states, transforms
 from jdist.server import _messages
 from jdist.server.gradients import _gradient_messages, _learner, _merge
 from jdist.server.gradients._merge import Pushed
@@ -384,7 +384,7 @@ def _update_program(
   optimizer: optax.GradientTransformation, compensation: float
 ) -> Any:
   """Compiles an update by all of its pushes."""
-  optimizer = optax.with_extra_args_support(optimizer)
+  optimizer = transforms.lenient(optimizer)
 
   @jax.jit
   def update(
