@@ -356,7 +356,8 @@ class LocalSteps:
   def drained(self):
     a = np.zeros(self.w.shape[1])
     for part in self.parts:
-      a[part.columns] = part.drain(self.w, self.step)
+      # At the rate of the last step that was taken.
+      a[part.columns] = part.drain(self.w, self.step - 1)
     return a
 
 
