@@ -1,0 +1,84 @@
+"""Defaults: what runs when an argument or an option is left out.
+
+They are values of papers or choices that pages state, so that a change is
+deliberate: here, in the docstring and in the CHANGELOG.
+"""
+
+import dataclasses
+import inspect
+
+import pytest
+
+from jdist import codecs, methods, reducers, server, transforms
+from jdist.cli import _commands
+from jdist.transforms import intervals
+
+_DEFAULTS = {
+  methods.demo: {"decay": 0.999, "chunk": 64, "k": 32},
+  methods.dgc: {"ratio": 0.001, "momentum": 0.9},
+  methods.diloco: {"outer_learning_rate": 0.7, "outer_momentum": 0.9},
+  methods.easgd: {"moving_rate": 0.9},
+  methods.fed_prox: {"strength": 0.01},
+  methods.msdpu: {"correction": 0.1, "warmup_steps": 0},
+  methods.muloco: {
+    "outer_learning_rate": 0.7, "outer_momentum": 0.9, "bits": 2,
+    "momentum": 0.95, "weight_decay": 0.0,
+  },
+  methods.od_sgd: {"warmup_steps": 0},
+  methods.one_bit_adam: {
+    "b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0,
+  },
+  methods.overlap_local_sgd: {"pull": 0.6, "momentum": 0.0},
+  methods.powersgd: {"rank": 2},
+  methods.qsgd: {"bits": 4, "block": 512},
+  methods.scaffold: {"global_learning_rate": 1.0},
+  methods.signsgd: {"momentum": 0.0},
+  methods.slow_mo: {"slow_learning_rate": 1.0, "slow_momentum": 0.5},
+  methods.sparse_loco: {
+    "density": 1 / 64, "outer_learning_rate": 1.0, "decay": 0.95, "bits": 2,
+    "chunk": 4096,
+  },
+  methods.streaming_diloco: {
+    "outer_learning_rate": 0.7, "outer_momentum": 0.9, "delay_steps": 1,
+    "mix": 0.5,
+  },
+  methods.terngrad: {"deviations": 2.5},
+  methods.topk_sgd: {"ratio": 0.01},
+  transforms.Delayed: {"steps": None, "carry": 1.0, "after_step": 0},
+  transforms.Stream: {"max_bytes": 4 * 2**20},
+  transforms.update_first: {
+    "max_bytes": 4 * 2**20, "in_flight": 1, "pending": 1.0,
+  },
+  intervals.adacomm: {"max_interval": 16},
+  intervals.msdpu: {"max_interval": 16, "decay": 0.9},
+  reducers.ErrorFeedback: {"decay": 1.0},
+  reducers.MomentumCorrection: {"momentum": 0.9},
+  reducers.Smoothing: {"momentum": 0.9},
+  reducers.warm_up: {"final_ratio": 0.001},
+  codecs.Quantize: {"bits": 8, "block": 256},
+  codecs.SampledTopK: {"sample": 0.01},
+  server.BSP: {"backups": 0, "restart_s": None, "timeout_s": None},
+  server.SSP: {"bound": 3},
+  server.SpeedBatches: {"smoothing": 0.5, "minimum": 1},
+  server.DecoupledDiLoCo: {
+    "interval": 8, "fragments": 1, "quorum": 0.5, "grace": 0.5, "ahead": 1,
+  },
+  _commands.Train: {
+    "method": "msdpu", "learning_rate": 0.1, "seed": 0, "workers": 8,
+    "epochs": 30.0, "momentum": 0.9, "weight_decay": 0.0, "warmup_epochs": 1.0,
+    "interval": 8, "accumulate": 1, "evaluate_every_epochs": 2.0,
+    "checkpoint_every_epochs": 2.0,
+  },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("door", _DEFAULTS, ids=lambda x: x.__name__)
+def test_default_is_the_stated_one(door):
+  found = {
+    name: argument.default
+    for name, argument in inspect.signature(door).parameters.items()
+  }
+  if dataclasses.is_dataclass(door):
+    found |= {x.name: x.default for x in dataclasses.fields(door)}
+  stated = _DEFAULTS[door]
+  assert {name: found[name] for name in stated} == stated
