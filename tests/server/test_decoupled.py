@@ -378,3 +378,12 @@ def test_staleness_counts_merges_of_the_fragment():
   (reply,) = rule.receive(state, 2.0, server.Pull("b"))
   (update,) = rule.receive(state, 3.0, push("b", reply.task, 8))
   assert (update.weights, update.staleness) == ((1.0,), (0,))
+
+
+def test_window_follows_a_mean_of_measured_times():
+  rule = protocol(quorum=0.5, grace=1.0)
+  state = begin(rule)
+  rule.receive(state, 4.0, push("a", 0, seconds=4.0))
+  (timer,) = rule.receive(state, 8.0, push("c", 4, seconds=8.0))
+  # Of four learners a new time counts a quarter: 0.75 * 4 s + 0.25 * 8 s.
+  assert timer.after_s == pytest.approx(5.0)

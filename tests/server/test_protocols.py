@@ -351,3 +351,35 @@ def test_stale_gradient_stays_damped_in_a_mean():
   assert update.staleness == (0, 2)
   # Shares of samples have the sum 1, and damping is no part of that.
   assert update.weights == (0.25, 0.75 / 2)
+
+
+def test_blocked_worker_is_released_once_the_slowest_catches_up():
+  protocol = server.SSP(bound=1)
+  state = protocol.init("ab")
+  for worker in "ab":
+    protocol.receive(state, 0.0, server.Pull(worker))
+  for task in (0, 2):  # Two ahead of the other after these.
+    protocol.receive(state, 1.0, server.Push("a", task, 32, 1.0))
+    replies = protocol.receive(state, 1.0, server.Pull("a"))
+  assert replies == []
+  _, reply = protocol.receive(state, 2.0, server.Push("b", 1, 32, 1.0))
+  assert (reply.worker, reply.version) == ("a", 3)
+
+
+def test_n_updates_take_a_gradient_of_each_worker():
+  protocol = server.NSoftsync(n=2)
+  state = protocol.init("abcd")
+  for worker in "abcd":
+    protocol.receive(state, 0.0, server.Pull(worker))
+  updates = [
+    protocol.receive(state, 1.0, server.Push(worker, task, 32, 1.0))
+    for task, worker in enumerate("abcd")
+  ]
+  assert [len(x) for x in updates] == [0, 1, 0, 1]
+
+
+def test_shares_follow_samples_and_parts():
+  root = server.Weighting("square_root")
+  assert root.share(samples=48, mean_samples=12) == 2.0
+  parts = server.Weighting(parts={"a": 0.75, "b": 0.25})
+  assert [parts.share(8, 8, worker) for worker in "ab"] == [1.5, 0.5]
