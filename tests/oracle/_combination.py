@@ -377,6 +377,8 @@ def _allowed(one):
       late["after"] = 0
     if late.get("steps") == 0:
       late["after"] = 0
+    if one.fragments > 1:  # These have no warm-up.
+      late["after"] = 0
     late.setdefault("after", 0)
     one = but(late=late)
     if late.get("steps") == 0:
