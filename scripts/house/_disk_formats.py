@@ -13,6 +13,7 @@ _OWNERS = {
   "storage/array_files.py": "arrays",
   "storage/sealed_json.py": "json",
   "storage/json_lines.py": "json",
+  "storage/lease.py": "json",
 }
 _MODULES = {
   "pickle": "pickle",

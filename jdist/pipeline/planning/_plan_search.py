@@ -407,11 +407,14 @@ class _Search:
       chain = _bottleneck.Chain(
         costs, self.machines, footprint, choice.num_microbatches
       )
+      assert choice.plan is not None and choice.made is not None
       best = refine(
-        choice, self.machines.names, len(costs),
+        ((choice.nodes, choice.plan.cuts), choice.samples_per_s),
+        self.machines.names, len(costs), CHUNKS.get(choice.table, 1),
+        sum(map(len, choice.made.devices)),
         functools.partial(self._evaluated, choice, chain),
       )  # fmt: skip
-      if best is not choice:
+      if best is not None:
         yield best
 
   def _evaluated(
@@ -420,7 +423,7 @@ class _Search:
     chain: _bottleneck.Chain,
     layout: Layout,
     rate: float,
-  ) -> Candidate | None:
+  ) -> tuple[Candidate, float] | None:
     """Simulates a choice with other cuts and machines, if it may be faster."""
     order, cuts = layout
     if self.wanted and len(order) not in self.wanted:
@@ -434,9 +437,10 @@ class _Search:
     made = make_table_of(choice, found, self.machines)
     if not self._fits(found, check_table(made)):
       return None
-    return self._simulated(
+    done = self._simulated(
       dataclasses.replace(choice, plan=found, made=made, samples_per_s=most)
     )
+    return done, done.samples_per_s
 
   def run(self) -> tuple[Candidate, list[Candidate]]:
     """Simulates those that may be the best, the most promising first."""

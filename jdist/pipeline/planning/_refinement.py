@@ -3,10 +3,10 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
-from jdist.pipeline.planning._candidate import Candidate, CHUNKS
-
+# What is searched: a choice of the plan, with its simulated rate.
+_Found = TypeVar("_Found")
 # The machine of each device in order, and the cuts.
 Layout: TypeAlias = tuple[tuple[str, ...], tuple[int, ...]]
 # A problem with at most as many layouts is searched without gaps.
@@ -16,11 +16,13 @@ _MOST_ACTIONS = 60_000
 
 
 def refine(
-  start: Candidate,
+  start: tuple[Layout, float],
   names: Sequence[str],
   num_layers: int,
-  evaluate: Callable[[Layout, float], Candidate | None],
-) -> Candidate:
+  chunks: int,
+  num_actions: int,
+  evaluate: Callable[[Layout, float], tuple[_Found, float] | None],
+) -> _Found | None:
   """Returns the fastest layout of a candidate's table that the search finds.
 
   The least bottleneck decides the time of a full pipeline, but not of one that
@@ -30,39 +32,39 @@ def refine(
   faster.
 
   Args:
-    start: The candidate, with a plan and simulated times.
+    start: The layout from which a local search starts, and its rate.
     names: The names of all machines.
     num_layers: The number of layers.
-    evaluate: Simulates a layout; None if it does not fit into memory, or cannot
-      be faster than the given rate.
+    chunks: The number of stages on each device.
+    num_actions: The size of the table, which bounds a local search.
+    evaluate: Simulates a layout and returns what is searched, with its rate;
+      None if it does not fit into memory, or cannot exceed the given rate.
+
+  Returns:
+    The fastest that is faster than the start; None if there is none.
   """
-  best = start
-  chunks = CHUNKS.get(start.table, 1)
+  (here, rate), best = start, None
   if _num_layouts(len(names), num_layers, chunks) <= _MOST_LAYOUTS:
     for layout in _all_layouts(names, num_layers, chunks):
-      found = evaluate(layout, best.samples_per_s)
-      if found is not None and found.samples_per_s > best.samples_per_s:
-        best = found
+      found = evaluate(layout, rate)
+      if found is not None and found[1] > rate:
+        best, rate = found
     return best
-  assert start.made is not None and start.plan is not None
-  size = sum(map(len, start.made.devices))
-  left = _MOST_ACTIONS // size
+  left = _MOST_ACTIONS // num_actions
   seen: set[Layout] = set()
   improved = True
   while improved:
     improved = False
-    assert best.plan is not None
-    here = best.nodes, best.plan.cuts
     for layout in _neighbours(here, names, num_layers, chunks):
       if layout in seen:
         continue
       if not left:
         return best
       seen.add(layout)
-      found = evaluate(layout, best.samples_per_s)
+      found = evaluate(layout, rate)
       left -= 1
-      if found is not None and found.samples_per_s > best.samples_per_s:
-        best, improved = found, True
+      if found is not None and found[1] > rate:
+        (best, rate), here, improved = found, layout, True
         break
   return best
 
