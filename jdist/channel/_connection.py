@@ -42,7 +42,7 @@ _PROBES = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 Address = tuple[str, int]
 
 
-class Message(NamedTuple):
+class Frame(NamedTuple):
   """A received frame: a value of JSON, and bytes that belong to it."""
 
   note: Any
@@ -75,7 +75,7 @@ class Connection:
       for part in (head + words, *parts):
         self.socket.sendall(part)
 
-  def receive(self, deadline: float | None = None) -> Message | None:
+  def receive(self, deadline: float | None = None) -> Frame | None:
     """Waits for a message, until a time of `time.monotonic` or for ever.
 
     It returns None after the other end has closed, and raises a ValueError for
@@ -90,7 +90,7 @@ class Connection:
     text, body = (_read(self.socket, x, deadline) for x in (words, size))
     if len(text) < words or len(body) < size:
       raise ConnectionError("it has closed the connection within a message")
-    return Message(json.loads(bytes(text)), body)
+    return Frame(json.loads(bytes(text)), body)
 
   def close(self) -> None:
     """Closes the connection, and wakes a thread that receives."""

@@ -76,6 +76,6 @@ from jdist.transforms.local._iterates import (
 from jdist.transforms.local._local_steps import local_steps as local_steps
 from jdist.transforms.local._round import OuterStep as OuterStep
 from jdist.transforms.local._round import SyncRule as SyncRule
+from jdist.transforms.local._sender import Stream as Stream
 from jdist.transforms.local._slow_momentum import Buffers as Buffers
 from jdist.transforms.local._slow_momentum import SlowMomentum as SlowMomentum
-from jdist.transforms.local._stream import Stream as Stream

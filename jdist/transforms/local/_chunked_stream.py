@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives, reducers, states
-from jdist.transforms.local import _anchor, _sender, _stream
+from jdist.transforms.local import _anchor, _sender
 
 PyTree = Any
 SyncState: TypeAlias = _sender.SyncState
@@ -108,7 +108,7 @@ class ChunkedStream:
 
   def __init__(
     self,
-    stream: _stream.Stream,
+    stream: _sender.Stream,
     compression: reducers.Compression | None,
     axis: collectives.Axis,
     like: Callable[[PyTree], PyTree],

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from jdist import checks
-from jdist.transforms.local import _round, _stream
+from jdist.transforms.local import _round, _sender
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class Delayed:
   carry: jax.typing.ArrayLike | None = 1.0
   mix: jax.typing.ArrayLike | None = None
   after_step: int | None = 0
-  stream: _stream.Stream | None = None
+  stream: _sender.Stream | None = None
 
   def __post_init__(self) -> None:
     low = 1 if self.mix is None else 0
@@ -96,7 +96,7 @@ class Delayed:
       "a `transforms.Stream`, for instance `stream=Stream()`, or None to send "
       "at once"
     )
-    checks.check_type("stream", self.stream, _stream.Stream | None, wanted)
+    checks.check_type("stream", self.stream, _sender.Stream | None, wanted)
 
   def check_rule(self, rule: _round.SyncRule) -> None:
     """Raises a ValueError where a rule's mean cannot be late in this way."""
