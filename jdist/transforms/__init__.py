@@ -21,7 +21,6 @@ from jdist.transforms._frozen_adam import (
 )
 from jdist.transforms._lead_step import lead_step as lead_step
 from jdist.transforms._mean_loss import with_mean_loss as with_mean_loss
-from jdist.transforms._outer_optimizer import outer_sgd as outer_sgd
 from jdist.transforms._predicted import Predict as Predict
 from jdist.transforms._predicted import predict_rest as predict_rest
 from jdist.transforms._predicted import Splitter as Splitter
@@ -74,6 +73,7 @@ from jdist.transforms.local._iterates import (
   refuse_iterates as refuse_iterates,
 )
 from jdist.transforms.local._local_steps import local_steps as local_steps
+from jdist.transforms.local._local_steps import outer_sgd as outer_sgd
 from jdist.transforms.local._round import OuterStep as OuterStep
 from jdist.transforms.local._round import SyncRule as SyncRule
 from jdist.transforms.local._sender import Stream as Stream
