@@ -62,6 +62,8 @@ def checked(door: _Door) -> _Door:
         checks.check_arrays(name, given[name])
       elif name in given and not _fits(given[name], hint):
         wanted, value = _words(hint), checks.show(given[name])
+        if wanted == value:  # The container is right, and an entry is not.
+          value = f"entries such as {checks.show(next(iter(given[name])))}"
         raise ValueError(f"`{name}` must be {wanted}, got {value}.")
     return door(*args, **options)
 

@@ -22,8 +22,8 @@ class LayerLike(Protocol):
   Attributes:
     name: The name of the layer, unique in the model.
     params: Its part of the model's parameters: a nested dict with the model's
-      keys.  Equal keys in two layers mean tied parameters.  A layer that is a
-      stage alone may have any other tree.
+      keys.  The same array under equal keys of two layers is a tied parameter.
+      A layer that is a stage alone may have any other tree.
     state: Its part of the model's state, likewise.
     apply: `(params, state, x, *, train, mask=None) -> (y, state)`.  If it has a
       keyword `key`, it receives a random key of its own for each micro-batch,
@@ -287,22 +287,31 @@ def shapes_of(tree: PyTree) -> PyTree:
 def shared_paths(parts: Sequence[LayerLike]) -> dict[str, tuple[int, ...]]:
   """Returns the tied parameters by path, with the parts that have them.
 
-  Raises a ValueError if parameters under one path are not equal.
+  Raises a ValueError if two parts have one path, but not one array.
   """
+  _holders("state", parts, [part.state for part in parts])
+  found = _holders("params", parts, [part.params for part in parts])
+  return {path: tuple(x) for path, x in found.items() if len(x) > 1}
+
+
+def _holders(
+  field: str, parts: Sequence[LayerLike], trees: Sequence[PyTree]
+) -> dict[str, list[int]]:
   found: dict[str, list[int]] = {}
   leaves: dict[str, Any] = {}
-  for i, part in enumerate(parts):
-    named = isinstance(part.params, Mapping)
-    for path, leaf in by_path(part.params).items() if named else ():
+  for i, tree in enumerate(trees):
+    named = isinstance(tree, Mapping)
+    for path, leaf in by_path(tree).items() if named else ():
       found.setdefault(path, []).append(i)
-      if not _equal(leaves.setdefault(path, leaf), leaf):
+      # Equal values are no sign of a tie: two norms begin with equal ones.
+      if leaves.setdefault(path, leaf) is not leaf:
         one, other = (parts[j].name for j in (found[path][0], i))
         raise ValueError(
-          "`layers` must have equal arrays under equal keys, which ties them, "
-          f"got unlike ones under {path} in {one!r} and {other!r}. Give each "
-          "layer a key of its own."
+          "`layers` must have one array under equal keys, which ties them, got "
+          f"two under {path} in the {field} of {one!r} and {other!r}. Give "
+          "each layer a key of its own, and tied ones the same array object."
         )
-  return {path: tuple(x) for path, x in found.items() if len(x) > 1}
+  return found
 
 
 def by_path(tree: PyTree) -> dict[str, Any]:
@@ -311,12 +320,3 @@ def by_path(tree: PyTree) -> dict[str, Any]:
     jax.tree_util.keystr(path): leaf
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   }
-
-
-def _equal(one: Any, other: Any) -> bool:
-  if one is other:
-    return True
-  # Abstract models have no values to compare.
-  if isinstance(one, jax.ShapeDtypeStruct | jax.core.Tracer):
-    return bool(one.shape == other.shape and one.dtype == other.dtype)
-  return np.array_equal(np.asarray(one), np.asarray(other))

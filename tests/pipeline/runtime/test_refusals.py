@@ -196,8 +196,27 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
   ),
   (
     "layers",
-    lambda: pipeline.cut_layers(_layers_with({"w": 2.0}, {"w": 3.0}), 2),
-    "under ['w'] in 'layer0' and 'layer1'. Give each layer a key of its own",
+    lambda: pipeline.cut_layers([jnp.eye(9)], 1),
+    "a list, got entries such as float32[9, 9]",
+  ),
+  (
+    "layers",
+    # Norms begin with equal values, which do not tie them.
+    lambda: pipeline.cut_layers(
+      _layers_with({"w": jnp.ones(2)}, {"w": jnp.ones(2)}), 2
+    ),
+    "two under ['w'] in the params of 'layer0' and 'layer1'. Give each layer",
+  ),
+  (
+    "layers",
+    lambda: pipeline.cut_layers(
+      [
+        models.Layer(x, {x: 1.0}, {"m": jnp.zeros(2)}, lambda *_, **__: None)
+        for x in "ab"
+      ],
+      1,
+    ),
+    "two under ['m'] in the state of 'a' and 'b'",
   ),
   (
     "layers",  # They have not passed `cut_layers`.
@@ -205,7 +224,7 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
       stages=_layers_with({"w": jnp.zeros(2)}, {"w": jnp.ones(2)}),
       table=_TWO_STAGES,
     ),
-    "equal arrays under equal keys",
+    "one array under equal keys",
   ),
   ("clip_norm", lambda: _one_program(clip_norm=0.0), "in (0, inf]"),
   ("clip_norm", lambda: _process(clip_norm=0), "in (0, inf]"),
