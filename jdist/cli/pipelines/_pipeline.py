@@ -146,7 +146,7 @@ def _grid(found: list[tuple[pipeline.Table, pipeline.PipelineTimes]]) -> Any:
     ),
   }
   return _output.table(
-    "Tables on a virtual clock",
+    "Tables on a virtual clock, a process for each device",
     "An iteration of M micro-batches: from one update to the next while the "
     "pipeline is full. Busy: mean and least over devices, of that time. "
     "Memory: the most of any device. Link: the busiest.",

@@ -187,7 +187,7 @@ def _candidates(found: Sequence[pipeline.Candidate]) -> Any:
     "memory MB": lambda x: f"{max(x.times.memory_bytes) / 1e6:.4g}",
   }
   return _output.table(
-    "The best of each table",
+    "The best of each table, a process for each device",
     f"{len(found)} considered, {len(done)} simulated: the others do not fit "
     "into memory, or are slower by their bottleneck alone.",
     columns,

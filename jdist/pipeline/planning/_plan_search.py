@@ -65,7 +65,7 @@ def plan(
   times: over all cuts and orders of machines in small problems, by steps in
   large ones.  Among equally fast choices the best one has the least delay of
   gradients, then both passes on one version of the parameters, then the least
-  memory.
+  memory.  Times are those of `simulate`: of processes, not of one program.
 
   Args:
     costs: The cost of each layer for a micro-batch of `samples`; time and

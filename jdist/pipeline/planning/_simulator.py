@@ -73,7 +73,9 @@ def simulate(
   """Runs a table on a cluster's virtual clock.
 
   A device takes its actions in the table's order, each as soon as its inputs
-  are available; sends are buffered and overlap the computation.
+  are available; sends are buffered and overlap the computation.  So it speaks
+  for `StageProcess`.  In `OneProgram` devices wait for each other in ticks and
+  run forward passes again: `OneProgram.times` forecasts that.
 
   Args:
     table: The table to run.

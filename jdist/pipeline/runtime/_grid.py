@@ -30,6 +30,8 @@ class Grid:
     slots: The most micro-batches that a stage keeps, from the arrival of their
       input to the end of their backward pass.
     gradient_slots: The most gradients from the next stage that a stage keeps.
+    stash_slots: The most micro-batches between the two parts of a stage's
+      backward pass.
     backward_actions: The kinds of backward passes that occur, with their
       stages.
   """
@@ -41,6 +43,7 @@ class Grid:
   behind: int
   slots: int
   gradient_slots: int
+  stash_slots: int
   backward_actions: frozenset[tuple[Op, int]]
 
   @property
@@ -161,14 +164,15 @@ def _grid(
 
 def _slots(
   ticks: dict[Action, int], table: Table, send_ticks: int, period: int | None
-) -> tuple[int, int]:
-  """Returns how many slots hold all waiting inputs, and all gradients.
+) -> tuple[int, int, int]:
+  """Returns how many slots hold all waiting inputs, gradients, and stashes.
 
   A micro-batch lies in the slot of its number modulo their count, from the tick
   in which its input is received to that of the last action that needs it.
   """
   inputs: dict[tuple[int, int], int] = {}
   gradients: dict[tuple[int, int], int] = {}
+  stashes: dict[tuple[int, int], int] = {}
   ends: dict[tuple[int, int], int] = {}
   for action, tick in ticks.items():
     op, stage, i, _ = action
@@ -179,6 +183,7 @@ def _slots(
       continue
     ends[stage, i] = max(ends.get((stage, i), 0), tick)
     if op != Op.BACKWARD_WEIGHT:
+      stashes[stage, i] = tick
       gradients.setdefault((stage, i), tick)
       gradients[stage - 1, i] = tick + send_ticks - 1
 
@@ -190,7 +195,7 @@ def _slots(
       spans.append(_span(*times, period))
     return max(spans)
 
-  return most(inputs), most(gradients)
+  return most(inputs), most(gradients), most(stashes)
 
 
 def _span(starts: list[int], ends: list[int], period: int | None) -> int:

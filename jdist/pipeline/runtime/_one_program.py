@@ -30,7 +30,8 @@ class OneProgram:
   In each tick every device of the `stage` axis runs the table's actions of its
   stages by conditionals, and then passes on their results.  A backward pass
   runs its stage's forward pass again from the saved input: the only activations
-  that are kept are those between stages.
+  that are kept are those between stages.  If a table splits it, the input part
+  does so and keeps what the weight part reads, in memory of `stash_bytes`.
 
   Parameters are arrays `[devices, ...]`.  If all stages have the same shapes
   they are stacked, so that each device's optimizer sees its stages' own leaves
@@ -131,6 +132,12 @@ class OneProgram:
     """The bytes that a device sends in a tick, each way."""
     return self._ticks.message.sent_bytes
 
+  @property
+  def stash_bytes(self) -> int:
+    """The bytes that a device keeps between parts of split backward passes."""
+    arrays = jax.eval_shape(self._ticks.start).stash
+    return sum(x.size * x.dtype.itemsize for x in arrays.values())
+
   def times(
     self,
     seconds: Callable[[Op, int], float],
@@ -142,8 +149,8 @@ class OneProgram:
 
     Args:
       seconds: Returns the seconds of an op of a stage as this runtime runs it:
-        a backward pass includes a forward pass, and the last stage has no
-        other.
+        a backward pass, or the input part of a split one, includes a forward
+        pass, and the last stage has no other.
       send_s: The seconds of `sent_bytes` on a link between two devices.
       between_s: The seconds of each tick on each device besides its ops.
     """

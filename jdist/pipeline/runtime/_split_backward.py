@@ -42,14 +42,14 @@ class SplitBackward(NamedTuple):
       does not read by None, to free them after `input_part`.
   """
 
-  input_part: Callable[[list[jax.Array], PyTree], tuple[PyTree, list[Any]]]
-  weight_part: Callable[[list[Any], PyTree, list[Any]], PyTree]
+  input_part: Callable[[PyTree, PyTree], tuple[PyTree, list[Any]]]
+  weight_part: Callable[[PyTree, PyTree, list[Any]], PyTree]
   prune: Callable[[list[Any], PyTree], tuple[list[Any], PyTree]]
 
 
 def split_backward(
-  pull: Callable[[list[jax.Array], PyTree], tuple[PyTree, PyTree]],
-  residuals: list[Any],
+  pull: Callable[[Any, PyTree], tuple[PyTree, PyTree]],
+  residuals: PyTree,
   cotangent: PyTree,
 ) -> SplitBackward:
   """Splits a backward pass into an input part and a weight part.

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist.pipeline.runtime import _grid, _stage_arrays, _traced_model
+from jdist.pipeline.runtime import (
+  _grid,
+  _split_backward,
+  _stage_arrays,
+  _stages,
+  _traced_model,
+)
 from jdist.pipeline.schedule._table import Op
 
 PyTree = Any
@@ -25,6 +31,9 @@ class TicksState(NamedTuple):
     inputs: The inputs of each chunk's micro-batches, [chunks, slots, ...].
     states: The model's state before each micro-batch's forward pass, likewise.
     gradients: The gradients of each chunk's outputs, [chunks, slots, ...].
+    stash: What the weight parts of split backward passes read of the input
+      parts, by dtype, [chunks, slots + 1, size].  A backward action returns one
+      slot, [size].
     output: The output of the last forward pass, to be sent.
     gradient: The gradient of an input from the last backward pass, likewise.
     grads: The sums of gradients so far, [iterations, chunks, ...].
@@ -36,6 +45,7 @@ class TicksState(NamedTuple):
   inputs: jax.Array
   states: PyTree
   gradients: jax.Array
+  stash: dict[str, jax.Array]
   output: jax.Array
   gradient: jax.Array
   grads: PyTree
@@ -78,6 +88,50 @@ class TickActions:
   ):
     self.grid, self.params, self.states = grid, params, states
     self._model, self._message = model, message
+    self.stash = _stage_arrays.StageArrays(
+      [self._stash_shapes(s) for s in range(grid.num_stages)],
+      grid.num_devices,
+      pack=True,
+    )
+
+  def _stash_shapes(self, number: int) -> list[jax.ShapeDtypeStruct]:
+    """Returns what waits between the two parts of a stage's backward pass."""
+    if (Op.BACKWARD_INPUT, number) not in self.grid.backward_actions:
+      return []
+    model, last = self._model, number + 1 == self.grid.num_stages
+    stage = model.stages[number]
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    x = model.between[number - 1] if number else None
+    given = stage.params, x, stage.state, model.microbatch, key
+    loss = jax.ShapeDtypeStruct((), model.loss_dtype)
+    cotangent = loss if last else model.between[number]
+    given, cotangent = _stages.shapes_of((given, cotangent))
+    parts = self._split(number, given, cotangent)
+    found: list[Any] = jax.eval_shape(parts.input_part, given, cotangent)[1]
+    return found
+
+  def _split(
+    self, number: int, given: Any, cotangent: Any
+  ) -> _split_backward.SplitBackward:
+    """Splits a backward pass together with the forward pass that it repeats.
+
+    Then the input part runs the forward pass, and the weight part reads its
+    values from the stash.
+    """
+    pull = functools.partial(self._pull, number)
+    return _split_backward.split_backward(pull, given, cotangent)
+
+  def _pull(self, number: int, given: Any, cotangent: Any) -> tuple[Any, Any]:
+    """Returns a stage's gradients, and the last one's state and metrics."""
+    params, x, *others = given
+
+    def run(params: PyTree, x: Any) -> Any:
+      return self._model.run(number, params, x, *others)
+
+    _, pull, aux = jax.vjp(run, params, x, has_aux=True)
+    grads, gradient = pull(cotangent)
+    last = number + 1 == self.grid.num_stages
+    return grads, (gradient, aux if last else ())
 
   def branches(
     self, versions: Sequence[PyTree], key_of: KeyOf
@@ -90,9 +144,15 @@ class TickActions:
       del at
       return state, flight
 
+    def idle_backward(
+      state: PyTree, flight: TicksState, at: Place
+    ) -> tuple[PyTree, TicksState]:
+      del at
+      return state, flight._replace(stash=self._no_stash())
+
     given, stages = (versions, key_of), range(self.grid.num_stages)
     lanes: dict[int, list[Branch]] = {
-      _grid.FORWARD: [idle], _grid.BACKWARD: [idle]
+      _grid.FORWARD: [idle], _grid.BACKWARD: [idle_backward]
     }  # fmt: skip
     for s in stages[:-1]:
       run = functools.partial(self._forward, s, *given)
@@ -103,7 +163,7 @@ class TickActions:
     for op, s in itertools.product(self.grid.backward_ops, stages):
       run = functools.partial(self._backward, s, op, *given)
       # XLA compiles every branch, so one that no row takes is left empty.
-      lanes[_grid.BACKWARD].append(run if (op, s) in used else idle)
+      lanes[_grid.BACKWARD].append(run if (op, s) in used else idle_backward)
     return lanes
 
   def branch(
@@ -155,11 +215,6 @@ class TickActions:
     at: Place,
   ) -> tuple[PyTree, TicksState]:
     last = number + 1 == self.grid.num_stages
-    to_input = number > 0 and op != Op.BACKWARD_WEIGHT
-    to_params = op != Op.BACKWARD_INPUT
-    # The input part of the first stage has no gradient to compute, but its
-    # forward pass may be due; differentiating in the parameters runs it.
-    by_params = to_params or not to_input
     # The pass runs the forward pass again from its saved input and needs the
     # state that the forward pass had seen.
     slot = self.slot(at, self.grid.slots)
@@ -171,47 +226,67 @@ class TickActions:
       own = own if op == Op.BACKWARD_WEIGHT else now
       if op == Op.BACKWARD_INPUT:
         flight = self._keep_state(flight, now, at)
-    batch = self._batch(flight, at)
-    before = self.states.to_tree(own, number)
-    key = key_of(at.iteration, at.microbatch)
-    x = self._input(flight, number, at)
-    params = self._params(versions, number, at.offset)
-
-    # `given` has the parameters, the input, or both.
-    def run(*given: Any) -> tuple[Any, tuple[PyTree, PyTree]]:
-      read = given[0] if by_params else params
-      into = given[-1] if to_input else x
-      return self._model.run(number, read, into, before, batch, key)
-
-    given = [params] * by_params + [x] * to_input
-    y, pull, (new, metrics) = jax.vjp(run, *given, has_aux=True)
+    given = (
+      self._params(versions, number, at.offset),
+      self._input(flight, number, at),
+      self.states.to_tree(own, number),
+      self._batch(flight, at),
+      key_of(at.iteration, at.microbatch),
+    )
     turn = at.iteration % (self.grid.behind + 1)
     if last:
       batches = jax.tree.map(lambda x: x[turn], flight.batches)
       weight = jnp.asarray(_traced_model.sample_weights(batches, at.microbatch))
-      cotangent = jnp.ones_like(y) * weight.astype(y.dtype)
-      if op != Op.BACKWARD_WEIGHT:
-        state = self._with_state(state, new, number, at.chunk)
-        # The last entry counts the weights.
-        found = [metrics[name] for name in self._model.metric_names]
-        found = [x.astype(jnp.float32) for x in (*found, jnp.ones(()))]
-        totals = flight.totals.at[turn].add(weight * jnp.stack(found))
-        flight = flight._replace(totals=totals)
+      cotangent = weight.astype(self._model.loss_dtype)
     else:
       waiting = self.slot(at, self.grid.gradient_slots)
       cotangent = self._message.unflat(flight.gradients[waiting], number)
-    pulled = list(pull(cotangent))
-    if to_params:
-      grads = jax.tree.map(
+    grads, gradient, aux = None, None, ()
+    new_stash = self._no_stash()
+    if op == Op.BACKWARD:
+      grads, (gradient, aux) = self._pull(number, given, cotangent)
+    elif op == Op.BACKWARD_INPUT:
+      # The split is traced here, too, for the types of this device's values.
+      parts = self._split(number, given, cotangent)
+      (gradient, aux), stash = parts.input_part(given, cotangent)
+      new_stash = self.stash.to_own(stash, number)
+    else:
+      place = self.slot(at, self.grid.stash_slots)
+      kept = jax.tree.map(lambda ring: ring[place], flight.stash)
+      parts = self._split(number, given, cotangent)
+      stash = self.stash.to_tree(kept, number)
+      grads = parts.weight_part(given, cotangent, stash)
+    if aux:
+      new, metrics = aux
+      state = self._with_state(state, new, number, at.chunk)
+      # The last entry counts the weights.
+      found = [metrics[name] for name in self._model.metric_names]
+      found = [x.astype(jnp.float32) for x in (*found, jnp.ones(()))]
+      totals = flight.totals.at[turn].add(weight * jnp.stack(found))
+      flight = flight._replace(totals=totals)
+    if grads is not None:
+      sums = jax.tree.map(
         lambda total, g: total.at[turn, at.chunk].add(g.astype(total.dtype)),
         flight.grads,
-        self.params.to_own(pulled.pop(0), number),
+        self.params.to_own(grads, number),
       )
-      flight = flight._replace(grads=grads)
-    if to_input:
-      gradient = self._message.flat(pulled.pop(0), number - 1)
-      flight = flight._replace(gradient=gradient)
-    return state, flight
+      flight = flight._replace(grads=sums)
+    if number and op != Op.BACKWARD_WEIGHT:
+      sent = self._message.flat(gradient, number - 1)
+      flight = flight._replace(gradient=sent)
+    return state, flight._replace(stash=new_stash)
+
+  def stored(
+    self, rings: PyTree, new: PyTree, op: jax.Array, at: Place
+  ) -> PyTree:
+    """Stores a stash; the last slot takes those of all other actions."""
+    slots = self.grid.stash_slots
+    chunk, number = self.slot(at, slots)
+    number = jnp.where(op == int(Op.BACKWARD_INPUT), number, slots)
+    return jax.tree.map(lambda x, y: x.at[chunk, number].set(y), rings, new)
+
+  def _no_stash(self) -> dict[str, jax.Array]:
+    return {kind: jnp.zeros(n, kind) for kind, n in self.stash.sizes.items()}
 
   def _params(
     self, versions: Sequence[PyTree], number: int, offset: jax.Array

@@ -56,6 +56,7 @@ class Ticks:
     self._actions = _tick_actions.TickActions(
       model, grid, self.params, self.states, self.message
     )
+    self.stash = self._actions.stash
 
   def start(self) -> TicksState:
     """Makes an empty pipeline of one device."""
@@ -81,6 +82,10 @@ class Ticks:
       inputs=jnp.zeros((chunks, grid.slots, size), dtype),
       states=zeros(state, chunks, grid.slots),
       gradients=jnp.zeros((chunks, grid.gradient_slots, size), dtype),
+      stash={
+        kind: jnp.zeros((chunks, grid.stash_slots + 1, length), kind)
+        for kind, length in self.stash.sizes.items()
+      },
       output=jnp.zeros(size, dtype),
       gradient=jnp.zeros(size, dtype),
       grads=zeros(sums, turns, chunks, wide=True),
@@ -138,6 +143,8 @@ class Ticks:
         # Nothing in this tick depends on these sends before `_receive`, so XLA
         # starts them before the conditionals and finishes them after.
         received = self._shift(flight.output, flight.gradient)
+      # A conditional copies what passes through it, but not what it only reads.
+      rings = flight.stash
       for lane in (_grid.FORWARD, _grid.BACKWARD):
         op, at = self._place(row, lane, step)
         # While the pipeline fills, rows name iterations before the first one.
@@ -145,7 +152,11 @@ class Ticks:
         which = jnp.where(there, self._actions.branch(op, at.chunk, device), 0)
         if lane == _grid.FORWARD:
           which = jnp.minimum(which, grid.num_stages)
+        flight = flight._replace(stash=rings if lane == _grid.BACKWARD else {})
         state, flight = jax.lax.switch(which, actions[lane], state, flight, at)
+      flight = flight._replace(
+        stash=self._actions.stored(rings, flight.stash, op, at)
+      )
       if not self._late:
         received = self._shift(flight.output, flight.gradient)
       flight = self._receive(flight, received, row, step)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from jdist import models, pipeline, training
 from jdist.pipeline.runtime import _split_backward
+from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
 
 _WIDTH, _ROWS = 32, 8
@@ -267,3 +269,79 @@ def test_scan_without_parameters_runs_in_the_input_part():
   gradient, stash = parts.input_part(residuals, cotangent)
   grads = parts.weight_part(*parts.prune(residuals, cotangent), stash)
   _close((grads, gradient), pull(residuals, cotangent), 1e-6)
+
+
+def _network(name):
+  """Returns abstract layers, the key of their inputs, and a micro-batch."""
+  if name == "resnet20":
+    built = models.build(
+      name, input_shape=(32, 32, 3), num_classes=10, abstract=True
+    )
+    shapes = {"image": (8, 32, 32, 3), "label": (8,)}
+  else:
+    built = models.build(
+      "transformer",
+      input_shape=(16,),
+      num_classes=32,
+      num_layers=1,
+      width=32,
+      tied=True,
+      abstract=True,
+    )
+    shapes = {"tokens": (8, 16), "targets": (8, 16)}
+  batch = {
+    k: jax.ShapeDtypeStruct(x, "float32" if k == "image" else "int32")
+    for k, x in shapes.items()
+  }
+  return built.layers, next(iter(shapes)), batch
+
+
+@pytest.mark.parametrize(
+  "name", [pytest.param("resnet20", marks=pytest.mark.slow), "transformer"]
+)
+def test_both_parts_in_one_program_cost_as_much_as_the_whole(name):
+  layers, inputs, microbatch = _network(name)
+  stages = pipeline.cut_layers(layers, 3)
+  pipe = pipeline.OneProgram(
+    stages,
+    training.label_loss,
+    pipeline.make_table("zb_h1", 3, 6),
+    microbatch,
+    inputs=inputs,
+  )
+  actions, model = pipe._ticks._actions, pipe._model
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  given = (stages[1].params, model.between[0], stages[1].state, microbatch, key)
+  parts = actions._split(1, given, model.between[1])
+  _, stash = jax.eval_shape(parts.input_part, given, model.between[1])
+
+  def flops(function, *rest):
+    args = (given, model.between[1], *rest)
+    program = jax.jit(function).lower(*args).compile()
+    return program.cost_analysis()["flops"]
+
+  whole = flops(lambda *x: actions._pull(1, *x))
+  first, second = flops(parts.input_part), flops(parts.weight_part, stash)
+  # The input part runs the forward pass, as the whole pass does.
+  assert first + second <= 1.02 * whole
+  assert 0.25 * whole < second < 0.4 * whole
+  # One slot more takes what other actions than an input part leave.
+  slots = pipe.grid.stash_slots + 1
+  sizes = [
+    sum(x.size * x.dtype.itemsize for x in actions._stash_shapes(s))
+    for s in range(3)
+  ]
+  assert pipe.stash_bytes == slots * max(sizes)
+
+
+def test_zero_bubble_in_one_program_multiplies_as_often_as_1f1b():
+  def products(name):
+    made = pipeline.make_table(name, 2, 4)
+    pipe = _training.one_program(small.layers(), made)
+    team, optimizer = _training.team_of(pipe), _training.momentum("worker")
+    state = pipe.init_state(team, optimizer)
+    step = _training.compiled_step(pipe, team, optimizer, state)
+    batch = team.place(small.batches(1, 1, 4 * _training.MICRO)[0])
+    return _heavy(step, state, batch)
+
+  assert products("zb_h1") == products("1f1b")
