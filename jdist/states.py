@@ -171,6 +171,11 @@ def exceptions(
   >>> exceptions({"mask": jnp.array([0.0, -jnp.inf]), "mean": jnp.zeros(2)})
   Laws(named=(('mask', 'constant'),))
   """
+  if not isinstance(given, Mapping | None):
+    raise ValueError(
+      "`laws` must be a dict from names of leaves to their laws, or None, got "
+      f"{given!r}. For instance: laws={{'mask': 'constant'}}."
+    )
   given = dict(given or {})
   _check_laws(given.values())
   named = _named(tree)

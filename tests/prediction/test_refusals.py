@@ -120,8 +120,12 @@ def evaluate(of=None, network=None, samples=None, images=0, **options):
     "what `jdist.workers",
   ),
   *(
-    (name, lambda name=name, x=x: choose_steps(**{name: x}), "an int >= 1")
-    for name in ("num_epochs", "steps_per_epoch", "per_epoch")
+    (name, lambda name=name, x=x: choose_steps(**{name: x}), rule)
+    for name, rule in (
+      ("num_epochs", "an int from 1 to 1000000"),
+      ("steps_per_epoch", "an int >= 1"),
+      ("per_epoch", "an int >= 1"),
+    )
     for x in (0, 1.5)
   ),
   ("per_epoch", lambda: choose_steps(per_epoch=6), "at most"),
