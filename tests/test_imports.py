@@ -54,6 +54,7 @@ _MAY_USE = {
     "training",
     "transforms",
   },
+  "elastic": {"server", "transforms"},
   "server": {
     "channel",
     "cluster",

@@ -16,6 +16,7 @@ from jdist import (
   cluster,
   codecs,
   data,
+  elastic,
   models,
   pipeline,
   prediction,
@@ -287,10 +288,6 @@ ROOMS = {
       "loss_fn": server_loss, "params": PARAMS, "samples": SAMPLES,
       "plans": server.message_plans(), "number": 0, "num_workers": 2,
     },
-    "FragmentLearner": {
-      "loss_fn": server_loss, "optimizer": SGD, "params": PARAMS,
-      "samples": SAMPLES, "workers": ["a", "b"],
-    },
     "FragmentRunner": {
       "loss_fn": server_loss, "optimizer": SGD, "params": PARAMS,
       "samples": SAMPLES, "number": 0, "num_workers": 2,
@@ -309,11 +306,14 @@ ROOMS = {
       "path": FOLDER / "none.bin", "protocol": ASP, "learner": LEARNER.server,
     },
   },
+  "elastic": {
+    "Rounds": {"method": calls.DILOCO, "params": PARAMS, "workers": ["a", "b"]},
+  },
 }  # fmt: skip
 _ROOM = {
   "cluster": cluster, "data": data, "models": models, "prediction": prediction,
   "profiling": profiling, "training": training, "comparison": comparison,
-  "pipeline": pipeline, "server": server,
+  "pipeline": pipeline, "server": server, "elastic": elastic,
 }  # fmt: skip
 for _room, _doors in ROOMS.items():
   for _name, _given in _doors.items():

@@ -48,10 +48,18 @@ class Fit:
     )
     optimizer = self.sgd(trial.learning_rate)
     if trial.variant == "decoupled_diloco":
-      return server.FragmentLearner(
-        problem.loss, optimizer, model.params, samples, workers=names,
-        outer=self.outer, model_state=model.state, seed=trial.seed,
-      )  # fmt: skip
+      common = {"model_state": model.state}
+      syncer = server.FragmentSyncer(
+        model.params, workers=names, outer=self.outer, **common
+      )
+      runners = {
+        name: server.FragmentRunner(
+          problem.loss, optimizer, model.params, samples, number=number,
+          num_workers=len(names), seed=trial.seed, **common,
+        )
+        for number, name in enumerate(names)
+      }  # fmt: skip
+      return server.Pair(syncer, runners)
     step = None
     if trial.variant == "h_ps, local step":
       step = server.LocalStep(trial.learning_rate)

@@ -108,7 +108,7 @@ def _status(words: list[str]) -> tuple[int, str]:
     options = _parse(words[0], words[1:])
     if options is None:
       return 0, ""
-    served = getattr(options, "protocol", None) is not None
+    served = getattr(options, "driver", None) is not None
     path = "servers._server_run.train" if served else _COMMANDS[words[0]][1]
     # The module is imported only now, with everything that it needs.
     file, _, function = path.rpartition(".")
@@ -204,6 +204,7 @@ def _parse_own(name: str, words: list[str]) -> Any:
     raise ValueError(
       f"{_message(box.getvalue())} `jdist {name} --help` explains the options."
     ) from None
+  options = _options.with_driver(options)
   _options.check(options)
   return options
 

@@ -154,9 +154,21 @@ def _number(text: str) -> float:
   return float(base) ** float(power or 1)
 
 
+def with_driver(options: Any) -> Any:
+  """Returns the options of a server's run with the engine that is usual."""
+  if getattr(options, "driver", "") is None:
+    if options.protocol is not None:
+      return dataclasses.replace(options, driver="clock")
+    if options.elastic:
+      return dataclasses.replace(options, driver="threads")
+  return options
+
+
 def _check_need(options: Any, name: str, need: str, *values: str) -> None:
   if not hasattr(options, need):
     return  # A group of options can also be part of a command without it.
+  if need == "protocol" and getattr(options, "elastic", False):
+    return  # Which of them a method uses, is found when it is built.
   found = getattr(options, need)
   # Without values any value will do, as for `--stages`.
   if found in values or (not values and found is not None):

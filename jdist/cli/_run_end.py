@@ -92,7 +92,7 @@ def check(options: Any, records: Any, saved: bool) -> None:
   first = next(record.step for record in records if record.diverged)
   kept = f" States that are finite stay in {options.checkpoints}."
   remedies = "or a longer `--warmup-epochs`."
-  if options.protocol is None:  # A server does not skip gradients.
+  if options.driver is None:  # A server does not skip gradients.
     remedies = (
       "a longer `--warmup-epochs`, or `--skip-nonfinite` where single "
       "gradients are not finite."

@@ -31,9 +31,6 @@ from jdist.server.clock._simulation import Simulation as Simulation
 from jdist.server.decoupled._decoupled_diloco import (
   DecoupledDiLoCo as DecoupledDiLoCo,
 )
-from jdist.server.decoupled._fragment_learner import (
-  FragmentLearner as FragmentLearner,
-)
 from jdist.server.decoupled._fragment_runner import (
   FragmentRunner as FragmentRunner,
 )

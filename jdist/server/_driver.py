@@ -255,7 +255,7 @@ class Driver:
       "lost_samples": self.lost_samples,
       "pulled_bytes": self.pulled_bytes,
       "pushed_bytes": self.pushed_bytes,
-    }
+    } | self.protocol.summary(self.state)
 
   def _give(self, reply: _messages.Reply, now_s: float) -> None:
     self._tasks[reply.task] = TaskGiven(str(reply.worker), reply.samples, now_s)

@@ -215,6 +215,11 @@ class Protocol(Generic[State]):
     """Returns a state without members."""
     return self.state_type()
 
+  def summary(self, state: State) -> dict[str, Any]:
+    """Returns further figures of a run, as JSON can hold them."""
+    del state
+    return {}
+
   def on_join(self, state: State, worker: Worker) -> None:
     """Updates the state for a new member."""
 

@@ -59,6 +59,9 @@ from jdist.transforms.local._anchor import apply_updates as apply_updates
 from jdist.transforms.local._anchor import lenient as lenient
 from jdist.transforms.local._anchor import only_floats as only_floats
 from jdist.transforms.local._anchor import pull_to_anchor as pull_to_anchor
+from jdist.transforms.local._anchor import (
+  PullToAnchorState as PullToAnchorState,
+)
 from jdist.transforms.local._control_variates import (
   ControlVariates as ControlVariates,
 )
@@ -79,3 +82,6 @@ from jdist.transforms.local._round import SyncRule as SyncRule
 from jdist.transforms.local._sender import Stream as Stream
 from jdist.transforms.local._slow_momentum import Buffers as Buffers
 from jdist.transforms.local._slow_momentum import SlowMomentum as SlowMomentum
+from jdist.transforms.local._synchronizer import (
+  RoundTransformation as RoundTransformation,
+)

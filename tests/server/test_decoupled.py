@@ -19,6 +19,7 @@ from jdist import (
   transforms,
 )
 from jdist.server import _messages
+from tests.server import _fragment_pair
 from tests.server import test_gradients as gradients
 
 pytest.importorskip("simpy")
@@ -119,7 +120,7 @@ def test_push_of_a_departed_learner_is_merged():
 def learn(rule, speeds, updates, *, outer=OUTER, fragments=1, **options):
   samples = data.SampleStream(gradients.DIGITS, len(speeds), seed=0, owned=True)
   machines = options.pop("machines", None) or cluster.workers(speeds)
-  learner = server.FragmentLearner(
+  learner = _fragment_pair.fragment_pair(
     options.pop("loss_fn", gradients.LOSS),
     options.pop("optimizer", gradients.SGD),
     options.pop("params", gradients.MODEL.params),
@@ -252,7 +253,7 @@ def failing(seed=0):
 
 def make(rule, fragments):
   machines = failing()
-  learner = server.FragmentLearner(
+  learner = _fragment_pair.fragment_pair(
     gradients.LOSS, INNER["adamw"], gradients.MODEL.params,
     data.SampleStream(gradients.DIGITS, 4, seed=0),
     workers=machines.names, fragments=fragments, outer=optax.sgd(0.7),
@@ -292,7 +293,7 @@ def test_restarted_learner_keeps_nothing_of_discarded_pushes():
   found = []
   for steps_are_made in (True, False):
     samples = data.SampleStream(gradients.DIGITS, 1, seed=0, owned=True)
-    learner = server.FragmentLearner(
+    learner = _fragment_pair.fragment_pair(
       gradients.LOSS, gradients.SGD, gradients.MODEL.params, samples,
       workers=["a"], outer=optax.sgd(0.7), fragments=2,
     )  # fmt: skip

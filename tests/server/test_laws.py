@@ -8,6 +8,7 @@ import pytest
 
 from jdist import cluster, data, server, training
 from jdist.server.run import _run_marks
+from tests.server import _fragment_pair
 
 pytest.importorskip("simpy")
 
@@ -104,7 +105,7 @@ def test_workers_draw_by_keys_of_their_own():
 )
 def test_decoupled_diloco_names_what_it_refuses(inner, model_state, said):
   with pytest.raises(ValueError, match=said):
-    server.FragmentLearner(
+    _fragment_pair.fragment_pair(
       loss_fn,
       inner,
       PARAMS,

@@ -11,7 +11,7 @@ import pytest
 
 from jdist import cluster, codecs, data, reducers, server
 from jdist.server.gradients import _gradient_messages, _merge
-from tests.server import _live_runs
+from tests.server import _fragment_pair, _live_runs
 from tests.server import test_live_gradients as live
 
 pytest.importorskip("simpy")
@@ -91,7 +91,7 @@ def test_full_quorum_trains_as_on_the_clock(codec, tmp_path):
   real = syncer(2, codec)
   server.replay(tmp_path / "run", rule, real)
   machines = cluster.workers([1.0, 1.0])
-  virtual = server.FragmentLearner(
+  virtual = _fragment_pair.fragment_pair(
     live.LOSS, INNER, live.MODEL.params, samples(), workers=machines.names,
     outer=OUTER, fragments=2, push_codec=codec,
   )  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 
 from jdist import cluster, codecs, reducers, server
 from jdist.server import _message_codec
-from tests.server import _live_runs, _reference
+from tests.server import _fragment_pair, _live_runs, _reference
 from tests.server import test_one_pair as pair
 
 pytest.importorskip("simpy")
@@ -124,7 +124,7 @@ class Reference:
 
 def on_clock(rule, codec, tmp_path):
   del tmp_path
-  learner = server.FragmentLearner(
+  learner = _fragment_pair.fragment_pair(
     loss, INNER, PARAMS, _reference.Samples(), workers=NAMES, outer=OUTER,
     fragments=rule.fragments, push_codec=codec,
   )  # fmt: skip

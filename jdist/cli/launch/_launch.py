@@ -48,7 +48,7 @@ def _check(options: _commands.Launch) -> None:
     "behind `--`, where `launch` gives it to each process",
   )
   # The engine of a server starts the processes of its workers itself.
-  if number > 1 and train.protocol is not None:
+  if number > 1 and train.driver is not None:
     raise ValueError(
       "`--num-processes` must be 1 with `--protocol`, whose server and workers "
       f"start from one process, got {number}."

@@ -64,12 +64,13 @@ class ProtocolOptions:
   the interval (default 1)."""
 
   quorum: float | None = _option(None, "quorum")
-  """Share of the workers whose pushes a merge of decoupled_diloco waits for
-  (default 0.5)."""
+  """Share of the workers whose pushes a merge of decoupled_diloco, or of an
+  elastic method, waits for (default 0.5)."""
 
   grace: float | None = _option(None, "grace")
   """Time that a merge of decoupled_diloco waits for the other workers, in
-  multiples of the time between two pushes of a worker (default 0.5)."""
+  multiples of the time between two pushes of a worker (default 0.5; 1 for
+  elastic methods)."""
 
   ahead: int | None = _option(None, "ahead")
   """Tasks that a worker of decoupled_diloco begins (1) or has received (2)
@@ -86,13 +87,19 @@ class ServerOptions(ProtocolOptions):
   """Train with a parameter server's protocol in place of a method: one of
   `jdist simulate --help`, or a class or function of your own."""
 
+  elastic: bool = False
+  """Train with `--method`, one with rounds, through a server by which workers
+  join, leave and return while the others continue."""
+
   cluster: _groups.Cluster = option(None, needs=("protocol",))
   """File of the machines and a model's costs, as `cluster.load_cluster` reads
-  it; each machine is a worker."""
+  it; each machine is a worker. With `--elastic` the default is `--workers`
+  equal ones."""
 
-  driver: Literal["clock", "threads", "ray"] = _option("clock")
+  driver: Literal["clock", "threads", "ray"] | None = _option(None)
   """Engine of the run: a virtual clock, threads of this process, or Ray's
-  actors, the latter two in real time with the speeds and links of the file."""
+  actors, the latter two in real time with the speeds and links of the file
+  (default: clock; threads with `--elastic`)."""
 
   address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = option(
     None, needs=_RAY

@@ -3,15 +3,26 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import optax
 
-from jdist import cluster, data, models, server, training
+from jdist import (
+  cluster,
+  data,
+  elastic,
+  methods,
+  models,
+  server,
+  training,
+  transforms,
+)
 from jdist.cli import _commands, _methods, _workload
 from jdist.cli.servers import _protocols
 from jdist.training import comparison
+from jdist.transforms import intervals
 
 # Batches are padded to these eighths of the largest one, so that five programs
 # are compiled whatever sizes a protocol gives out.
@@ -34,15 +45,21 @@ class Parts:
   push_codec: server.MessageCodec | None
   plans: server.BitPlans | None
   local_step: server.LocalStep | None
+  rounds: elastic.Rounds | None = None
 
 
 def assemble(
   options: _commands.Train, plans: server.BitPlans | None = None
 ) -> Parts:
   """Builds a run's parts from its options, and with given plans if any."""
-  assert options.protocol is not None and options.cluster is not None
-  name = options.protocol
-  machines, profile = _protocols.load(options.cluster)
+  name = options.protocol or options.method
+  # Without a file: equal machines, whose links nothing models.
+  machines, profile = (
+    cluster.workers([1.0] * options.workers),
+    cluster.Profile(seconds_per_sample=0.001),
+  )
+  if options.cluster is not None:
+    machines, profile = _protocols.load(options.cluster)
   num = len(machines.nodes)
   away = [node.name for node in machines.nodes if node.outages]
   if away and options.driver != "clock":
@@ -64,7 +81,9 @@ def assemble(
   loss = workload.loss(model.apply)
   if plans is None and name == "h_ps" and "bits" in options.parts:
     plans = _fit_plans(options, model, loss, samples.batch(0, 0, batch_size))
-  taken = _protocols.gradients_per_update(name, options, num)
+  taken = num
+  if options.protocol is not None:
+    taken = _protocols.gradients_per_update(name, options, num)
   # Schedules count updates, of which a protocol that makes one of each gradient
   # has as many more in the same samples.
   budget = _methods.make_budget(
@@ -72,6 +91,13 @@ def assemble(
     options.learning_rate,
     len(workload.train) / (batch_size * taken),
   )
+  if options.protocol is None:
+    rounds = _rounds(options, budget, model, machines.names, batch_size)
+    return Parts(
+      options, machines, profile, workload, model, loss, samples,
+      rounds.protocol, _methods.optimizer_of(options, budget),
+      _methods.message(options), None, None, rounds,
+    )  # fmt: skip
   protocol = _protocols.build(
     name, options, batch_size, machines, profile, plans, budget.num_steps
   )
@@ -79,6 +105,36 @@ def assemble(
     options, machines, profile, workload, model, loss, samples, protocol,
     _methods.optimizer_of(options, budget), _methods.message(options),
     plans, _local_step(options, budget.learning_rate),
+  )  # fmt: skip
+
+
+def _rounds(
+  options: _commands.Train,
+  budget: methods.Run,
+  model: models.Model,
+  names: Sequence[str],
+  batch_size: int,
+) -> elastic.Rounds:
+  """Returns a method with rounds, for workers that come and go."""
+  method = methods.registry[options.method]
+  interval: Any = options.interval
+  if method.interval_policy is not None:
+    interval = intervals.fixed(interval)
+  given = {"interval": interval} if method.in_rounds else {}
+  # Their own delays are of one step, and a server's messages are between tasks.
+  if options.delay_steps is None and method.late is not None:
+    given["overlap"] = transforms.Delayed(carry=options.carry or 1.0)
+  elif options.delay_steps is None and "delay_steps" in method.arguments:
+    given["delay_steps"] = 0
+  options = dataclasses.replace(options, interval_policy="fixed")
+  chain = _methods.build_method(
+    options.method, options, budget, None, model, **given
+  )
+  chosen = {x: getattr(options, x) for x in ("quorum", "grace")}
+  return elastic.Rounds(
+    chain, model.params, workers=names, samples=batch_size,
+    timeout_s=options.timeout_s, model_state=model.state, seed=options.seed,
+    **{name: x for name, x in chosen.items() if x is not None},
   )  # fmt: skip
 
 
@@ -123,6 +179,8 @@ def _fit_plans(
 def _server_learner(parts: Parts) -> tuple[server.Protocol, Any]:
   """Returns the protocol and the server's side of its gradients."""
   protocol, options = parts.protocol, parts.options
+  if parts.rounds is not None:
+    return protocol, parts.rounds.syncer(shared=parts.samples.shared)
   common: dict[str, Any] = {
     "workers": parts.machines.names,
     "shared": parts.samples.shared,
@@ -150,6 +208,9 @@ def _server_learner(parts: Parts) -> tuple[server.Protocol, Any]:
 def _worker_learner(parts: Parts, name: str) -> server.WorkerLearner:
   """Returns a worker's side of the gradients."""
   protocol, names = parts.protocol, parts.machines.names
+  if parts.rounds is not None:
+    sizes, found = batch_sizes(protocol, name), parts.rounds
+    return found.runner(name, parts.loss, parts.samples, sizes=sizes)
   common: dict[str, Any] = {
     "number": names.index(name),
     "num_workers": len(names),
@@ -237,7 +298,7 @@ def work(
   # Compiling is not part of a task, whose measured time decides batch sizes.
   learner.prepare()
   pace = None
-  if parts.options.paced:
+  if parts.options.paced and parts.options.cluster is not None:
     pace = server.Pace(
       parts.machines.node(name), parts.profile, parts.options.seed
     )

@@ -6,10 +6,11 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from jdist import checks, server, training
+from jdist import checks, methods, server, training
 from jdist.cli import (
   _commands,
   _interrupts,
+  _methods,
   _options,
   _output,
   _run_end,
@@ -28,8 +29,12 @@ _UNUSED = (
 )  # fmt: skip
 
 
+# Options of methods that an elastic run uses, too.
+_OF_METHODS = ("method", "workers", "interval_policy")
+
+
 def train(options: _commands.Train) -> None:
-  """Trains by a protocol, and leaves a row."""
+  """Trains by a protocol or an elastic method, and leaves a row."""
   options = _workload.named(options)
   _check(options)
   parts = _server_parts.assemble(options)
@@ -55,7 +60,7 @@ def train(options: _commands.Train) -> None:
     def show(record: training.Record) -> None:
       assert run.mark is not None
       shown.append(record.step)
-      _print_record(record, run.mark.staleness, workload.train)
+      _print_record(record, run.mark, workload.train)
 
     with _run_end.explained(options.checkpoints, newest, "update"):
       records = run.fit(
@@ -66,7 +71,7 @@ def train(options: _commands.Train) -> None:
         on_record=show,
         on_resume=resume,
         # Real workers print events, which would tear a progress bar.
-        label=options.protocol if options.driver == "clock" else None,
+        label=options.method if options.driver == "clock" else None,
         checkpoints=options.checkpoints,
         metadata=_identity(options),
         stop_on_sigterm=True,
@@ -87,14 +92,19 @@ def train(options: _commands.Train) -> None:
 
 
 def _print_record(
-  record: training.Record, staleness: float, dataset: _workload.AnyDataset
+  record: training.Record, mark: Any, dataset: _workload.AnyDataset
 ) -> None:
+  for at_s, update, kind, worker, living in mark.changes:
+    print(f"{worker} {kind} at {at_s:.4g} s, update {update}: {living} members")
+  share = ""
+  if mark.merged_share is not None:
+    share = f"{100 * mark.merged_share:.1f} % of the living in a merge  "
   second = "virtual s" if record.clock == "virtual" else "s"
   print(
     f"update {record.step}  {record.train_s:.4g} {second}  "
     f"{_workload.quality(record.metrics)}  "
-    f"train loss {_workload.loss(record)}  staleness {staleness:.2f}  "
-    f"{training.format_bytes(record.sent_bytes)} pushed per worker  "
+    f"train loss {_workload.loss(record)}  staleness {mark.staleness:.2f}  "
+    f"{share}{training.format_bytes(record.sent_bytes)} pushed per worker  "
     f"{_workload.speed(record, dataset)} a {second}",
     flush=True,
   )
@@ -106,7 +116,8 @@ def _identity(options: _commands.Train) -> dict[str, object]:
     "checkpoints", "checkpoint_every_epochs", "address", "cpus_per_worker",
     "gpus_per_worker", "record",
   )  # fmt: skip
-  assert options.cluster is not None
+  if options.cluster is None:
+    return _options.identity(options, elsewhere)
   # Time is replayed: the machines must be the same, wherever their file is.
   machines = checks.read_text(pathlib.Path(options.cluster))
   return _options.identity(options, elsewhere) | {"cluster": machines}
@@ -128,7 +139,7 @@ def _session(parts: _server_parts.Parts) -> Iterator[Any]:
   made = options, parts.plans
   plan = server.LivePlan(
     workers=names,
-    machines=parts.machines,
+    machines=None if options.cluster is None else parts.machines,
     record=options.record,
     versions=server.versions(),
   )
@@ -154,12 +165,16 @@ def _session(parts: _server_parts.Parts) -> Iterator[Any]:
         plan,
         model=(parts.model.params, parts.model.state),
         on_event=_print_event,
+        survive=options.elastic,
       )
   except _interrupts.SigtermError:
     raise _run_end.TerminatedError("ended outside of the training.") from None
 
 
 def _check(options: _commands.Train) -> None:
+  if options.elastic:
+    _check_elastic(options)
+    return
   assert options.protocol is not None
   _protocols.check_used("--protocol", (options.protocol,), options)
   if options.cluster is None:
@@ -170,3 +185,27 @@ def _check(options: _commands.Train) -> None:
   _options.check_left_out(
     options, _UNUSED, "with `--protocol`, which does not use it"
   )
+
+
+def _check_elastic(options: _commands.Train) -> None:
+  if options.protocol is not None:
+    raise ValueError(
+      "`--protocol` must be left out with `--elastic`, which has a protocol of "
+      f"its own, got {options.protocol}."
+    )
+  names = ("workers",) if options.cluster is not None else ()
+  unused = [x for x in _UNUSED if x not in _OF_METHODS]
+  where = "with `--elastic`, which does not use it"
+  _options.check_left_out(options, (*unused, *names), where)
+  if options.interval_policy not in ("method", "fixed"):
+    raise ValueError(
+      "`--interval-policy` must be fixed with `--elastic`, whose server gives "
+      f"tasks of as many steps, got {options.interval_policy}."
+    )
+  known = methods.registry
+  _options.check_name("--method", options.method, known)
+  served = {"quorum", "grace", "timeout_s"}
+  _options.check_used(
+    options, (options.method,), known,
+    lambda name: _methods.takes(options, name) | served,
+  )  # fmt: skip

@@ -3,10 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any, Literal
 
 from jdist import checks, signatures
 from jdist.server import _messages, _protocol, _server_state
 from jdist.server._messages import Action, Worker
+
+Change = tuple[float, int, str, str, int]
+Share = tuple[float, int, int]
 
 
 @dataclasses.dataclass
@@ -29,6 +33,13 @@ class DecoupledState(_server_state.ServerState):
       members.
     merged_samples: samples whose progress is merged, each fragment counted by
       its part.
+    slots: with `in_step`, the number of each member's present task; task k is
+      pushed into merge k.
+    joins: how often each worker has joined.
+    changes: changes of the membership: time, merges so far, `"joined"`,
+      `"left"` or `"returned"`, the worker, and the members after it.
+    shares: for each merge its time, the members whose pushes are in it, and all
+      members.
   """
 
   merges: list[int] = dataclasses.field(default_factory=list)
@@ -46,6 +57,10 @@ class DecoupledState(_server_state.ServerState):
   covered: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
   stretch_s: float | None = None
   merged_samples: float = 0.0
+  slots: dict[Worker, int] = dataclasses.field(default_factory=dict)
+  joins: dict[Worker, int] = dataclasses.field(default_factory=dict)
+  changes: list[Change] = dataclasses.field(default_factory=list)
+  shares: list[Share] = dataclasses.field(default_factory=list)
 
 
 @signatures.checked
@@ -74,6 +89,11 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
   the same fragment; with P = 1, a quorum of all and equal members that is
   DiLoCo.
 
+  With `ahead` 1 and `in_step` all members push the same fragment, too, one
+  merge late: a member waits until the merge before its last push is complete,
+  and its next task begins without the merge of that push, whoever pushes last.
+  A push that misses its merge is part of its fragment's next one.
+
   A member that joins or returns is sent all parameters, and what it had not
   pushed is lost.
 
@@ -86,6 +106,9 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     grace: length of the window, in times between two pushes of a member.
     ahead: number of tasks that a member has before its push is merged: 0, 1 or
       2.
+    in_step: whether members are exactly one merge late, with `ahead` 1 only.
+    weights: the weights w of a merge's pushes: `"paper"` is c * c / s, and
+      `"samples"` is c.
     parts: part of the parameters' bytes in each fragment; None if all are
       equal.
 
@@ -128,6 +151,8 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
   quorum: float = 0.5
   grace: float = 0.5
   ahead: int = 1
+  in_step: bool = False
+  weights: Literal["paper", "samples"] = "paper"
   parts: Sequence[float] | None = None
 
   def __post_init__(self) -> None:
@@ -142,6 +167,12 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     checks.check_number("quorum", self.quorum, high=1.0, open_low=True)
     checks.check_number("grace", self.grace)
     checks.check_choice("ahead", self.ahead, (0, 1, 2))
+    checks.check_choice("weights", self.weights, ("paper", "samples"))
+    if self.in_step and self.ahead != 1:
+      raise ValueError(
+        f"`in_step` must be False with `ahead` {self.ahead}: it makes members "
+        "exactly one merge late. Take `ahead=1`."
+      )
     if self.parts is not None and (
       len(self.parts) != self.fragments
       or not min(self.parts) >= 0
@@ -182,10 +213,23 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
       return 1.0
     return sum(map(self.part, reply.pulled))
 
+  def summary(self, state: DecoupledState) -> dict[str, Any]:
+    """Returns the membership in figures."""
+    parts = [merged / max(living, 1) for _, merged, living in state.shares]
+    return {
+      "changes": list(state.changes),
+      "merges": list(state.shares),
+      "merged_share": sum(parts) / len(parts) if parts else math.nan,
+    }
+
   def on_join(self, state: DecoupledState, worker: Worker) -> None:
     """Lets a member begin with the fragment whose turn it is."""
     state.next_fragment[worker] = state.turn
     state.unmerged[worker] = [(0, 0)] * self.fragments
+    state.slots[worker] = state.version
+    before = state.joins.get(worker, 0)
+    state.joins[worker] = before + 1
+    self._note(state, worker, "returned" if before else "joined")
 
   def on_leave(
     self, state: DecoupledState, worker: Worker, actions: list[Action]
@@ -193,10 +237,11 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     """Stops waiting for the member, whose pushes stay."""
     state.waiting.pop(worker, None)
     state.held.pop(worker, None)
-    del state.next_fragment[worker], state.unmerged[worker]
+    del state.next_fragment[worker], state.unmerged[worker], state.slots[worker]
+    self._note(state, worker, "left")
     # With fewer members the pushes so far may be a quorum.
-    for fragment in dict.fromkeys(push.fragment for push in state.collected):
-      self._close(state, fragment, actions)
+    for key in dict.fromkeys(self._key(push) for push in state.collected):
+      self._close(state, key, actions)
 
   def on_pull(
     self, state: DecoupledState, worker: Worker, actions: list[Action]
@@ -225,9 +270,18 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     state.covered[push.task] = unmerged[fragment]
     unmerged[fragment] = (0, 0)
     state.collected.append(push)
-    if not self.ahead and fragment == state.turn:
+    if self.in_step:
+      missed = max(state.version - push.round, 0)
+      push.round += -(-missed // self.fragments) * self.fragments
+      # Given before the merge, which the last push of a round completes: its
+      # member must not be sent what the others are not.
+      if state.version >= state.slots[push.worker]:
+        self._give(state, push.worker, actions)
+      else:
+        state.waiting[push.worker] = False
+    elif not self.ahead and fragment == state.turn:
       state.waiting[push.worker] = False
-    self._close(state, fragment, actions)
+    self._close(state, self._key(push), actions)
 
   def observe(
     self,
@@ -251,18 +305,29 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     if number in state.grace:
       self._merge(state, state.grace[number], actions)
 
+  def _note(self, state: DecoupledState, worker: Worker, kind: str) -> None:
+    """Notes a change of the membership."""
+    living = len(state.members)
+    change = state.now_s, state.version, kind, str(worker), living
+    state.changes.append(change)
+
+  def _key(self, push: _server_state.Assignment) -> int:
+    """Returns the number of the merge that a push waits for."""
+    return push.round if self.in_step else push.fragment
+
   def _close(
-    self, state: DecoupledState, fragment: int, actions: list[Action]
+    self, state: DecoupledState, key: int, actions: list[Action]
   ) -> None:
-    """Merges a fragment that all have pushed, or opens its grace window."""
+    """Makes a merge for which all have pushed, or opens its grace window."""
     # A member may have pushed a fragment twice before it is merged: it counts
     # once for the quorum, and both pushes are merged.
-    here = {x.worker for x in state.collected if x.fragment == fragment}
-    if not here:
+    here = {x.worker for x in state.collected if self._key(x) == key}
+    # With `in_step` merges keep their order.
+    if not here or (self.in_step and key != state.version):
       return
     pushed = len(here & state.members.keys())
     if pushed == len(state.members):
-      self._merge(state, fragment, actions)
+      self._merge(state, key, actions)
       return
     # The push of a member that has left is merged, but counts for no quorum.
     if pushed < math.ceil(self.quorum * len(state.members)):
@@ -270,22 +335,28 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     # In units of measured time: the same setting serves fast and slow clusters.
     window_s = self.grace * (state.stretch_s or 0.0)
     if not window_s:
-      self._merge(state, fragment, actions)
-    elif fragment not in state.grace.values():
-      state.grace[self.timer(state, window_s, actions)] = fragment
+      self._merge(state, key, actions)
+    elif key not in state.grace.values():
+      state.grace[self.timer(state, window_s, actions)] = key
 
   def _merge(
-    self, state: DecoupledState, fragment: int, actions: list[Action]
+    self, state: DecoupledState, key: int, actions: list[Action]
   ) -> None:
     """Makes a fragment's outer step of all pushes so far."""
-    pushes = [x for x in state.collected if x.fragment == fragment]
-    state.collected = [x for x in state.collected if x.fragment != fragment]
-    state.grace = {k: x for k, x in state.grace.items() if x != fragment}
+    pushes = [x for x in state.collected if self._key(x) == key]
+    state.collected = [x for x in state.collected if self._key(x) != key]
+    state.grace = {k: x for k, x in state.grace.items() if x != key}
     pushes = _server_state.in_order(state, pushes)
+    fragment = pushes[0].fragment
+    merged = {push.worker for push in pushes} & state.members.keys()
+    state.shares.append((state.now_s, len(merged), len(state.members)))
     staleness = tuple(state.merges[fragment] - x.version for x in pushes)
     covered = [state.covered.pop(push.task) for push in pushes]
     # The weights c * c / s of the paper: tokens times tokens a step.
-    shares = [samples * samples / steps for samples, steps in covered]
+    shares = [
+      samples if self.weights == "samples" else samples * samples / steps
+      for samples, steps in covered
+    ]
     total = sum(shares)
     weights = tuple(
       share / total * self.weighting.damping(stale)
@@ -305,6 +376,8 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
       state.waiting = {}
       for worker in ready:
         self._give(state, worker, actions)
+    if self.in_step:
+      self._close(state, state.version, actions)
 
   def _give(
     self, state: DecoupledState, worker: Worker, actions: list[Action]
@@ -316,7 +389,13 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
       # Only fragments with a merge that the member has not been sent.
       pulled = tuple(i for i, x in enumerate(state.merges) if x > held[i])
     state.held[worker] = list(state.merges)
+    slot = state.version
+    if self.in_step and held is not None:
+      slot = max(state.slots[worker] + 1, slot)
+    state.slots[worker] = slot
     fragment = state.next_fragment[worker] if self.ahead else state.turn
+    if self.in_step:
+      fragment = slot % self.fragments
     state.next_fragment[worker] = (fragment + 1) % self.fragments
     task = self.reply(
       state,
@@ -326,5 +405,6 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
       fragment=fragment,
       pulled=pulled,
     )
+    task.round = slot
     # The staleness of a push counts merges of its fragment, not all updates.
     task.version = state.merges[fragment]

@@ -26,12 +26,14 @@ class LearnerState(NamedTuple):
     opt_state: state of its inner optimizer.
     model_state: its batch statistics.
     base: leaves from which its progress is counted, float32 at least.
+    anchor: leaves as the server sent them last, float32 at least.
   """
 
   params: PyTree
   opt_state: PyTree
   model_state: PyTree
   base: Leaves
+  anchor: Leaves
 
 
 @signatures.checked
@@ -47,8 +49,15 @@ class FragmentRunner:
   .. math:: w_p \leftarrow \Theta_p - \sum_{j \in U} \Delta_{p,j}
             - (b_p - w_p)
 
+  With `mix` it moves to a mixture in place of the last term,
+
+  .. math:: b_p \leftarrow \Theta_p - \sum_{j \in U} \Delta_{p,j}, \qquad
+            w_p \leftarrow \alpha w_p + (1 - \alpha) b_p
+
   Its parameters, its inner optimizer's state and its feedback stay here.  A
-  learner that begins anew keeps only the feedback.
+  learner that begins anew keeps only the feedback.  It computes where `params`
+  are: if they are sharded over its devices, so is all of its state, and each
+  step is one program for all of them.
 
   Arguments not named here are those of `server.GradientWorker`; without `sizes`
   nothing is padded.
@@ -58,6 +67,9 @@ class FragmentRunner:
       steps.
     fragments: as of `transforms.fragment_steps`.
     push_codec: codec of the progress; None sends every bit.
+    interval: H, for inner optimizers that take `interval_steps`, as
+      `transforms.pull_to_anchor` does.
+    mix: alpha in [0, 1]; None keeps all progress on top of what is received.
 
   Raises:
     ValueError: when an argument is not as described.
@@ -82,8 +94,13 @@ class FragmentRunner:
     push_codec: _message_codec.MessageCodec | None = None,
     model_state: signatures.Arrays = None,
     seed: int = 0,
+    interval: int = 1,
+    mix: float | None = None,
   ):
     checks.check_optimizer("optimizer", optimizer)
+    if mix is not None:
+      checks.check_number("mix", mix, high=1.0)
+    self._interval, self._mix = checks.check_int("interval", interval, 1), mix
     inner = jax.eval_shape(optimizer.init, params)
     transforms.refuse_iterates(inner, "decoupled DiLoCo")
     if states.exceptions(model_state):
@@ -104,6 +121,10 @@ class FragmentRunner:
     leaves, self._structure = jax.tree.flatten(params)
     self._dtypes = [jnp.asarray(leaf).dtype for leaf in leaves]
     self._anchor = [states.wide(jnp.asarray(x)) for x in leaves]
+    # None where JAX may choose the device.
+    self._shardings = tuple(
+      x.sharding if getattr(x, "committed", False) else None for x in leaves
+    )
     self._stream = seed * num_workers + number
     self._push_states = self._first_push_states()
     self._state: LearnerState | None = None
@@ -121,7 +142,19 @@ class FragmentRunner:
 
   @functools.cached_property
   def _programs(self) -> tuple[Callable[..., Any], ...]:
-    return _programs(self._loss_fn, self._optimizer, self._codec, self.decoded)
+    return _programs(
+      self._loss_fn, self._optimizer, self._codec, self.decoded,
+      self._interval, self._mix, self._shardings,
+    )  # fmt: skip
+
+  def _placed(
+    self, leaves: Sequence[jax.Array], numbers: Sequence[int]
+  ) -> Leaves:
+    """Returns leaves of some numbers where this learner's are."""
+    return [
+      jax.device_put(x, self._shardings[i])
+      for i, x in zip(numbers, leaves, strict=True)
+    ]
 
   def _parts(self, leaves: Sequence[jax.Array]) -> list[Leaves]:
     return [[leaves[i] for i in own] for own in self._indices]
@@ -131,8 +164,7 @@ class FragmentRunner:
     start = self.first_state(self._anchor, self._model_state)
     found = start
     for size in self._sizes or ():
-      batch = self._samples.batch(self._number, 0, 1, size=size)
-      found, _ = self._local_step(start, batch, self._key)
+      found, _ = self._local_step(start, (0, 1, size), self._key)
     for fragment, part in enumerate(self._parts(self._anchor)):
       states_before = list(self._push_states)
       _, _, sent, _ = self.push_of(found, fragment)
@@ -153,13 +185,14 @@ class FragmentRunner:
       steps: local steps that the learner took before, at which its schedules
         continue.
     """
+    anchor = self._placed(anchor, range(len(self._dtypes)))
     leaves = [a.astype(x) for a, x in zip(anchor, self._dtypes, strict=True)]
     params = jax.tree.unflatten(self._structure, leaves)
     opt_state = self._optimizer.init(params)
     if steps:
       # Moments begin anew, as the parameters do; a schedule must not.
       opt_state = _with_count(opt_state, steps)
-    return LearnerState(params, opt_state, model_state, list(anchor))
+    return LearnerState(params, opt_state, model_state, anchor, list(anchor))
 
   def receive(self, header: dict[str, Any], payload: Any) -> None:
     """Takes the merged fragments that were sent with a task."""
@@ -171,7 +204,7 @@ class FragmentRunner:
         payload, (self._anchor, self._model_state)
       )
       self._state = self.first_state(
-        list(map(jnp.asarray, anchor)),
+        anchor,
         jax.tree.map(jnp.asarray, model_state),
         more["steps"],
       )
@@ -208,18 +241,20 @@ class FragmentRunner:
       unmerged: this learner's pushes that are not in them, by fragment.
     """
     leaves, base = jax.tree.leaves(state.params), list(state.base)
+    anchors = list(state.anchor)
     for fragment, anchor in fresh.items():
       own = self._indices[fragment]
+      anchor = self._placed(anchor, own)
       params, bases = self._programs[1](
         [leaves[i] for i in own],
         [base[i] for i in own],
-        list(anchor),
+        anchor,
         list(unmerged.get(fragment, ())),
       )
-      for i, x, b in zip(own, params, bases, strict=True):
-        leaves[i], base[i] = x, b
+      for i, x, b, a in zip(own, params, bases, anchor, strict=True):
+        leaves[i], base[i], anchors[i] = x, b, a
     params = jax.tree.unflatten(self._structure, leaves)
-    return state._replace(params=params, base=base)
+    return state._replace(params=params, base=base, anchor=anchors)
 
   def compute(self, header: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Makes the local steps of a task, and returns their progress."""
@@ -234,22 +269,33 @@ class FragmentRunner:
     assert state is not None, "a task is received before it is computed"
     for i in range(passes):
       count = samples * (i + 1) // passes - samples * i // passes
-      batch = self._samples.batch(self._number, start, count, size=size)
+      state, own = self._local_step(
+        state, (start, count, size), jax.random.fold_in(key, i)
+      )
       start += count
-      state, own = self._local_step(state, batch, jax.random.fold_in(key, i))
       loss = loss + own * (count / samples)
     self._state, found, sent, loss = self.push_of(state, fragment, loss)
     self._unmerged.setdefault(fragment, {})[task] = sent
+    if self.decoded and any(self._shardings):
+      found = jax.device_get(found)  # The server computes elsewhere.
     return {"loss": loss}, found
 
   def _local_step(
-    self, state: LearnerState, batch: PyTree, key: jax.Array
+    self, state: LearnerState, samples: tuple[int, int, int], key: jax.Array
   ) -> tuple[LearnerState, jax.Array]:
-    """Returns the state after a local step, and the loss before it."""
+    """Returns the state after a local step, and the loss before it.
+
+    The samples are their position, their number and the padded size.
+    """
+    start, count, size = samples
+    batch = self._samples.batch(self._number, start, count, size=size)
+    anchor = jax.tree.unflatten(self._structure, state.anchor)
     params, opt_state, model_state, loss = self._programs[0](
-      state.params, state.opt_state, state.model_state, batch, key
+      state.params, state.opt_state, state.model_state, batch, key, anchor
     )
-    return LearnerState(params, opt_state, model_state, state.base), loss
+    return state._replace(
+      params=params, opt_state=opt_state, model_state=model_state
+    ), loss
 
   def push_of(
     self, state: LearnerState, fragment: int, loss: Any = 0.0
@@ -326,6 +372,9 @@ def _programs(
   optimizer: optax.GradientTransformation,
   codec: _gradient_messages.Codec,
   decoded: bool,
+  interval: int,
+  mix: float | None,
+  shardings: tuple[Any, ...],
 ) -> tuple[Callable[..., Any], ...]:
   """Builds a learner's programs, once for equal arguments."""
   chain = transforms.lenient(optimizer)
@@ -337,14 +386,21 @@ def _programs(
     model_state: PyTree,
     batch: PyTree,
     key: jax.Array,
+    anchor: PyTree,
   ) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
     # All workers have the server's keys, for instance of dropout.
     model_state = states.fold_keys(model_state, jax.random.bits(key))
     found = compute(params, model_state, batch, key)
     updates, opt_state = chain.update(
-      found.grads, opt_state, params, loss=found.loss, value=found.loss
-    )
+      found.grads, opt_state, params, loss=found.loss, value=found.loss,
+      anchor=anchor, interval_steps=interval,
+    )  # fmt: skip
     params = optax.apply_updates(params, updates)
+    if all(shardings):
+      # The compiler might choose others, and gather what is sharded.
+      leaves, structure = jax.tree.flatten(params)
+      kept = map(jax.lax.with_sharding_constraint, leaves, shardings)
+      params = jax.tree.unflatten(structure, kept)
     return params, opt_state, found.model_state, found.loss
 
   def push(
@@ -369,6 +425,11 @@ def _programs(
       # The progress b - x is formed before it is taken off: a small number
       # loses nothing to the rounding of the large ones.
       start = a - sum(each[i] for each in unmerged) if unmerged else a
+      if mix is not None:
+        mixed = mix * states.wide(x) + (1 - mix) * start
+        params.append(mixed.astype(x.dtype))
+        bases.append(start)
+        continue
       now = (start - (b - states.wide(x))).astype(x.dtype)
       params.append(now)
       # Progress that is not pushed yet stays the same.
@@ -380,12 +441,17 @@ def _programs(
 
 def _with_count(opt_state: PyTree, steps: int) -> PyTree:
   """Returns an optimizer's state whose schedules have made some steps."""
-  kinds = (optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState)
+  kinds = (
+    optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState,
+    transforms.PullToAnchorState,
+  )  # fmt: skip
 
   def counted(state: Any) -> Any:
-    if isinstance(state, kinds):
-      return state._replace(count=jnp.full_like(state.count, steps))
-    return state
+    if not isinstance(state, kinds):
+      return state
+    # Every tuple has a method called `count`, too.
+    name = "count" if "count" in state._fields else "step"
+    return state._replace(**{name: jnp.full_like(getattr(state, name), steps)})
 
   return jax.tree.map(
     counted, opt_state, is_leaf=lambda x: isinstance(x, kinds)

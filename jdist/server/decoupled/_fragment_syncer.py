@@ -141,7 +141,8 @@ class FragmentSyncer(_gradient_server.ServerLedger):
     more = {
       "start": start,
       "settled": list(self._settled[worker]),
-      "steps": self._steps[worker],
+      # A learner that joins or returns continues where the run is.
+      "steps": max(self._steps),
     }
     if reply.pull_plan is None:
       return more, None

@@ -136,8 +136,8 @@ class WorkerLearner(Interface):
 class Pair:
   """A server's learner and those of all its workers, in one process.
 
-  `Simulation` runs it on the virtual clock.  `GradientLearner` and
-  `FragmentLearner` are pairs for the usual arguments.
+  `Simulation` runs it on the virtual clock.  `GradientLearner` is a pair for
+  the usual arguments.
 
   Attributes:
     server: the server's learner.

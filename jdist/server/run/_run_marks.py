@@ -66,6 +66,9 @@ class Mark(NamedTuple):
     usable: Whether training can continue from the state, which is saved only
       then: it is finite, and has not made the server expel all workers.
     ended: Why the run cannot reach a later mark; None if it can.
+    changes: Changes of the membership since the mark before, of protocols with
+      merges; see `DecoupledState`.
+    merged_share: The mean share of the members in a merge since then.
   """
 
   updates: int
@@ -77,6 +80,8 @@ class Mark(NamedTuple):
   last_loss: float | None
   usable: bool
   ended: str | None
+  changes: list[tuple[float, int, str, str, int]] = []  # noqa: RUF012
+  merged_share: float | None = None
 
 
 def measure(
@@ -97,6 +102,13 @@ def measure(
   # Counted by gradients, of which an update may take several.
   gradients = sum(driver.staleness.values())
   stale = sum(age * count for age, count in driver.staleness.items())
+  state, after_s = driver.state, -1.0 if before is None else before.now_s
+  changes = [x for x in getattr(state, "changes", ()) if x[0] > after_s]
+  shares = [
+    merged / max(living, 1)
+    for at_s, merged, living in getattr(state, "shares", ())
+    if at_s > after_s
+  ]
   return Mark(
     updates=driver.state.version,
     samples=driver.applied_samples,
@@ -108,6 +120,8 @@ def measure(
     usable=is_finite(learner) and not driver.all_expelled,
     # On the clock machines that were expelled are away for good, too.
     ended=REFUSED if ended and driver.all_expelled else ended,
+    changes=changes,
+    merged_share=float(np.mean(shares)) if shares else None,
   )
 
 

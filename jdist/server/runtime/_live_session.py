@@ -34,6 +34,8 @@ class LiveSession:
     startup_s: How long to wait for all workers at the start.
     on_status: Is called with the server's status ten times a second.
     on_event: Is called with each new entry of `events`.
+    survive: Whether the others continue without a worker that is lost for good,
+      as long as there is one.
 
   Attributes:
     engine: As given.
@@ -55,6 +57,7 @@ class LiveSession:
     startup_s: float = 300.0,
     on_status: Callable[[dict[str, Any]], None] = lambda status: None,
     on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+    survive: bool = False,
   ):
     self.engine, self._make_server = engine, make_server
     self._works, self._plan = dict(works), plan
@@ -63,6 +66,7 @@ class LiveSession:
     self.num_workers = len(plan.workers)
     self.events: list[dict[str, Any]] = []
     self.payload = np.zeros(0, np.uint8)
+    self._survive, self._gone = survive, set[str]()
     # How often each worker was lost since it last said hello.
     self._away: dict[str, int] = {}
     self._status: dict[str, Any] = {}
@@ -156,7 +160,7 @@ class LiveSession:
     until = time.monotonic() + self._startup_s
     while not stops():
       self.engine.poll()
-      missing = set(names) - set(self._ask_status()["here"])
+      missing = set(names) - set(self._ask_status()["here"]) - self._gone
       if not missing:
         return
       if time.monotonic() > until:
@@ -169,11 +173,17 @@ class LiveSession:
   def _on_lost(self, name: str, reason: str) -> None:
     if self._status.get("finished"):
       return  # It was sent home, and its process may end.
+    if name in self._gone:
+      return
     self._away[name] = self._away.get(name, 0) + 1
     if self._away[name] > _MAX_TRIES:
-      raise _engine.LostRunError(
-        f"{name} was lost {_MAX_TRIES} times before it returned: {reason}"
-      )
+      self._gone.add(name)
+      if not self._survive or len(self._gone) == len(self._works):
+        raise _engine.LostRunError(
+          f"{name} was lost {_MAX_TRIES} times before it returned: {reason}"
+        )
+      self._add_event("gone", name, reason)
+      return
     self._add_event("lost", name, reason)
     # The server must forget the old process before the new one says hello.
     self.engine.ask("lost", name)

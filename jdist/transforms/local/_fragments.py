@@ -259,8 +259,9 @@ def fragment_steps(
     clock = own.clock._replace(interval=left, next_interval=following)
     return own._replace(clock=clock)
 
-  return _anchor.only_floats(
-    optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  chain = optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _synchronizer.RoundTransformation.of(
+    _anchor.only_floats(chain), sync, overlap, fragments
   )
 
 

@@ -105,8 +105,9 @@ def local_steps(
     first = sync.init(params, inner_state)
     return _sync_state.LocalStepsState(inner_state, first)
 
-  return _anchor.only_floats(
-    optax.GradientTransformationExtraArgs(init_fn, sync.update)
+  chain = optax.GradientTransformationExtraArgs(init_fn, sync.update)
+  return _synchronizer.RoundTransformation.of(
+    _anchor.only_floats(chain), sync, overlap
   )
 
 

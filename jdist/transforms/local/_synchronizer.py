@@ -418,6 +418,40 @@ class Synchronizer:
     )
 
 
+class RoundTransformation(optax.GradientTransformationExtraArgs):
+  """An Optax transformation that synchronizes workers in rounds.
+
+  Attributes:
+    parts: its synchronizer, which `elastic.Rounds` reads.
+    overlap: the `Delayed` of late means, or None.
+    fragments: as of `fragment_steps`; 1 for a single message.
+  """
+
+  parts: Synchronizer
+  overlap: _delayed.Delayed | None
+  fragments: Any
+
+  @property
+  def outer(self) -> optax.GradientTransformation | None:
+    """The outer optimizer, SGD(1) for a mean; None of a rule with more."""
+    rule = self.parts.rule
+    if type(rule) is _round.Average:
+      return optax.sgd(1.0)
+    return rule.optimizer if type(rule) is _round.OuterStep else None
+
+  @classmethod
+  def of(
+    cls,
+    optimizer: optax.GradientTransformationExtraArgs,
+    parts: Synchronizer,
+    overlap: _delayed.Delayed | None,
+    fragments: Any = 1,
+  ) -> "RoundTransformation":
+    found = cls(*optimizer)
+    found.parts, found.overlap, found.fragments = parts, overlap, fragments
+    return found
+
+
 def make_synchronizer(
   inner: optax.GradientTransformation,
   interval: int | intervals.IntervalPolicy,

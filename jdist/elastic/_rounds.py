@@ -1,0 +1,280 @@
+"""Methods with rounds between workers that come and go."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jdist import checks, server, signatures, transforms
+from jdist.elastic import _own_loop
+
+PyTree = Any
+
+
+class _Parts(NamedTuple):
+  """A method's parts, in the words of the protocol and its learners."""
+
+  number: int
+  outer: optax.GradientTransformation
+  late: bool
+  mix: float | None
+  push_codec: server.MessageCodec | None
+
+
+class _NoSamples:
+  """The samples of a loop of one's own, which takes them itself."""
+
+  shared = False
+
+  def batch(self, worker: int, start: int, count: int, **size: Any) -> PyTree:
+    raise NotImplementedError
+
+
+@signatures.checked
+class Rounds:
+  r"""Runs a method with rounds between workers that join, leave and return.
+
+  A round merges the pushes of the members that are there, once a quorum of them
+  has pushed and a grace window has passed, by the outer step of the method:
+
+  .. math:: \Delta = \frac{\sum_{i \in \text{living}} c_i \Delta_i}
+            {\sum_{i \in \text{living}} c_i}
+
+  with the samples c of a push.  This is `DecoupledDiLoCo` with `ahead` 0, or
+  one merge late for an `overlap`; every worker has a JAX runtime of its own.
+  Undisturbed it equals the collective method up to rounding, where a codec's
+  mean is a gather: the server sends what it has merged in every bit.
+
+  A worker that joins or returns takes the parameters, the batch statistics and
+  the position of schedules from the server, which has made all merges, and
+  begins with a fresh inner optimizer; no worker sends a state of its own.  The
+  residual of its feedback stays if only its connection was lost, and is lost
+  with its process, as is the progress that it had not pushed.
+
+  Args:
+    method: the transformation of a method with rounds, for instance
+      `methods.diloco(optimizer, 8, axis=None)`; its axis is not used.
+    params: the first parameters.
+    workers: the names of all workers that may take part.
+    samples: samples of a worker's local step, or an allocation such as
+      `server.SpeedBatches`.
+    quorum: part of the members whose pushes a merge waits for.
+    grace: the longest wait for the others, in times of a round.  With 1, the
+      default, a worker that has joined within a round takes part in its merge.
+    timeout_s: seconds without a push after which a worker counts as lost.
+    model_state: the first batch statistics, if any.
+    seed: seed of the random numbers in losses and codecs.
+
+  Attributes:
+    protocol: the protocol, for `server.Simulation` and `server.replay`.
+    workers: the names.
+
+  Raises:
+    ValueError: when an argument is wrong, or the method has a part that a
+      server cannot run between tasks.
+  """
+
+  def __init__(
+    self,
+    method: optax.GradientTransformation,
+    params: signatures.Arrays,
+    *,
+    workers: Sequence[str],
+    samples: Any = 32,
+    quorum: float = 0.5,
+    grace: float = 1.0,
+    timeout_s: float | None = None,
+    model_state: signatures.Arrays = None,
+    seed: int = 0,
+  ):
+    parts = self._parts = _parts_of(method, params)
+    assert isinstance(method, transforms.RoundTransformation)
+    self.workers, self._optimizer = tuple(workers), method.parts.optimizer
+    self._interval = method.parts.policy.constant or 1
+    batches: Any = samples
+    if isinstance(samples, int):
+      batches = server.FixedBatches(samples)
+    # NumPy's arrays: a process that unpickles them may still choose devices.
+    self._params = jax.device_get(params)
+    self._common = {
+      "fragments": method.fragments,
+      "push_codec": parts.push_codec,
+      "model_state": jax.device_get(model_state),
+    }
+    self._seed = checks.check_seed(seed)
+    self.protocol: server.Protocol = server.DecoupledDiLoCo(
+      batches=batches,
+      interval=self._interval,
+      fragments=parts.number,
+      quorum=quorum,
+      grace=grace,
+      ahead=int(parts.late),
+      in_step=parts.late,
+      weights="samples",
+      timeout_s=timeout_s,
+    )
+    self.protocol.init(self.workers)  # It checks their names.
+
+  def syncer(self, *, shared: bool = True) -> server.FragmentSyncer:
+    """Returns the server's learner; `shared` is that of the samples."""
+    return server.FragmentSyncer(
+      self._params, workers=self.workers, outer=self._parts.outer,
+      shared=shared, **self._common,
+    )  # fmt: skip
+
+  def runner(
+    self,
+    name: str,
+    loss_fn: Callable[..., Any],
+    samples: server.Samples,
+    *,
+    params: signatures.Arrays = None,
+    sizes: Sequence[int] | None = None,
+    kind: Any = server.FragmentRunner,
+  ) -> Any:
+    """Returns the learner of a worker.
+
+    Args:
+      name: its name.
+      loss_fn: as of `training.make_step`.
+      samples: the source of its batches.
+      params: the first parameters on its devices, where they are sharded.
+      sizes: sizes to which batches are padded.
+      kind: the class of the learner, `FragmentRunner`.
+    """
+    checks.check_choice("name", name, self.workers)
+    return kind(
+      loss_fn, self._optimizer, self._params if params is None else params,
+      samples, number=self.workers.index(name), num_workers=len(self.workers),
+      sizes=sizes, seed=self._seed, interval=self._interval,
+      mix=self._parts.mix, **self._common,
+    )  # fmt: skip
+
+  def work(
+    self,
+    channel: server.Channel,
+    name: str,
+    loss_fn: Callable[..., Any],
+    samples: server.Samples,
+    **options: Any,
+  ) -> None:
+    """Takes part until the server ends the run; arguments as of `runner`."""
+    learner = self.runner(name, loss_fn, samples, **options)
+    learner.prepare()
+    depth = self.protocol.depth
+    server.WorkerLoop(channel, name, learner, depth=depth).run()
+
+  def loop(
+    self, channel: server.Channel, name: str, **options: Any
+  ) -> _own_loop.OwnLoop:
+    """Returns a worker with a loop of one's own; `params` as of `runner`."""
+    found: _own_loop.OwnLoop = self.runner(
+      name, lambda *args: None, _NoSamples(), kind=_own_loop.OwnLoop, **options
+    )
+    found.connect(channel, name, self.protocol.depth)
+    return found
+
+  def session(
+    self,
+    engine: Any,
+    work: Callable[[server.Channel, str], None],
+    *,
+    record: str | None = None,
+    shared: bool = True,
+    **options: Any,
+  ) -> server.LiveSession:
+    """Returns a live run for `server.ServerRun`, which survivors continue.
+
+    Args:
+      engine: `server.ThreadEngine()` or `server.RayEngine(...)`.
+      work: what a worker does with its connection and its name, by `work` or
+        `loop`.
+      record: a file for all messages, which `server.replay` reads.
+      shared: whether all workers take from one stream of samples.
+      **options: those of `server.LiveSession`.
+    """
+    plan = server.LivePlan(
+      workers=self.workers, record=record, versions=server.versions()
+    )
+    works = {x: functools.partial(_call, work, x) for x in self.workers}
+    serve = functools.partial(self._serve, shared)
+    return server.LiveSession(
+      engine, serve, works, plan, survive=True, **options
+    )
+
+  def _serve(self, shared: bool, plan: server.LivePlan) -> Any:
+    syncer = self.syncer(shared=shared)
+    return server.LiveServer(self.protocol, syncer, plan)
+
+
+def _call(work: Callable[..., None], name: str, channel: Any) -> None:
+  work(channel, name)
+
+
+def _parts_of(method: Any, params: PyTree) -> _Parts:
+  """Returns a method's parts, or refuses one that a server cannot run."""
+  if not isinstance(method, transforms.RoundTransformation):
+    raise ValueError(
+      "`method` must be one with rounds of local steps, such as "
+      "`methods.diloco(...)`, not chained with others, got "
+      f"{checks.show(method)}. Gradients in every step are for a protocol: "
+      "`server.BSP()`."
+    )
+  parts, outer, codec = method.parts, method.outer, None
+  if parts.policy.constant is None:
+    raise ValueError(
+      "`interval` must be a number with a server, which gives tasks of as many "
+      "steps, got a policy. Take `intervals.fixed(8)`."
+    )
+  if outer is None:
+    raise ValueError(
+      "`rule` must be a mean or an outer optimizer with a server, which keeps "
+      f"no other state of a round, got {type(parts.rule).__name__}. Take "
+      "`methods.local_sgd` or `methods.diloco`."
+    )
+  number = max(transforms.fragments_of(params, method.fragments)) + 1
+  late, mix = _lateness(method.overlap, parts.policy.constant // number)
+  if parts.compression is not None:
+    codec = getattr(parts.compression.reducer, "codec", None)
+    if codec is None:
+      raise ValueError(
+        "`compression` must be a codec with a server, to which each worker "
+        f"sends its own message, got {checks.show(parts.compression.reducer)}. "
+        "Take `Compression(codecs.Quantize(4), ErrorFeedback())`."
+      )
+    codec = server.MessageCodec(
+      codec, parts.compression.feedback, seed=parts.compression.seed or 0
+    )
+  return _Parts(number, outer, late, mix, codec)
+
+
+def _lateness(
+  overlap: transforms.Delayed | None, task: int
+) -> tuple[bool, float | None]:
+  """Returns whether means are one merge late, and the mixture."""
+  if overlap is None:
+    return False, None
+  mix = None if overlap.mix is None else float(np.asarray(overlap.mix))
+  if overlap.steps == 0:
+    return False, mix
+  # None begins with the first round that is longer than the delay.
+  at_once = overlap.after_step is None and overlap.steps is None and task > 1
+  for name, wrong, rule in (
+    ("stream", overlap.stream is not None, "None: messages are whole, and are "
+     "sent while the next task is computed"),
+    ("steps", overlap.steps not in (None, task), f"0 or {task}, the steps of a "
+     "task: messages come between tasks"),
+    ("carry", overlap.carry is None or np.any(overlap.carry != 1), "1: workers "
+     "keep all that is not merged, and 1/N changes as they come and go"),
+    ("after_step", overlap.after_step != 0 and not at_once, "0: all merges are "
+     "delayed or none"),
+  ):  # fmt: skip
+    if wrong:
+      raise ValueError(
+        f"`{name}` of an overlap must be, with a server, {rule}; got "
+        f"{checks.show(getattr(overlap, name))}."
+      )
+  return True, mix

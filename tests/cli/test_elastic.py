@@ -1,0 +1,115 @@
+"""`jdist train --elastic`: methods with rounds, on every engine."""
+
+import json
+
+import jax
+import pytest
+
+from jdist import cli, training
+
+pytest.importorskip("simpy")
+
+
+@pytest.fixture
+def train(tmp_path):
+  words = [
+    "train", "--elastic", "--workers", "2", "--epochs", "1",
+    "--batch-size", "64", "--evaluate-every-epochs", "0.5",
+    "--warmup-epochs", "0", "--quorum", "1", "--output", str(tmp_path),
+  ]  # fmt: skip
+  # The workers' threads do not inherit the settings of this thread.
+  jax.config.update("jax_numpy_dtype_promotion", "standard")
+  yield lambda *more: cli.main([*words, *more])
+  jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def rows(tmp_path):
+  return training.read_rows(tmp_path / "rows.jsonl")
+
+
+def test_row_and_output_name_the_members(train, tmp_path, capsys):
+  assert train("--method", "diloco") == 0
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[0].startswith("worker0 joined at 0 s, update 0: 2 members")
+  assert "100.0 % of the living in a merge" in lines[2]
+  (row,) = rows(tmp_path)
+  assert (row["method"], row["driver"], row["clock"]) == (
+    "diloco", "threads", "wall",
+  )  # fmt: skip
+  assert [x[2:4] for x in row["changes"]] == [
+    ["joined", "worker0"], ["joined", "worker1"],
+  ]  # fmt: skip
+  assert [x[1:] for x in row["merges"]] == [[2, 2]] * row["updates"]
+  assert (row["merged_share"], row["accuracy"] > 0.5) == (1.0, True)
+  json.dumps(row)
+
+
+@pytest.mark.parametrize(
+  "words",
+  [
+    ["--method", "diloco", "--codec", "int4", "--feedback", "error"],
+    *(
+      pytest.param(words.split(), marks=pytest.mark.slow)
+      for words in (
+        "--method local_sgd", "--method msdpu", "--method fed_prox",
+        "--method streaming_diloco --fragments 2",
+        "--method diloco --overlap", "--method muloco",
+      )
+    ),
+  ],
+)  # fmt: skip
+def test_clock_and_threads_train_alike(words, train, tmp_path):
+  words = [*words, "--owned"]
+  assert train(*words) == train(*words, "--driver", "clock") == 0
+  threads, clock = rows(tmp_path)
+  assert (clock["clock"], threads["clock"]) == ("virtual", "wall")
+  assert len(clock["curve"]) > 1
+  for one, other in zip(clock["curve"], threads["curve"], strict=True):
+    assert one["step"] == other["step"]
+    assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+WRONG = {
+  "--method ssgd": "`method` must be one with rounds of local steps",
+  "--method scaffold": "`rule` must be a mean or an outer optimizer",
+  "--method post_local_sgd": "`interval` must be a number with a server",
+  "--method nobody": "`--method` must be one of",
+  "--method diloco --interval-policy growth": (
+    "`--interval-policy` must be fixed with `--elastic`"
+  ),
+  "--method msdpu --carry 0.5": "`carry` of an overlap must be, with a",
+  "--method msdpu --delay-steps 1": "`steps` of an overlap must be, with a",
+  "--method cocod --stream": "`stream` of an overlap must be",
+  "--method streaming_diloco --fragments 3": "a multiple of the 3 fragments",
+  "--method diloco --codec int4 --feedback ef21": "`feedback` must be",
+  "--method diloco --reducer power_sgd": "`--reducer` must be left out with",
+  "--method diloco --quorum 0": "`quorum` must be",
+  "--method diloco --quorum 2": "`quorum` must be",
+  "--method diloco --grace -1": "`grace` must be",
+  "--method diloco --timeout-s 0": "`--timeout-s` must be positive",
+  "--method diloco --ahead 1": "`--ahead` must be left out for diloco",
+  "--method diloco --fragments 2": "`--fragments` must be left out for diloco",
+  "--method diloco --correction 1": "`--correction` must be left out for",
+  "--method diloco --protocol bsp": "`--protocol` must be left out with",
+  "--method diloco --substrate vmap": "`--substrate` must be left out with",
+  "--method diloco --accumulate 2": "`--accumulate` must be left out with",
+  "--method diloco --skip-nonfinite": "`--skip-nonfinite` must be left out",
+  "--method diloco --num-processes 2": "`--num-processes` must be left out",
+  "--method diloco --cluster no.toml": "`--workers` must be left out",
+  "--method diloco --driver horse": "--driver",
+  "--method diloco --address a:1": "`--address` must be left out without",
+  "--method diloco --driver clock --record x": "`--record` must be left out",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_option_is_refused_in_one_line(words, train, capsys):
+  assert train(*words.split()) == 2
+  error = capsys.readouterr().err
+  assert WRONG[words] in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", ["--quorum 1", "--driver ray", "--owned"])
+def test_server_options_need_a_server(words, capsys):
+  assert cli.main(["train", *words.split()]) == 2
+  assert "without `--protocol`" in capsys.readouterr().err

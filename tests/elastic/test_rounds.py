@@ -1,0 +1,322 @@
+"""Elastic methods with rounds: undisturbed, they are the collective ones."""
+
+import functools
+import threading
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jdist import (
+  cluster,
+  codecs,
+  collectives,
+  elastic,
+  methods,
+  reducers,
+  server,
+  training,
+  transforms,
+)
+from jdist.transforms import intervals
+from tests.server import _reference
+
+pytest.importorskip("simpy")
+
+NAMES, EACH, STEPS = ("a", "b", "c"), 4, 24
+PARAMS = {"a": jnp.zeros((2, 2)), "b": jnp.zeros(4)}
+
+
+def rate(step):
+  return 0.1 / (1.0 + 0.1 * jnp.asarray(step, jnp.float32))
+
+
+SGD = optax.sgd(rate, momentum=0.9)
+# A server sends merges in every bit: as a gather, and no all-to-all.
+GATHERED = reducers.Compression(
+  reducers.compressed(codecs.Quantize(4), wire="gather"),
+  reducers.ErrorFeedback(),
+)
+
+
+class Samples:
+  """Rows of each worker's own."""
+
+  shared = False
+
+  def batch(self, worker, start, count, *, size=None):
+    rows = 7 * worker + start + np.arange(size or count)
+    return {"rows": _reference.ROWS[rows % len(_reference.ROWS)]}
+
+
+def loss(params, model_state, batch, key):
+  joined = jnp.concatenate([params["a"].reshape(-1), params["b"]])
+  x, y = batch["rows"][:, :8], batch["rows"][:, 8]
+  return ((x @ joined - y) ** 2 / 2).mean(), (model_state, {})
+
+
+def streaming(optimizer, *, axis, **options):
+  return methods.streaming_diloco(optimizer, 4, 2, axis=axis, **options)
+
+
+def msdpu(optimizer, *, axis, **options):
+  return methods.msdpu(
+    optimizer, intervals.fixed(4), rate, axis=axis,
+    overlap=transforms.Delayed(), **options,
+  )  # fmt: skip
+
+
+METHODS = {
+  "local_sgd": functools.partial(methods.local_sgd, interval=4),
+  "diloco": functools.partial(methods.diloco, interval=4),
+  "diloco int4": functools.partial(
+    methods.diloco, interval=4, compression=GATHERED
+  ),
+  "diloco late": functools.partial(
+    methods.diloco, interval=4, overlap=transforms.Delayed()
+  ),
+  "streaming": functools.partial(streaming, delay_steps=0, mix=0.0),
+  "streaming late": functools.partial(streaming, delay_steps=2, mix=0.5),
+  "streaming late int4": functools.partial(
+    streaming, delay_steps=2, mix=0.5,
+    compression=GATHERED,
+  ),
+  "msdpu": msdpu,
+  "fed_prox": functools.partial(methods.fed_prox, interval=4, strength=0.1),
+  "cocod": functools.partial(methods.cocod, interval=4),
+}  # fmt: skip
+
+
+def rounds(name, **options):
+  options = {"samples": EACH, "quorum": 1.0, "grace": 0.0} | options
+  return elastic.Rounds(
+    METHODS[name](SGD, axis=None), PARAMS, workers=NAMES, **options
+  )
+
+
+def collective(name, steps=STEPS):
+  """The same method by collectives, workers under vmap: its anchor."""
+  team = collectives.workers(len(NAMES), substrate="vmap")
+  chain = METHODS[name](SGD, axis=team.axis)
+  step = team.jit(training.make_step(loss, chain, axis=team.axis))
+  state = training.init_state(team, chain, PARAMS)
+  for number in range(steps):
+    own = [Samples().batch(i, number * EACH, EACH) for i in range(len(NAMES))]
+    batch = {"rows": np.stack([x["rows"] for x in own])}
+    state, _ = step(state, team.place(batch))
+  return team.view(state.opt_state).anchor
+
+
+def on_clock(found, updates, speeds=(1.0, 1.0, 1.0), **options):
+  workers = {x: found.runner(x, loss, Samples()) for x in NAMES}
+  pair = server.Pair(found.syncer(shared=False), workers)
+  machines = cluster.Cluster(
+    tuple(
+      cluster.Node(x, speed=s, **options.get(x, {}))
+      for x, s in zip(NAMES, speeds, strict=True)
+    )
+  )
+  run = server.Simulation(
+    machines, found.protocol, cluster.Profile(0.01), learner=pair,
+    detection_s=0.05,
+  )  # fmt: skip
+  run.run(updates=updates)
+  return pair, run
+
+
+def merges(name):
+  """Merges after STEPS steps; a late one of the last task is not in yet."""
+  return STEPS // 2 if "streaming" in name else STEPS // 4
+
+
+# The others combine what these have.
+DEFAULT = ("local_sgd", "diloco", "diloco int4", "streaming late", "msdpu")
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(x, marks=() if x in DEFAULT else pytest.mark.slow)
+    for x in METHODS
+  ],
+)
+def test_undisturbed_run_matches_the_collective_method(name):
+  found = rounds(name)
+  late = found.protocol.ahead
+  pair, _ = on_clock(found, merges(name) - late, speeds=(1.0, 2.0, 0.5))
+  assert np.abs(pair.model.params["b"]).max() > 0.05
+  chex.assert_trees_all_close(
+    pair.model.params, collective(name), rtol=1e-5, atol=1e-5
+  )
+
+
+def live(found, own, updates, **options):
+  """Runs in threads; returns the session, its model and its summary."""
+  engine = server.ThreadEngine()
+  like = (PARAMS, {})
+  session = found.session(engine, own, model=like, shared=False, **options)
+  models = []
+  try:
+    server.ServerRun(session).fit(
+      updates, evaluate=lambda model: models.append(model.params) or {}
+    )
+    return session, models[-1], session.summary()
+  finally:
+    engine.stop()
+
+
+def test_own_loop_trains_as_the_librarys(tmp_path):
+  found = rounds("diloco")
+  step = jax.jit(
+    lambda params, opt_state, batch: one_step(params, opt_state, batch)
+  )
+
+  def own(channel, name):
+    loop = found.loop(channel, name)
+    for number, state in enumerate(loop):
+      batch = Samples().batch(NAMES.index(name), number * EACH, EACH)
+      params, opt_state, value = step(state.params, state.opt_state, batch)
+      loop.advance(params, opt_state, value)
+
+  _, params, summary = live(found, own, 6)
+  chex.assert_trees_all_close(
+    params, collective("diloco"), rtol=1e-5, atol=1e-5
+  )
+  assert summary["merged_share"] == 1.0
+  assert [x[2:4] for x in summary["changes"]] == [("joined", x) for x in NAMES]
+
+
+def one_step(params, opt_state, batch):
+  value, grads = jax.value_and_grad(lambda w: loss(w, {}, batch, None)[0])(
+    params
+  )
+  updates, opt_state = SGD.update(grads, opt_state, params)
+  return optax.apply_updates(params, updates), opt_state, value
+
+
+def test_own_loop_must_advance():
+  found = rounds("diloco")
+
+  def own(channel, name):
+    with pytest.raises(ValueError, match="`advance` must be called once"):
+      for _ in found.loop(channel, name):
+        pass
+    found.work(channel, name, loss, Samples())
+
+  _, params, _ = live(found, own, 1)
+  assert np.abs(params["b"]).max() > 0.01
+
+
+def in_turn(found, failed, back):
+  """Workers of which b is lost in its third task; the others wait for it."""
+
+  class Failing(server.FragmentRunner):
+    def compute(self, header):
+      if header["worker"] == "b" and header["version"] >= 2:
+        if not failed.is_set():
+          failed.set()
+          raise RuntimeError("The power has failed.")
+        back.set()
+      elif header["version"] >= 6:
+        back.wait(20.0)
+      return super().compute(header)
+
+  def own(channel, name):
+    learner = found.runner(name, loss, Samples(), kind=Failing)
+    learner.prepare()
+    server.WorkerLoop(channel, name, learner, depth=1).run()
+
+  return own
+
+
+@pytest.mark.parametrize(
+  "name",
+  ("diloco int4", pytest.param("streaming late", marks=pytest.mark.slow)),
+)
+def test_disturbed_run_is_replayed_to_the_same_bits(name, tmp_path):
+  found = rounds(name, quorum=0.5, grace=1.0)
+  own = in_turn(found, threading.Event(), threading.Event())
+  path = str(tmp_path / "messages")
+  session, _, summary = live(found, own, 12, record=path)
+  assert [x["kind"] for x in session.events] == ["lost", "back"]
+  kinds = [x[2:4] for x in summary["changes"]]
+  assert kinds[3:] == [("left", "b"), ("returned", "b")]
+  assert all(0 < merged <= living for _, merged, living in summary["merges"])
+  syncer = found.syncer(shared=False)
+  delivery = server.replay(path, found.protocol, syncer)
+  np.testing.assert_array_equal(syncer.save()[1], session.payload)
+  assert delivery.summary()["merges"] == summary["merges"]
+
+
+def test_survivors_go_on_without_a_worker_that_is_lost_for_good():
+  found = rounds("local_sgd", quorum=0.5, grace=1.0)
+
+  def own(channel, name):
+    if name == "b":
+      raise RuntimeError("There is no memory.")
+    found.work(channel, name, loss, Samples())
+
+  session, _, summary = live(found, own, 4)
+  assert session.events[-1]["kind"] == "gone"
+  assert summary["merges"][-1][1:] == (2, 2)
+
+
+def counts_of(runner):
+  """The positions of the schedules in an inner optimizer."""
+  kind = optax.ScaleByScheduleState
+  leaves = jax.tree.leaves(
+    runner._state.opt_state, is_leaf=lambda x: isinstance(x, kind)
+  )
+  return [int(x.count) for x in leaves if isinstance(x, kind)]
+
+
+@pytest.mark.parametrize("name", ("diloco", "msdpu"))
+def test_joiner_continues_from_what_is_merged(name):
+  """Its parameters, and the position of its schedule, are the run's."""
+  away = {"outages": (cluster.Outage(0.0, 0.5),)}
+  found = rounds(name, quorum=0.5, grace=1.0)
+  pair, run = on_clock(found, 8, c=away)
+  changes = [x[1:4] for x in run.summary()["changes"]]
+  assert changes == [(0, "joined", "a"), (0, "joined", "b"), (3, "joined", "c")]
+  assert [x[1:] for x in run.summary()["merges"]] == [(2, 2)] * 3 + [(3, 3)] * 5
+  late = found.protocol.ahead
+  assert set(run.staleness) == ({0, late} if late else {0})
+  # A late method has begun its next task before the last merge is complete.
+  (joiner,), (other,) = (counts_of(pair.workers[x]) for x in "ca")
+  assert joiner == other - 4 * late == 4 * 8
+
+
+@pytest.mark.slow  # Compiles programs for two devices.
+def test_worker_may_be_sharded_over_devices():
+  """One worker has two devices and shards its state, another has one."""
+  found, learners = rounds("diloco int4"), {}
+
+  def own(channel, name):
+    devices = jax.devices()
+    params = None
+    if name == "a":
+      mesh = jax.sharding.Mesh(np.array(devices[1:3]), ("fsdp",))
+      rows = jax.sharding.NamedSharding(
+        mesh, jax.sharding.PartitionSpec("fsdp")
+      )
+      params = jax.device_put(PARAMS, rows)
+    elif name == "b":
+      params = jax.device_put(PARAMS, devices[3])
+    learner = found.runner(name, loss, Samples(), params=params)
+    learners[name] = learner
+    learner.prepare()
+    server.WorkerLoop(channel, name, learner, depth=1).run()
+
+  _, params, _ = live(found, own, 6)
+  pair, _ = on_clock(found, 6)
+  chex.assert_trees_all_close(params, pair.model.params, rtol=1e-5, atol=1e-5)
+  for leaf in jax.tree.leaves(
+    (learners["a"]._state, [x.feedback for x in learners["a"]._push_states])
+  ):
+    if leaf.ndim:
+      assert len(leaf.sharding.device_set) == 2
+      assert not leaf.sharding.is_fully_replicated
+  assert learners["b"]._state.params["b"].devices() == {jax.devices()[3]}
