@@ -110,6 +110,13 @@ def _status(words: list[str]) -> tuple[int, str]:
       return 0, ""
     served = getattr(options, "driver", None) is not None
     path = "servers._server_run.train" if served else _COMMANDS[words[0]][1]
+    if getattr(options, "runtime", None) == "processes":
+      path = "pipelines._process_run.train"
+      if options.coordinator_address is None and options.stages > 1:
+        # They are not started again: that is what `launch` is for.
+        path = _COMMANDS["launch"][1]
+        options = _commands.Launch(options.stages, 0, command=tuple(words),
+                                   train=options)  # fmt: skip
     # The module is imported only now, with everything that it needs.
     file, _, function = path.rpartition(".")
     module = importlib.import_module(f"jdist.cli.{file}")

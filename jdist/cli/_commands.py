@@ -47,6 +47,12 @@ class Train(
   """Seed of the initial parameters, the order of the data and all other random
   numbers."""
 
+  runtime: Literal["one_program", "processes"] = option(
+    "one_program", needs=("stages",)
+  )
+  """With stages: one program over several devices, or a process for each stage,
+  which runs every table and repeats no forward pass."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Compare(_groups.LinkOptions, _groups.Common):

@@ -9,7 +9,6 @@ import jax
 from jdist import collectives, data, training
 from jdist.cli import (
   _commands,
-  _groups,
   _methods,
   _options,
   _output,
@@ -18,9 +17,6 @@ from jdist.cli import (
   _workload,
 )
 from jdist.training import comparison
-
-# A resumed run may be longer, and have other workers.
-_FREE = ("epochs", "steps", "workers")
 
 
 def train(options: _commands.Train) -> None:
@@ -56,13 +52,13 @@ def run(options: _commands.Train, programs: Any) -> None:
       return
     if board is not None:
       board.write(record)
-    _print_record(record, programs.budget.num_steps, workload.train)
+    _workload.print_record(record, programs.budget.num_steps, workload.train)
 
   resumed: dict[str, int] = {}
 
   def resume(found: training.Restored) -> None:
     resumed["resumed_from_step"] = found.step
-    text = _resumed(options, found, programs)
+    text = _workload.resumed_text(options, found, programs)
     if first:
       print(text, flush=True)
 
@@ -97,7 +93,7 @@ def run(options: _commands.Train, programs: Any) -> None:
         checkpoint_every=workload.steps(options.checkpoint_every_epochs),
         metadata=_identity(options),
         on_resume=resume,
-        free=_FREE,
+        free=_workload.FREE,
         stop_on_sigterm=True,
         **ends,
       )
@@ -107,18 +103,6 @@ def run(options: _commands.Train, programs: Any) -> None:
     )
     _run_end.write_row(output, options, records, **resumed)
   _run_end.check(options, records, newest() is not None)
-
-
-def _print_record(
-  record: training.Record, num_steps: int, dataset: _workload.AnyDataset
-) -> None:
-  print(
-    f"step {record.step}/{num_steps}  {_workload.quality(record.metrics)}  "
-    f"train loss {_workload.loss(record)}  rounds {record.rounds}  "
-    f"{training.format_bytes(record.sent_bytes)} sent per worker  "
-    f"{_workload.speed(record, dataset)}/s",
-    flush=True,
-  )
 
 
 def _save_model(
@@ -141,36 +125,6 @@ def _save_model(
     facts |= {"mean": train.mean, "std": train.std}
   training.save_model(options.final_params, params, model_state, facts)
   print(f"Model: {options.final_params}")
-
-
-def _resumed(
-  options: _commands.Train, found: training.Restored, programs: Any
-) -> str:
-  """Returns where a run resumes; it may become longer, but not shorter."""
-  before, workers = found.metadata, options.workers
-  steps = programs.budget.num_steps
-  old_steps = _methods.num_steps(
-    before["epochs"], before["steps"], programs.workload.steps_per_epoch
-  )
-  # A shorter run would have decayed its learning rate earlier.
-  if steps < old_steps:
-    raise ValueError(
-      f"`--{'epochs' if options.steps is None else 'steps'}` must not be less "
-      f"than when the run began, {old_steps} steps, got {steps}. Take as many "
-      "or more, or start anew in another directory."
-    )
-  if found.step == steps:
-    text = f"Nothing left to train: step {steps} of {steps}"
-  else:
-    text = f"Resumes from step {found.step}"
-  if steps > old_steps:
-    text += (
-      f", of {steps} steps where it had {old_steps}; the schedule is that of "
-      "the longer run"
-    )
-  if before.get("workers", workers) != workers:
-    text += f", with {workers} workers in place of {before['workers']}"
-  return f"{text}."
 
 
 def _join(options: _commands.Train, num_devices: int) -> None:
@@ -220,13 +174,7 @@ def _common(options: _commands.Train) -> dict[str, object]:
 
 def _identity(options: _commands.Train) -> dict[str, object]:
   """Returns the metadata that must be the same when a run is resumed."""
-  # A trained network is in the state: the same one may move to another path,
-  # and another one at the same path is another run, so that its fingerprint
-  # stands for the path.
-  elsewhere = ("evaluate_every_epochs", "predictor")
-  groups = _groups.CheckpointOptions, _groups.ProcessOptions
-  fields = (name for x in groups for name in x.__dataclass_fields__)
-  identity = _options.identity(options, (*elsewhere, *fields))
+  identity = _options.identity(options, _workload.ELSEWHERE)
   if options.method == _methods.TRAINED:
     identity["networks"] = _trained.fingerprint(options)
   return identity

@@ -28,6 +28,17 @@ AnyDataset = data.Dataset | data.TextDataset
 _Common = TypeVar("_Common", bound=_groups.Common)
 # Bytes of all workers that are evaluated at once.
 _EVALUATED = 2**17
+# A resumed run may be longer, and have other workers.
+FREE = ("epochs", "steps", "workers")
+# Options that are no part of a run's identity.  A trained network is in the
+# state: the same one may move to another path, and another one at the same path
+# is another run, so that its fingerprint stands for the path.
+ELSEWHERE = (
+  "evaluate_every_epochs",
+  "predictor",
+  *_groups.CheckpointOptions.__dataclass_fields__,
+  *_groups.ProcessOptions.__dataclass_fields__,
+)
 # Networks with many strided layers, which leave nothing of images of less than
 # 16 x 16 pixels and would take minutes to compile for them.
 _LARGE_MODELS = ("alexnet", "vgg", "resnet18", "resnet34", "resnet50")
@@ -364,3 +375,46 @@ def speed(record: training.Record, dataset: AnyDataset) -> str:
     length = dataset.input_shape[0]
     return f"{training.format_rate(record.samples_per_s * length)} bytes"
   return f"{training.format_rate(record.samples_per_s)} images"
+
+
+def print_record(
+  record: training.Record, num_steps: int, dataset: AnyDataset
+) -> None:
+  """Prints a line about an evaluation."""
+  print(
+    f"step {record.step}/{num_steps}  {quality(record.metrics)}  "
+    f"train loss {loss(record)}  rounds {record.rounds}  "
+    f"{training.format_bytes(record.sent_bytes)} sent per worker  "
+    f"{speed(record, dataset)}/s",
+    flush=True,
+  )
+
+
+def resumed_text(
+  options: _groups.Common, found: training.Restored, programs: Any
+) -> str:
+  """Returns where a run resumes; it may become longer, but not shorter."""
+  before, workers = found.metadata, options.workers
+  steps = programs.budget.num_steps
+  old_steps = _methods.num_steps(
+    before["epochs"], before["steps"], programs.workload.steps_per_epoch
+  )
+  # A shorter run would have decayed its learning rate earlier.
+  if steps < old_steps:
+    raise ValueError(
+      f"`--{'epochs' if options.steps is None else 'steps'}` must not be less "
+      f"than when the run began, {old_steps} steps, got {steps}. Take as many "
+      "or more, or start anew in another directory."
+    )
+  if found.step == steps:
+    text = f"Nothing left to train: step {steps} of {steps}"
+  else:
+    text = f"Resumes from step {found.step}"
+  if steps > old_steps:
+    text += (
+      f", of {steps} steps where it had {old_steps}; the schedule is that of "
+      "the longer run"
+    )
+  if before.get("workers", workers) != workers:
+    text += f", with {workers} workers in place of {before['workers']}"
+  return f"{text}."

@@ -101,7 +101,7 @@ def test_plan_names_the_runtime_of_its_table(capsys, tmp_path):
   told = _run(f"{words} --output {tmp_path}", capsys)
   row = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
   assert row["table"] == "zb_h2" and row["delay"] == 0
-  assert "pipeline.StageProcess" in told
+  assert "table.txt --runtime processes" in told.replace("\n", "")
   assert "jdist train --stages 2 --table 1f1b --microbatches" in told
 
 

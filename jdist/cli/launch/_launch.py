@@ -53,7 +53,13 @@ def _check(options: _commands.Launch) -> None:
       "`--num-processes` must be 1 with `--protocol`, whose server and workers "
       f"start from one process, got {number}."
     )
-  _options.check_workers(train.workers, number)
+  if train.runtime != "processes":
+    _options.check_workers(train.workers, number)
+  elif number != train.stages:
+    raise ValueError(
+      f"`--num-processes` must be the {train.stages} stages with `--runtime "
+      f"processes`, got {number}."
+    )
   if options.print is not None:
     _check_printed(options, train)
 

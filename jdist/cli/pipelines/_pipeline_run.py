@@ -209,33 +209,42 @@ class PreparedStages:
   def _pipe(
     self, model: models.Model, table: pipeline.Table
   ) -> pipeline.OneProgram:
-    workload, options = self.workload, self.options
-    # A stage computes alone: a whole model's cast of its inputs is not enough.
-    layers = [_tables.cast_layer(x, options.dtype) for x in model.layers]
-    inputs = workload.inputs()
-    batch = workload.batches(0)[0]
-    size = workload.batch_size // workload.workers.num_workers
-    size //= table.num_microbatches
-    if options.cuts and len(options.cuts) + 1 != table.num_stages:
-      raise ValueError(
-        f"`--cuts` must be {table.num_stages - 1} layers for the "
-        f"{table.num_stages} stages of `--table` {table.name}, got "
-        f"{options.cuts}."
-      )
-    microbatch = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct((size, *x.shape[2:]), x.dtype), batch
-    )
-    # Cuts follow from shapes alone, so that all processes find the same ones.
-    cuts = options.cuts or _balanced(
-      layers, table.num_stages, microbatch, inputs
-    )
+    stages, microbatch = cut(self.workload, self.options, model, table)
     return pipeline.OneProgram(
-      pipeline.cut_layers(layers, cuts),
+      stages,
       training.label_loss,
       table,
       microbatch,
-      inputs=inputs,
+      inputs=self.workload.inputs(),
     )
+
+
+def cut(
+  workload: comparison.Workload,
+  options: _commands.Train,
+  model: models.Model,
+  table: pipeline.Table,
+) -> tuple[tuple[Any, ...], Any]:
+  """Returns a model's stages for a table, and the shapes of a micro-batch."""
+  # A stage computes alone: a whole model's cast of its inputs is not enough.
+  layers = [_tables.cast_layer(x, options.dtype) for x in model.layers]
+  batch = workload.batches(0)[0]
+  size = workload.batch_size // workload.workers.num_workers
+  size //= table.num_microbatches
+  if options.cuts and len(options.cuts) + 1 != table.num_stages:
+    raise ValueError(
+      f"`--cuts` must be {table.num_stages - 1} layers for the "
+      f"{table.num_stages} stages of `--table` {table.name}, got "
+      f"{options.cuts}."
+    )
+  microbatch = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((size, *x.shape[2:]), x.dtype), batch
+  )
+  # Cuts follow from shapes alone, so that all processes find the same ones.
+  cuts = options.cuts or _balanced(
+    layers, table.num_stages, microbatch, workload.inputs()
+  )
+  return pipeline.cut_layers(layers, cuts), microbatch
 
 
 def _balanced(

@@ -57,14 +57,14 @@ def _command(
   found: Sequence[pipeline.Candidate],
   path: pathlib.Path,
 ) -> str:
-  """Returns the command that trains with the best table that it can run."""
-  lines = [f"Table: {path}"]
+  """Returns the commands that train with the best table of each runtime."""
+  assert best.made is not None
+  train = "  jdist train --stages"
+  lines = [
+    f"Table: {path}. The times are those of a process for each stage:",
+    f"{train} {best.num_stages} --table {path} --runtime processes",
+  ]
   able = [x for x in found if x.times is not None and _one_program(x)]
-  if best not in able:
-    lines.append(
-      f"Processes of their own run {best.table} (pipeline.StageProcess); "
-      "`jdist train --stages`, which is one program, does not."
-    )
   if able:
     chosen = best if best in able else able[0]
     share = chosen.samples_per_s / best.samples_per_s
@@ -72,8 +72,12 @@ def _command(
     if chosen is not best:
       table = f"{chosen.table} --microbatches {chosen.num_microbatches}"
       table += f" --window {chosen.window}" if chosen.table == "ours" else ""
-      lines.append(f"Its best table has {100 * share:.1f} % of the speed:")
-    lines.append(f"  jdist train --stages {chosen.num_stages} --table {table}")
+    lines += [
+      "One program, whose devices wait for each other and run forward passes "
+      f"again, has a table that takes {100 * share:.1f} % of that speed in "
+      "processes:",
+      f"{train} {chosen.num_stages} --table {table}",
+    ]
   return "\n".join(lines)
 
 

@@ -30,6 +30,7 @@ class Kind(enum.IntEnum):
   AGREED = 7
   LAYERS = 8
   UPDATE = 9
+  ANY = 10
 
 
 class Tag(NamedTuple):
@@ -174,6 +175,15 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
           f"{what} must be the same in all processes, got {text} on device "
           f"{self.device} and {theirs} on device {other}."
         )
+
+  def any(self, own: bool, number: int) -> bool:
+    """Returns whether any process calls this with True, for one number."""
+    tag = Tag(Kind.ANY, iteration=number)
+    for other in self.others:
+      self.send(other, tag, [np.array([own])])
+    like = [np.zeros(1, bool)]
+    found = [self.receive(other, tag, like)[0][0] for other in self.others]
+    return bool(own or np.any(found))
 
   def close(self) -> None:
     """Sends all queued messages and closes the connections."""

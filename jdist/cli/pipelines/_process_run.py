@@ -1,0 +1,314 @@
+"""`jdist train --runtime processes`: each stage is a process of its own."""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import queue
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist import channel, pipeline, training
+from jdist.cli import (
+  _commands,
+  _methods,
+  _options,
+  _output,
+  _run_end,
+  _workload,
+)
+from jdist.cli.pipelines import _pipeline_run
+from jdist.storage import array_files, numbered_files, sealed_json
+
+_CONNECT_S, _TIMEOUT_S = 120.0, 3600.0
+_FORM = 1
+
+
+def train(options: _commands.Train) -> None:
+  """Trains this process's stages; the first process saves the row."""
+  options = _workload.named(options)
+  _methods.check("--method", options, (options.method,))
+  _workload.check(options)
+  table = _pipeline_run.check(options)
+  _check(options, table)
+  # Several stages may share a GPU, of which JAX would take most at once.
+  os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+  own, devices = options.process_id or 0, jax.local_devices()
+  jax.config.update("jax_default_device", devices[own % len(devices)])
+  with _lost_is_passing(), contextlib.ExitStack() as stack:
+    run = _Run(options, table, stack)
+    if not own:
+      _workload.make_directories(options)
+    total = f" of {run.budget.num_steps}"
+    with _run_end.explained(options.checkpoints, run.newest, "step", total):
+      run.run()
+  if not own:
+    output = _output.output_directory(
+      options.output, f"train-{options.dataset}"
+    )
+    _run_end.write_row(output, options, run.records, **run.resumed)
+  if run.records:  # A run that was over before has them in the first process.
+    _run_end.check(options, run.records, run.newest() is not None)
+
+
+def _check(options: _commands.Train, table: pipeline.Table) -> None:
+  where = "with `--runtime processes`"
+  _options.check_left_out(options, ("late_from", "tensorboard"), where)
+  for name, wanted, why in (
+    ("workers", 1, "the stages are those of one model"),
+    ("method", "ssgd", "a single worker has no others to average with"),
+  ):
+    if (found := getattr(options, name)) != wanted:
+      raise ValueError(
+        f"`--{name}` must be {wanted} {where}, as {why}, got {found}."
+      )
+  if options.delay_fix != "none" and table.weights != "delayed":
+    raise ValueError(
+      f"`--delay-fix` must be left out for `--table` {options.table}, whose "
+      "gradients are not all equally late."
+    )
+  given = options.coordinator_address, options.num_processes, options.process_id
+  address = (given[0] or "").rpartition(":")
+  if given != (None, None, None) and (
+    given[1] != options.stages
+    or given[2] not in range(given[1] or 0)
+    or not (address[0] and address[2].isdigit())
+  ):
+    raise ValueError(
+      "`--coordinator-address` host:port, `--num-processes`, the "
+      f"{options.stages} stages, and `--process-id` must be given together "
+      f"{where}, got {given}. Without them one command starts all here."
+    )
+
+
+class _Run:
+  """One process's steps, with records and checkpoints between them.
+
+  Attributes:
+    workload: The data and the model.
+    budget: The number of steps, and the schedule.
+    records: The records so far; only the first process evaluates.
+    resumed: The row's entries about a resumed run.
+  """
+
+  def __init__(
+    self,
+    options: _commands.Train,
+    table: pipeline.Table,
+    stack: contextlib.ExitStack,
+  ):
+    """Builds the programs, and then waits for the other processes."""
+    self.workload = workload = _workload.build(options)
+    self.budget = budget = _methods.make_budget(
+      options, options.learning_rate, workload.steps_per_epoch
+    )
+    count, steps = table.num_iterations, budget.num_steps
+    if steps % count:
+      raise ValueError(
+        f"`--steps` must be a multiple of the {count} iterations of `--table` "
+        f"{options.table}, got {steps}. Take {steps + -steps % count}."
+      )
+    model = workload.model(options.seed)
+    stages, microbatch = _pipeline_run.cut(workload, options, model, table)
+    predicts = options.delay_fix == "prediction"
+    self._optimizer = _methods.build_method(
+      options.method,
+      options,
+      budget,
+      None,
+      predicted_steps=table.window - 1 if predicts else None,
+    )
+    self._process = pipeline.StageProcess(
+      stages,
+      training.label_loss,
+      table,
+      microbatch,
+      peers=_connect(options, stack),
+      inputs=workload.inputs(),
+    )
+    self._peers, self._options = self._process.peers, options
+    self._identity = _options.identity(options, _workload.ELSEWHERE)
+    words = json.dumps(self._identity, sort_keys=True)
+    self._peers.check_agreement("Options", words)
+    self._first = not self._peers.device
+    self._evaluate = workload.evaluator(model.apply) if self._first else None
+    self.records: list[training.Record] = []
+    self.resumed: dict[str, int] = {}
+    self._losses: list[float] = []
+    self._train_s, self._samples = 0.0, 0
+
+  def newest(self) -> str | None:
+    """Names the newest checkpoint."""
+    found = self._files()
+    return f"step {max(found)}" if found else None
+
+  def run(self) -> None:
+    """Trains to the last step, from a checkpoint if there is one."""
+    state = self._restore()
+    if state is None:
+      state = self._process.init_state(self._optimizer, seed=self._options.seed)
+    options, workload = self._options, self.workload
+    last, first = self.budget.num_steps, state.step
+    batches = workload.batches(options.seed).iterate(first)
+    with training.Preemption() as sigterm:
+      while (before := state.step) < last:
+        taken = [
+          # The axis of workers has one entry.
+          jax.tree.map(lambda x: x[0], next(batches))
+          for _ in range(self._process.table.num_iterations)
+        ]
+        start_s = time.perf_counter()
+        state, metrics = self._process.run(state, taken)
+        # The first run compiles.
+        if before > first:
+          self._train_s += time.perf_counter() - start_s
+          self._samples += len(taken) * workload.batch_size
+        self._losses += [x["loss"] for x in metrics]
+        record, save = (
+          state.step == last or state.step // every > before // every
+          for every in (
+            workload.steps(options.evaluate_every_epochs),
+            workload.steps(options.checkpoint_every_epochs),
+          )
+        )
+        if record:
+          self._record(state)
+        stops = self._peers.any(sigterm.asks_at(state.step), state.step)
+        stops = stops and state.step < last
+        saved = (save or stops) and self._save(state)
+        if stops:
+          raise training.PreemptedError(state.step, saved)
+
+  def _record(self, state: pipeline.ProcessState) -> None:
+    model = self._process.gather(state)
+    metrics = {} if self._evaluate is None else self._evaluate.measure(*model)
+    record = training.Record(
+      step=state.step,
+      rounds=state.step,
+      # Messages between the stages of one worker do not count.
+      sent_bytes=0.0,
+      train_loss=float(np.mean(self._losses)),
+      metrics=metrics,
+      train_s=self._train_s,
+      samples_per_s=self._samples / (self._train_s or math.nan),
+      diverged=training.is_diverged(metrics, self._losses),
+    )
+    self._losses = []
+    self.records.append(record)
+    if self._first:
+      steps = self.budget.num_steps
+      _workload.print_record(record, steps, self.workload.train)
+
+  def _files(self) -> dict[int, pathlib.Path]:
+    if self._options.checkpoints is None:
+      return {}
+    folder = array_files.folder(self._options.checkpoints)
+    return numbered_files.find(folder, r"step_(\d{8,})\.json")
+
+  def _save(self, state: pipeline.ProcessState) -> bool:
+    """Saves the stages, and before them the run's records in the first one."""
+    if self._options.checkpoints is None:
+      return False
+    leaves = jax.tree.leaves((state.params, state.model_state))
+    bad = not all(np.isfinite(np.asarray(x, "float32")).all() for x in leaves)
+    if self._peers.any(bad, -state.step):
+      warnings.warn(
+        f"The state after step {state.step} is not finite and was not saved.",
+        RuntimeWarning,
+        stacklevel=2,
+      )
+      return False
+    folder = array_files.folder(self._options.checkpoints)
+    if self._first:
+      body = {
+        "metadata": self._identity,
+        "records": [list(x) for x in self.records],
+        "sums": [self._train_s, self._samples, self._losses],
+      }
+      path = folder / f"step_{state.step:08d}.json"
+      sealed_json.write(path, body, form=_FORM)
+    self._process.save(folder, state)
+    for path in self._files().values() if self._first else ():
+      if not path.with_suffix("").exists():
+        path.unlink()
+    return True
+
+  def _restore(self) -> pipeline.ProcessState | None:
+    if self._options.checkpoints is None:
+      return None
+    state = self._process.restore(self._options.checkpoints, self._optimizer)
+    if state is None or not self._first:
+      return state
+    body = sealed_json.read(self._files()[state.step], form=_FORM)
+    found = training.Restored(state.step, state, body["metadata"])
+    training.check_same_run(found.metadata, self._identity, free=_workload.FREE)
+    print(_workload.resumed_text(self._options, found, self), flush=True)
+    self.resumed["resumed_from_step"] = state.step
+    self.records = [training.Record(*x) for x in body["records"]]
+    self._train_s, self._samples, self._losses = body["sums"]
+    return state
+
+
+@contextlib.contextmanager
+def _lost_is_passing() -> Iterator[None]:
+  """Gives a run that has lost another process the exit status for that."""
+  try:
+    yield
+  except ConnectionError as error:
+    raise _run_end.LostError(str(error)) from None
+
+
+def _connect(
+  options: _commands.Train, stack: contextlib.ExitStack
+) -> pipeline.Peers | None:
+  """Connects the processes, which know the address of the first one alone."""
+  own, number = options.process_id, options.num_processes
+  if own is None or number is None:
+    return None
+  host, _, port = (options.coordinator_address or "").rpartition(":")
+  key, where = channel.identity().key("stages"), (host.strip("[]"), int(port))
+  deadline = time.monotonic() + _CONNECT_S
+  listener = channel.listen("" if own else where[0])
+  addresses = [(where[0], listener.getsockname()[1])] * number
+  if own:
+    first = own, addresses[0][1]
+    called = channel.call(where, key, deadline, first, "The process of stage 0")
+    stack.callback(called.close)
+    frame = called.receive(deadline)
+    if frame is None:
+      raise ConnectionError("The process of stage 0 has ended at the start.")
+    addresses = [(x, y) for x, y in frame.note]
+  else:
+    calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    hub = channel.Listener(channel.listen(*where), key, lambda *x: calls.put(x))
+    stack.callback(hub.close)
+    members: list[channel.Connection] = []
+    for _ in range(number - 1):
+      try:
+        # The others reach a process where it is seen by this one.
+        (device, port), member = calls.get(timeout=_CONNECT_S)
+      except queue.Empty:
+        raise TimeoutError(
+          f"Only {len(members)} of {number - 1} other processes have called "
+          f"{host}:{where[1]} within {_CONNECT_S:g} s."
+        ) from None
+      addresses[device] = member.socket.getpeername()[0], port
+      members.append(member)
+    for member in members:
+      member.send(addresses)
+      stack.callback(member.close)
+  peers = pipeline.connect(
+    own,
+    addresses,
+    key,
+    listener=listener,
+    connect_s=_CONNECT_S,
+    timeout_s=_TIMEOUT_S,
+  )
+  return stack.enter_context(peers)
