@@ -200,6 +200,7 @@ def test_streamed_round_is_hidden_and_conditional_one_is_not(run):
 
 
 @needs_compiler
+@pytest.mark.slow  # It compiles for GPUs for a minute.
 def test_host_rounds_have_no_conditional(run):
   words = ("--methods", "msdpu", "local_sgd", "ssgd", "--interval", "4")
   decided, _ = run(*words, "--no-host-rounds")
@@ -275,6 +276,7 @@ def test_update_first_sends_as_much_as_ssgd(run):
 
 
 @needs_compiler
+@pytest.mark.slow  # It compiles for GPUs for a minute.
 def test_update_first_hides_more_than_after_on_a_slow_link(tmp_path):
   # The command needs a process in which JAX has not started.
   pytest.importorskip("matplotlib")
