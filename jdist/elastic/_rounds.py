@@ -142,10 +142,13 @@ class Rounds:
       loss_fn: as of `training.make_step`.
       samples: the source of its batches.
       params: the first parameters on its devices, where they are sharded.
-      sizes: sizes to which batches are padded.
+      sizes: sizes to which batches are padded; the allocation's if None.
       kind: the class of the learner, `FragmentRunner`.
     """
     checks.check_choice("name", name, self.workers)
+    batches = self.protocol.batches
+    if sizes is None and isinstance(batches, server.FixedBatches):
+      sizes = batches.sizes([None])  # Known, and compiled before a task.
     return kind(
       loss_fn, self._optimizer, self._params if params is None else params,
       samples, number=self.workers.index(name), num_workers=len(self.workers),

@@ -164,10 +164,10 @@ class FragmentRunner:
     start = self.first_state(self._anchor, self._model_state)
     found = start
     for size in self._sizes or ():
-      found, _ = self._local_step(start, (0, 1, size), self._key)
+      found, _ = self._local_step(start, (0, size, size), self._key)
     for fragment, part in enumerate(self._parts(self._anchor)):
       states_before = list(self._push_states)
-      _, _, sent, _ = self.push_of(found, fragment)
+      _, _, sent, _ = self.push_of(found, fragment, jnp.zeros(()))
       self._push_states = states_before
       # The program depends on the number of pushes that are not merged.
       for count in range(3):
