@@ -1,8 +1,86 @@
 """Parameters of tests: a few in the default set, all in the slow one."""
 
+import collections
 import itertools
 
 import pytest
+
+# Tests whose cases compile a program each, and most of whose laws the oracle
+# holds for the product of all options, too: the default set runs every so many
+# cases, in their order, and the slow set all others.
+EVERY = {
+  "cli/test_methods.py": {
+    "test_method_trains_towards_its_target": 2,
+    "test_sparse_codec_with_feedback_minimizes_a_square": 3,
+  },
+  "codecs/test_conformance.py": {
+    "test_vmap_equals_a_loop": 2,
+  },
+  "methods/test_wrappers.py": {
+    "test_nested_method_takes_its_own_steps": 2,
+    "test_only_trained_leaves_are_sent": 2,
+  },
+  "models/test_build.py": {
+    "test_bfloat16_parameters_and_images_compute_in_bfloat16": 3,
+    "test_models_overfit_a_few_digits": 2,
+  },
+  "optimizers/test_optimizers.py": {
+    "test_outcome_is_that_of_the_page": 2,
+  },
+  "pipeline/cells/test_synchronous_cells.py": {
+    "test_gradients_match_unsplit_model": 2,
+  },
+  "pipeline/runtime/test_split_backward.py": {
+    "test_both_parts_match_the_whole_backward_pass": 2,
+  },
+  "reducers/test_compressed.py": {
+    "test_nonfinite_values_reach_all_and_do_not_stay": 2,
+  },
+  "reducers/test_compression.py": {
+    "test_gradients_may_have_another_dtype_than_the_parameters": 2,
+  },
+  "reducers/test_law.py": {
+    "test_law_holds_on_other_substrates": 2,
+    "test_nothing_is_lost": 2,
+    "test_nothing_is_lost_in_bfloat16_on_devices": 4,
+  },
+  "transforms/local/test_matrix.py": {
+    "test_a_mean_at_the_end_of_its_round": 2,
+    "test_streamed_late_mean_equals_late_mean": 3,
+  },
+  "transforms/local/test_optax_rounds.py": {
+    "test_rounds_of_an_optax_optimizer_are_those_of_plain_jax": 2,
+  },
+  "transforms/test_conformance.py": {
+    "test_continuous_arguments_may_be_injected_in_a_chain": 2,
+    "test_no_collective_crosses_the_inner_axis": 2,
+    "test_scan_over_steps_is_the_same": 2,
+    "test_shared_leaves_are_equal_at_every_step": 2,
+    "test_anchors_are_equal_to_the_bit": 2,
+  },
+  "transforms/test_drain.py": {
+    "test_drained_workers_are_on_the_anchor_and_continue": 2,
+  },
+  "transforms/test_update_first.py": {
+    "test_update_first_is_synchronous_sgd": 2,
+  },
+  "zoo/test_zoo.py": {
+    "test_form_trains_as_in_plain_jax": 2,
+  },
+}
+
+
+def leave_out(items):
+  """Marks as slow what `EVERY` leaves out of the default set."""
+  seen = collections.Counter()
+  for item in items:
+    path, _, name = item.nodeid.partition("[")[0].partition("::")
+    every = EVERY.get(path.removeprefix("tests/"), {}).get(name, 1)
+    marks = {mark.name for mark in item.iter_markers()}
+    if not marks & {"slow", "smoke"}:
+      if seen[path, name] % every:
+        item.add_marker(pytest.mark.slow)
+      seen[path, name] += 1
 
 
 def thinned(*axes, rounds=1):

@@ -41,8 +41,10 @@ if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
 
 import hypothesis
 import jax
+import pytest
 
 from jdist import collectives
+from tests import _thinned
 
 collectives.make_cpu_devices(8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -57,3 +59,8 @@ _no_limits = {
 hypothesis.settings.register_profile("random", **_no_limits)
 hypothesis.settings.register_profile("same", derandomize=True, **_no_limits)
 hypothesis.settings.load_profile("same")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+  _thinned.leave_out(items)
