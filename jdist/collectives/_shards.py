@@ -78,6 +78,21 @@ def shard_shape(shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
   )
 
 
+def varying_over(x: Any) -> frozenset[str]:
+  """Returns the manual axes over which a value is typed as varying."""
+  return jax.typeof(x).manual_axis_type.varying
+
+
+def tracks_varying(name: str) -> bool:
+  """Returns whether values are typed as varying or not over `name`."""
+  # Under vmap, and for other names, there is nothing to track; this saves the
+  # index below.
+  if name not in jax.sharding.get_abstract_mesh().manual_axes:
+    return False
+  # A worker's index always varies where anything does.
+  return name in varying_over(jax.lax.axis_index(name))
+
+
 def map_shards(
   function: Callable[..., Any],
   axes: Iterable[str],
@@ -98,8 +113,16 @@ def map_shards(
   if not names:
     return function
   num_shards(names)  # Refuses axes that the mesh does not have.
+  # Where the step around does not track what varies over its own axes, results
+  # of the shards must not vary over them either: branches of a conditional
+  # would have different types.
+  around = jax.sharding.get_abstract_mesh().manual_axes
   return jax.shard_map(
-    function, in_specs=in_specs, out_specs=out_specs, axis_names=names
+    function,
+    in_specs=in_specs,
+    out_specs=out_specs,
+    axis_names=names,
+    check_vma=all(map(tracks_varying, around)),
   )
 
 
