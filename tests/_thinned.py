@@ -17,6 +17,10 @@ EVERY = {
     "test_vmap_equals_a_loop": 2,
     "test_errors_stay_within_the_bound": 2,
   },
+  "experiments/test_own_models.py": {
+    "test_network_learns_digits": 2,
+    "test_whole_loop_of_one_worker_is_plain_jax": 2,
+  },
   "methods/test_compressed_gradients.py": {
     "test_method_matches_numpy": 2,
   },
@@ -37,6 +41,9 @@ EVERY = {
   "pipeline/runtime/test_split_backward.py": {
     "test_both_parts_match_the_whole_backward_pass": 2,
   },
+  "reducers/test_chunked.py": {
+    "test_nothing_is_lost": 2,
+  },
   "reducers/test_compressed.py": {
     "test_nonfinite_values_reach_all_and_do_not_stay": 2,
   },
@@ -47,6 +54,9 @@ EVERY = {
     "test_law_holds_on_other_substrates": 2,
     "test_nothing_is_lost": 3,
     "test_nothing_is_lost_in_bfloat16_on_devices": 4,
+  },
+  "reducers/test_sharded_feedback.py": {
+    "test_every_device_reduces_its_own_shards": 2,
   },
   "server/test_message_codec.py": {
     "test_message_and_residual_sum_to_the_input": 3,
