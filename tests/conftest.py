@@ -6,6 +6,7 @@ differ in the names of their operations only count as the same program.
 """
 
 import atexit
+import gc
 import importlib.util
 import os
 import shutil
@@ -64,3 +65,14 @@ hypothesis.settings.load_profile("same")
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
   _thinned.leave_out(items)
+
+
+# JAX keeps what it has traced, gigabytes in the end, which the collector of
+# garbage would go through again and again.
+gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_leftovers():
+  yield
+  gc.freeze()
