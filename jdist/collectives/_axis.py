@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist import checks
-from jdist.collectives import _buckets, _leaf_order, _shards
+from jdist.collectives import _buckets, _leaf_order
 
 PyTree: TypeAlias = Any
 Axis: TypeAlias = str | tuple[str, str] | None
@@ -98,13 +98,27 @@ def bound_names(axis: Axis) -> tuple[str, ...]:
   return names
 
 
+def _varying_over(x: Any) -> frozenset[str]:
+  return jax.typeof(x).manual_axis_type.varying
+
+
+def _tracks_varying(name: str) -> bool:
+  """Returns whether values are typed as varying or not over `name`."""
+  # Under vmap, and for other names, there is nothing to track; this saves the
+  # index below.
+  if name not in jax.sharding.get_abstract_mesh().manual_axes:
+    return False
+  # A worker's index always varies where anything does.
+  return name in _varying_over(jax.lax.axis_index(name))
+
+
 def varying(tree: PyTree, axis: Axis) -> PyTree:
   """Types every leaf as a worker's own value; moves no data.
 
   Use it for constants and shared inputs that are combined with varying values.
   Outside a `shard_map` with `check_vma=True` it returns `tree`.
   """
-  names = list(filter(_shards.tracks_varying, axis_names(axis)))
+  names = list(filter(_tracks_varying, axis_names(axis)))
   return _varying_in(tree, names) if names else tree
 
 
@@ -114,9 +128,7 @@ def varying_like(tree: PyTree, like: PyTree) -> PyTree:
   Use it for the carry of a loop over the shards of a worker, which varies over
   the mesh's other axes, too.
   """
-  names = frozenset[str]().union(
-    *map(_shards.varying_over, jax.tree.leaves(like))
-  )
+  names = frozenset[str]().union(*map(_varying_over, jax.tree.leaves(like)))
   return _varying_in(tree, sorted(names))
 
 
@@ -125,9 +137,7 @@ def _varying_in(tree: PyTree, names: list[str]) -> PyTree:
 
   def one(x: Any) -> Any:
     # JAX refuses a repeated cast.
-    missing = tuple(
-      name for name in names if name not in _shards.varying_over(x)
-    )
+    missing = tuple(name for name in names if name not in _varying_over(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
   return jax.tree.map(one, tree)
@@ -173,10 +183,10 @@ def check_local(
       "`axis=workers.axis`."
     )
   for name in bound_names(axis):
-    if not _shards.tracks_varying(name):
+    if not _tracks_varying(name):
       continue
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-      if name not in _shards.varying_over(leaf):
+      if name not in _varying_over(leaf):
         raise ValueError(
           f"{what} must be each worker's own, but leaf "
           f"`{jax.tree_util.keystr(path)}` is the same on all workers of axis "

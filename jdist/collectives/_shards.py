@@ -78,21 +78,6 @@ def shard_shape(shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
   )
 
 
-def varying_over(x: Any) -> frozenset[str]:
-  """Returns the manual axes over which a value is typed as varying."""
-  return jax.typeof(x).manual_axis_type.varying
-
-
-def tracks_varying(name: str) -> bool:
-  """Returns whether values are typed as varying or not over `name`."""
-  # Under vmap, and for other names, there is nothing to track; this saves the
-  # index below.
-  if name not in jax.sharding.get_abstract_mesh().manual_axes:
-    return False
-  # A worker's index always varies where anything does.
-  return name in varying_over(jax.lax.axis_index(name))
-
-
 def map_shards(
   function: Callable[..., Any],
   axes: Iterable[str],
@@ -115,14 +100,18 @@ def map_shards(
   num_shards(names)  # Refuses axes that the mesh does not have.
   # Where the step around does not track what varies over its own axes, results
   # of the shards must not vary over them either: branches of a conditional
-  # would have different types.
+  # would have different types. An index varies wherever anything does.
   around = jax.sharding.get_abstract_mesh().manual_axes
+  tracked = all(
+    name in jax.typeof(jax.lax.axis_index(name)).manual_axis_type.varying
+    for name in around
+  )
   return jax.shard_map(
     function,
     in_specs=in_specs,
     out_specs=out_specs,
     axis_names=names,
-    check_vma=all(map(tracks_varying, around)),
+    check_vma=tracked,
   )
 
 
