@@ -212,6 +212,15 @@ ROOMS = {
     },
     "check_table": {"table": TABLE},
     "connect": {"device": 0, "addresses": [("127.0.0.1", 1)], "token": "a"},
+    "cut": {
+      "model": models.Model(
+        {"a": np.ones((), np.float32)}, {},
+        lambda params, state, x, *, train: (
+          jax.tree.map(lambda y: y * params["a"], x), state
+        ),
+      ),
+      "cuts": 1, "inputs": np.zeros((2, 2), np.float32),
+    },
     "cut_layers": {"layers": LAYERS, "cuts": 2},
     "draw_table": {"table": TABLE},
     "even_partition": {"costs": COSTS, "machines": FOUR},

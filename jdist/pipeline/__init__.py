@@ -7,6 +7,7 @@ from jdist.pipeline.planning._candidate import stage_times as stage_times
 from jdist.pipeline.planning._costs import LayerCost as LayerCost
 from jdist.pipeline.planning._costs import load_costs as load_costs
 from jdist.pipeline.planning._layer_costs import layer_costs as layer_costs
+from jdist.pipeline.planning._model_cuts import cut as cut
 from jdist.pipeline.planning._placement import place as place
 from jdist.pipeline.planning._plan import Footprint as Footprint
 from jdist.pipeline.planning._plan import Plan as Plan

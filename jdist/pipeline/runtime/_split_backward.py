@@ -1,6 +1,6 @@
 """A backward pass split into gradients of the input and of the parameters."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -100,7 +100,7 @@ def split_backward(
   )
   # The first trace may still hold calls; evaluating it under a second trace
   # inlines them.
-  opened = jax.make_jaxpr(lambda *x: _evaluate(traced, x))(*leaves)
+  opened = jax.make_jaxpr(lambda *x: evaluate(traced, x))(*leaves)
   jaxpr = opened.jaxpr
   constants = dict(zip(jaxpr.constvars, opened.consts, strict=True))
   of_params, of_input = (jax.tree.structure(x) for x in shapes)
@@ -118,7 +118,7 @@ def split_backward(
     residuals: list[jax.Array], cotangent: PyTree
   ) -> tuple[PyTree, list[Any]]:
     env = constants | named(residuals, cotangent)
-    gradient = jax.tree.unflatten(of_input, _run(first, env, to_input))
+    gradient = jax.tree.unflatten(of_input, run(first, env, to_input))
     return gradient, [env[v] for v in stashed]
 
   def weight_part(
@@ -126,7 +126,7 @@ def split_backward(
   ) -> PyTree:
     env = constants | named(residuals, cotangent)
     env |= dict(zip(stashed, stash, strict=True))
-    return jax.tree.unflatten(of_params, _run(second, env, to_params))
+    return jax.tree.unflatten(of_params, run(second, env, to_params))
 
   def prune(
     residuals: list[Any], cotangent: PyTree
@@ -142,13 +142,13 @@ def _cut(
 ) -> tuple[list[Any], list[Any], set[Any]]:
   """Returns both parts' equations and the variables that wait in between."""
   # 1. The input part has everything that the gradient of the input needs.
-  for_input = _variables(to_input)
-  first = _needed(jaxpr.eqns, for_input)
+  for_input = variables(to_input)
+  first = needed(jaxpr.eqns, for_input)
   # 2. The weight part has what the other gradients need of the rest.  Values
   # that it reads and does not compute itself have to wait.
-  waiting = _variables(to_params)
+  waiting = variables(to_params)
   rest = [x for x in jaxpr.eqns if id(x) not in first]
-  second = _needed(rest, waiting)
+  second = needed(rest, waiting)
   for eqn in rest:
     if id(eqn) in second:
       waiting.difference_update(eqn.outvars)
@@ -167,7 +167,7 @@ def _cut(
         "both. Write its layers one after the other, or take a table whose "
         "backward pass is whole, such as 1f1b."
       )
-    operands = _variables(eqn.invars)
+    operands = variables(eqn.invars)
     if eqn.primitive.name in _CHEAP and (
       _num_bytes(operands - waiting) < _num_bytes(made)
     ):
@@ -180,17 +180,18 @@ def _cut(
   )
 
 
-def _needed(eqns: Sequence[Any], wanted: set[Any]) -> set[int]:
+def needed(eqns: Sequence[Any], wanted: set[Any]) -> set[int]:
   """Returns the equations that variables need; adds what these read."""
   found = set()
   for eqn in reversed(eqns):
     if not wanted.isdisjoint(eqn.outvars):
       found.add(id(eqn))
-      wanted |= _variables(eqn.invars)
+      wanted |= variables(eqn.invars)
   return found
 
 
-def _variables(atoms: Iterable[Any]) -> set[Any]:
+def variables(atoms: Iterable[Any]) -> set[Any]:
+  """Returns the atoms that are no literals."""
   return {x for x in atoms if not isinstance(x, jex.Literal)}
 
 
@@ -202,17 +203,22 @@ def _or_none(x: Any) -> Any:
   return None if x.dtype == jax.dtypes.float0 else x
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+def evaluate(
+  jaxpr: Any, args: Sequence[Any], calls: Collection[Any] = _CALLS
+) -> list[Any]:
   """Evaluates a jaxpr, closed or not, with its calls inlined."""
   inner = getattr(jaxpr, "jaxpr", jaxpr)
   consts = getattr(jaxpr, "consts", ())
   env = dict(zip(inner.constvars, consts, strict=True))
   env |= dict(zip(inner.invars, args, strict=True))
-  return _run(inner.eqns, env, inner.outvars)
+  return run(inner.eqns, env, inner.outvars, calls)
 
 
-def _run(
-  eqns: Sequence[Any], env: dict[Any, Any], outputs: Sequence[Any]
+def run(
+  eqns: Sequence[Any],
+  env: dict[Any, Any],
+  outputs: Sequence[Any],
+  calls: Collection[Any] = _CALLS,
 ) -> list[Any]:
   """Runs equations, adds their results to `env`, returns the outputs."""
 
@@ -221,9 +227,9 @@ def _run(
 
   for eqn in eqns:
     args, params = [read(x) for x in eqn.invars], eqn.params
-    if eqn.primitive in _CALLS:
+    if eqn.primitive in calls:
       called = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-      results = _evaluate(called, args)
+      results = evaluate(called, args, calls)
     else:
       # The context holds what a `with` block set when the equation was traced,
       # such as the dtype promotion.

@@ -1,0 +1,260 @@
+"""Models that are one function, cut where one array is passed on."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jdist
+from jdist import models, pipeline, training
+from jdist.pipeline.runtime import _stages
+from tests import _refusals
+from tests.pipeline.runtime import _training
+
+_NUMBERS = np.random.default_rng(0)
+_TOKENS = {
+  name: _NUMBERS.integers(0, 32, (4, 8)).astype("int32")
+  for name in ("tokens", "targets")
+}
+_IMAGES = {
+  "image": _NUMBERS.normal(size=(4, 8, 8, 3)).astype("float32"),
+  "label": _NUMBERS.integers(0, 10, 4).astype("int32"),
+}
+
+
+class _Block(nnx.Module):
+  def __init__(self, rngs):
+    self.norm = nnx.LayerNorm(16, rngs=rngs)
+    self.dense = nnx.Linear(16, 16, rngs=rngs)
+
+  def __call__(self, x):
+    x = x + nnx.dot_product_attention(*3 * [self.norm(x)[:, :, None]])[:, :, 0]
+    return x + self.dense(nnx.gelu(x))
+
+
+class _NNX(nnx.Module):
+  def __init__(self, rngs):
+    self.table = nnx.Embed(32, 16, rngs=rngs)
+    self.blocks = nnx.List([_Block(rngs) for _ in range(3)])
+
+  def __call__(self, tokens):
+    x = self.table(tokens)
+    for block in self.blocks:
+      x = block(x)
+    return self.table.attend(x)
+
+
+class _ResNet(nn.Module):
+  @nn.compact
+  def __call__(self, x, train):
+    kind = {"use_running_average": not train, "momentum": 0.9}
+    x = nn.Conv(4, (3, 3))(x)
+    for _ in range(2):
+      y = nn.relu(nn.BatchNorm(**kind)(nn.Conv(4, (3, 3))(x)))
+      x = x + nn.BatchNorm(**kind)(nn.Conv(4, (3, 3))(y))
+    return nn.Dense(10)(x.mean((1, 2)))
+
+
+class _Equinox(eqx.Module):
+  table: eqx.nn.Embedding
+  dense: list
+  head: jax.Array
+
+  def __init__(self, key):
+    first, *keys = jax.random.split(key, 4)
+    self.table = eqx.nn.Embedding(32, 16, key=first)
+    self.dense = [eqx.nn.Linear(16, 16, key=key) for key in keys]
+    self.head = self.table.weight  # One array at two places.
+
+  def __call__(self, tokens):
+    x = jax.vmap(self.table)(tokens)
+    for dense in self.dense:
+      x = x + jax.nn.gelu(jax.vmap(dense)(x))
+    return x @ self.head.T
+
+
+def _linen():
+  def apply(params, state, x, *, train):
+    variables = {"params": params, **state}
+    return _ResNet().apply(variables, x, train, mutable=list(state))
+
+  init = jax.jit(_ResNet().init, static_argnums=2)
+  variables = init(jax.random.key(0), _IMAGES["image"], True)
+  return models.Model(variables.pop("params"), variables, apply)
+
+
+def _equinox():
+  params, static = eqx.partition(
+    _Equinox(jax.random.key(0)), eqx.is_inexact_array
+  )
+
+  def apply(params, state, x, *, train):
+    del train
+    return jax.vmap(eqx.combine(params, static))(x), state
+
+  return models.Model(params, {}, apply)
+
+
+def _plain():
+  params = {
+    x: jnp.asarray(_NUMBERS.normal(size=(32, 32)) / 6, "float32") for x in "abc"
+  }
+
+  def apply(params, state, x, *, train):
+    del train
+    x = jax.nn.one_hot(x, 32)
+    for name in "abca":
+      x = x + jnp.tanh(x @ params[name])
+    return x, state
+
+  return models.Model(params, {}, apply)
+
+
+_MODELS = {
+  "nnx": (lambda: models.functional(_NNX(nnx.Rngs(0))), _TOKENS),
+  "linen": (_linen, _IMAGES),
+  "equinox": (_equinox, _TOKENS),
+  "plain": (_plain, _TOKENS),
+}
+
+
+def _whole(model, stages, params, inputs, train=True):
+  """Runs a model whose parameters are those of its stages."""
+  if isinstance(model.params, dict):
+    return model.apply(*params, inputs, train=train)
+  names = _stages.by_path(model.params)
+  # The head of the Equinox model has the embeddings' array.
+  own = {name: params[0].get(name, params[0].get(".table.weight"))
+         for name in names}  # fmt: skip
+  tree = jax.tree.unflatten(jax.tree.structure(model.params), own.values())
+  return model.apply(tree, params[1], inputs, train=train)
+
+
+def _cut(name, number=3, samples=2):
+  made, batch = _MODELS[name]
+  model, (inputs, _) = made(), batch
+  microbatch = jax.tree.map(lambda x: x[:samples], batch)
+  stages = pipeline.cut(model, number, microbatch[inputs])
+  return model, stages, inputs, batch, microbatch
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    # These take long to compile.
+    pytest.param(x, marks=pytest.mark.slow) if x in ("linen", "nnx") else x
+    for x in _MODELS
+  ],
+)
+def test_stages_compute_the_model_and_its_gradients(name):
+  model, stages, inputs, _, batch = _cut(name)
+  trees = [_stages.merge([getattr(s, x) for s in stages])
+           for x in ("params", "state")]  # fmt: skip
+
+  def loss(run):
+    def of(params):
+      y, state = run(params)
+      return training.label_loss(y, batch)[0], state
+
+    return jax.jit(jax.value_and_grad(of, has_aux=True))
+
+  def chained(params):
+    x, state = batch[inputs], trees[1]
+    for stage in stages:
+      own = _stages.pick(state, stage.state)
+      x, new = stage.apply(
+        _stages.pick(params, stage.params), own, x, train=True
+      )
+      state = _stages.merge([state, new]) if new else state
+    return x, state
+
+  found = loss(chained)(trees[0])
+  wanted = loss(lambda p: _whole(model, stages, (p, trees[1]), batch[inputs]))(
+    trees[0]
+  )
+  for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+  # Embeddings and the first matrix are tied over the ends of their models.
+  tied = _stages.shared_paths(stages)
+  assert list(tied.values()) == ([] if name == "linen" else [(0, 2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _MODELS)
+def test_twenty_steps_are_those_of_the_unsplit_model(name):
+  model, stages, inputs, batch, microbatch = _cut(name)
+  table = pipeline.make_table("zb_h1", 3, 2)
+  pipe = pipeline.OneProgram(
+    stages, training.label_loss, table, microbatch, inputs=inputs
+  )
+  optimizer = optax.sgd(0.05)
+  start = pipe.split(*pipe.join())
+  state, losses = _training.train(
+    pipe,
+    lambda axis: jdist.ssgd(optimizer, axis=axis),
+    [jax.tree.map(lambda x: x[None], batch)] * 20,
+  )
+
+  def loss(params, state, batch, key):
+    del key
+    y, state = _whole(model, stages, (params, state), batch[inputs])
+    value, metrics = training.label_loss(y, batch)
+    return value, (state, metrics)
+
+  gradient = jax.jit(training.make_gradient(loss, accumulate=2))
+  params, own = start
+  wanted = []
+  for _ in range(20):
+    found = gradient(params, own, batch, jax.random.key(0))
+    own = found.model_state
+    params = jax.tree.map(lambda p, g: p - 0.05 * g, params, found.grads)
+    wanted.append(float(found.loss))
+  assert wanted[-1] < 0.95 * wanted[0]
+  np.testing.assert_allclose(losses[:, 0], wanted, rtol=1e-5)
+  both = _training.split(pipe, state), (params, own)
+  for a, b in zip(*map(jax.tree.leaves, both), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def _scanned(params, state, x, *, train):
+  del train
+  x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
+  return x, state
+
+
+def _counted(params, state, x, *, train):
+  del train
+  for name in "ab":
+    x, state = jnp.tanh(x @ params[name]) * state["n"], {"n": state["n"] + 1.0}
+  return x, state
+
+
+@pytest.mark.parametrize(
+  ("model", "told"),
+  [
+    (
+      models.Model({"w": jnp.ones((3, 4, 4))}, {}, _scanned),
+      "have 2 layers between which one array is passed on, got 1. A scan",
+    ),
+    (
+      models.Model(
+        {x: jnp.eye(4) for x in "ab"}, {"n": jnp.ones(())}, _counted
+      ),
+      "which each layer updates its own part, got ['n'] in several layers",
+    ),
+  ],
+  ids=["scan", "shared state"],
+)
+def test_models_that_cannot_be_cut_are_refused(model, told):
+  with _refusals.refused("model", told):
+    pipeline.cut(model, 2, jnp.ones((2, 4)))
+
+
+def test_a_micro_batch_of_another_size_is_refused():
+  _, stages, *_ = _cut("plain")
+  with _refusals.refused("microbatch", "got [(3, 8)] for [(2, 8)]"):
+    stages[0].apply(stages[0].params, {}, jnp.ones((3, 8), int), train=True)
