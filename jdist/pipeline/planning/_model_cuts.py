@@ -93,10 +93,17 @@ def _layers(model: Any, inputs: Any) -> list[_stages.Stage]:
 
   shapes = _stages.shapes_of((params, model.state))
   leaves, tree = jax.tree.flatten((*shapes, inputs))
-  closed, (y, after) = jax.make_jaxpr(
-    lambda *x: whole(*jax.tree.unflatten(tree, x), train=True),
-    return_shape=True,
-  )(*leaves)
+  try:
+    closed, (y, after) = jax.make_jaxpr(
+      lambda *x: whole(*jax.tree.unflatten(tree, x), train=True),
+      return_shape=True,
+    )(*leaves)
+  except Exception as error:
+    raise ValueError(
+      "`inputs` must be a micro-batch for which `model.apply(params, state, "
+      f"inputs, train=True)` returns outputs and a state, got {inputs}: it "
+      f"raised {type(error).__name__}. Give arrays or their shapes."
+    ) from error
   # The second trace opens what `jit` encloses.
   opened = jax.make_jaxpr(lambda *x: evaluate(closed, x, _OPENED))(*leaves)
   eqns, given = opened.jaxpr.eqns, list(opened.jaxpr.invars)
