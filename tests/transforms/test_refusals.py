@@ -191,7 +191,7 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
     lambda: msdpu(learning_rate=intervals.fixed(8)),
     "a positive number or a schedule",
   ),
-  ("learning_rate", lambda: msdpu(learning_rate=SGD), "its rate"),
+  ("learning_rate", lambda: msdpu(learning_rate=SGD), "place of an optimizer"),
   (
     "optimizer",
     lambda: msdpu(optimizer=intervals.fixed(8)),
