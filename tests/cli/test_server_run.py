@@ -133,6 +133,7 @@ def test_codec_compresses_pushes(words, tmp_path):
   assert row["pushed_bytes"] < 38_440 / 6 * (row["steps"] + 2)
 
 
+@pytest.mark.slow
 def test_h_ps_trains_with_few_bit_messages(words, tmp_path):
   file = words[words.index("--cluster") + 1]
   with open(file, "a") as cluster:

@@ -62,6 +62,7 @@ def test_sharded_worker_takes_the_same_steps(monkeypatch):
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_whole_loop_resumes_with_the_same_losses(monkeypatch, tmp_path, capsys):
   loop = _loading.load("whole_loop", "own_models/whole_loop.py", monkeypatch)
   with jax.numpy_dtype_promotion("standard"):

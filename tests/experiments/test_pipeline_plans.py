@@ -97,6 +97,7 @@ def test_stages_beyond_memory_are_recomputed_or_refused(programs):
     methods.by_its_paper(limited(90), "gpipe")
 
 
+@pytest.mark.slow
 def test_plan_recovers_when_a_machine_becomes_slow(programs):
   found = programs["replan"].result(_cell(programs), 2)
   assert found["during_samples_per_s"] < 0.4 * found["before_samples_per_s"]
@@ -132,6 +133,7 @@ def test_flushed_tables_have_no_delay_and_a_bubble(programs, monkeypatch):
   assert ours / 2 < found["samples_per_s"] < ours
 
 
+@pytest.mark.slow
 def test_plans_in_time_match_late_ones_with_more_micro_batches(
   programs, monkeypatch
 ):

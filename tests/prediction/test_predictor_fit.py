@@ -30,6 +30,7 @@ from tests.prediction._fits import (
 )
 
 
+@pytest.mark.slow
 def test_loss_of_an_update_is_mixed_over_all_networks():
   """By hand: both labels' cross-entropies, weighted, of every sample."""
   fit = FIT

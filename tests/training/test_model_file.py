@@ -77,6 +77,7 @@ def test_loaded_transformer_runs_like_the_saved_one(tmp_path):
   np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_command_writes_the_evaluated_model(tmp_path, capsys):
   path, board = tmp_path / "new" / "m.safetensors", tmp_path / "board"
   words = (

@@ -73,6 +73,7 @@ def fit(team, trainer, chain, *, num_steps=NUM_STEPS, **options):
     ("vmap", 4),
   ],
 )
+@pytest.mark.slow
 def test_streamed_run_has_the_bits_of_a_simple_one(kind, steps):
   *plain, _ = shared(kind, stream=False, steps=steps)
   *parts, traces = shared(kind, stream=True, steps=steps)

@@ -403,7 +403,7 @@ TABLE |= {
 # What the quick set runs: each mechanism once.
 QUICK = ("ssgd", "late outer", "msdpu")
 # On devices every third line, and every fifth, runs in the default set.
-_EACH = {"shard_map": 3, "mixed": 5}
+_EACH = {"vmap": 2, "shard_map": 5, "mixed": 7}
 every_line = pytest.mark.parametrize(
   "name",
   [
@@ -414,7 +414,7 @@ every_line = pytest.mark.parametrize(
 
 
 def on(*substrates, lines=tuple(TABLE)):
-  """Lines on substrates: all under vmap, and on devices some, but when slow."""
+  """Lines on substrates, some of them on each; all of them in the slow set."""
 
   def marks(name, substrate):
     if name in QUICK:

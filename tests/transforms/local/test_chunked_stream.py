@@ -79,6 +79,7 @@ QUICK = ("top-k, DGC",)
     for name in CASES
   ],
 )
+@pytest.mark.slow
 def test_streamed_mean_equals_late_mean_to_the_bit(name):
   team = collectives.workers(4, substrate="shard_map")
   streamed = Host(build(team.axis, **CASES[name]), team, SHAPES)
