@@ -98,9 +98,9 @@ def map_shards(
   if not names:
     return function
   num_shards(names)  # Refuses axes that the mesh does not have.
-  # Where the step around does not track what varies over its own axes, results
-  # of the shards must not vary over them either: branches of a conditional
-  # would have different types. An index varies wherever anything does.
+  # The shards track what varies over the axes of the step around only if that
+  # step does. Otherwise branches of a conditional in it would have different
+  # types. An index varies wherever anything does.
   around = jax.sharding.get_abstract_mesh().manual_axes
   tracked = all(
     name in jax.typeof(jax.lax.axis_index(name)).manual_axis_type.varying

@@ -1,4 +1,4 @@
-"""What a server cannot run between tasks is refused with a remedy."""
+"""Parts that a server cannot run between tasks are refused with a remedy."""
 
 import jax.numpy as jnp
 import optax
