@@ -1,7 +1,8 @@
 """Measures what encoding and decoding cost beside a copy of the tensor.
 
     python scripts/bench_codecs.py [--codecs int8 int4] [--size 4194304]
-      [--repeats 30] [--sort] [--output row.jsonl]
+      [--repeats 30] [--in-flight 1] [--sort] [--workers 8]
+      [--output row.jsonl]
 
 The unit is a copy of the same float32 tensor, read and written by a compiled
 program in the same process: a codec that takes one copy costs a training step
@@ -9,6 +10,10 @@ what touching its gradients once more would.  All programs run in turn, in an
 order that rotates; each time is divided by the copy's of the same round.
 Quartiles of those ratios are told, and the ratio of the fastest times, which
 is the one to look at on a busy machine, beside a second copy: the noise.
+
+A GPU runs while Python dispatches: with `--in-flight 20` each time is that of
+twenty calls, divided by twenty.  With `--workers 8` means over eight logical
+workers are measured as well, each worker with its part of the tensor.
 """
 
 import argparse
@@ -19,7 +24,8 @@ import time
 import jax
 import jax.numpy as jnp
 
-from jdist import codecs, training
+import jdist
+from jdist import codecs, reducers, training
 
 CODECS: dict[str, codecs.Codec] = {
   "int8": codecs.Quantize(8),
@@ -48,6 +54,21 @@ CODECS: dict[str, codecs.Codec] = {
   "sampled_top": codecs.SampledTopK(0.01),
   "random": codecs.RandomK(0.01),
   "cosines": codecs.DCTTopK(chunk=64, k=1),
+  "cosines_tiles": codecs.DCTTopK(chunk=64, k=1),
+  "cosines_32": codecs.DCTTopK(chunk=64, k=32),
+}
+# Codecs that cut matrices into tiles, which a vector does not have.
+_OF_MATRICES = ("cosines_tiles", "cosines_32")
+_MEANS = {
+  "exact": None,
+  "int8": jdist.Compression(codecs.Quantize(8)),
+  "int4": jdist.Compression(codecs.Quantize(4)),
+  "int8 feedback": jdist.Compression(
+    codecs.Quantize(8), reducers.ErrorFeedback()
+  ),
+  "int4 feedback": jdist.Compression(
+    codecs.Quantize(4), reducers.ErrorFeedback()
+  ),
 }
 
 
@@ -70,14 +91,36 @@ def make_programs(codec, x, key):
   }
 
 
+def like_of(name, x):
+  """The tensor, or as a matrix for a codec that cuts tiles."""
+  if name not in _OF_MATRICES:
+    return x
+  width = 1 << (x.size.bit_length() - 1) // 2
+  return x[: x.size // width * width].reshape(-1, width)
+
+
+def make_means(x, workers):
+  """Means over logical workers, each with its part of the tensor."""
+  team = jdist.workers(workers, substrate="vmap")
+  parts = team.place(x[: x.size // workers * workers].reshape(workers, -1))
+  programs = {}
+  for name, compression in _MEANS.items():
+    mean = jdist.average_gradients(team.axis, compression)
+    state = team.jit(mean.init)(parts)
+    run = team.jit(lambda g, s, mean=mean: mean.update(g, s, g))
+    run = run.lower(parts, state).compile()
+    programs[f"mean {name}"] = (run, (parts, state))
+  return programs
+
+
 def sorted_by_size(x):
   """All entries and their places, the largest first."""
   places = jax.lax.iota(jnp.int32, x.size)
   return jax.lax.sort_key_val(-jnp.abs(x), places)
 
 
-def measure(programs, repeats):
-  """Seconds of each program in each round."""
+def measure(programs, repeats, in_flight=1):
+  """Seconds of a call of each program in each round."""
   seconds = {name: [] for name in programs}
   names = list(programs)
   for turn in range(-2, repeats):  # Two rounds to warm up.
@@ -85,9 +128,12 @@ def measure(programs, repeats):
     for name in names[shift:] + names[:shift]:
       run, arguments = programs[name]
       start = time.perf_counter()
-      jax.block_until_ready(run(*arguments))
+      # Results of earlier calls are freed at once; the last one is waited for.
+      for _ in range(in_flight):
+        result = run(*arguments)
+      jax.block_until_ready(result)
       if turn >= 0:
-        seconds[name].append(time.perf_counter() - start)
+        seconds[name].append((time.perf_counter() - start) / in_flight)
   return seconds
 
 
@@ -109,6 +155,10 @@ def main():
   parser.add_argument("--size", type=int, default=4 << 20,
                       help="entries of float32; default 16 MiB")  # fmt: skip
   parser.add_argument("--repeats", type=int, default=30)
+  parser.add_argument("--in-flight", type=int, default=1,
+                      help="calls before one is waited for")  # fmt: skip
+  parser.add_argument("--workers", type=int,
+                      help="logical workers whose means are taken")  # fmt: skip
   parser.add_argument("--sort", action="store_true",
                       help="beside them, a sort of all entries")  # fmt: skip
   parser.add_argument("--output", help="a file of rows to append to")
@@ -124,14 +174,17 @@ def main():
   if options.sort:
     programs["sort"] = (compiled(sorted_by_size, x), (x,))
   for name in names:
-    for kind, program in make_programs(CODECS[name], x, key).items():
+    like = like_of(name, x)
+    for kind, program in make_programs(CODECS[name], like, key).items():
       programs[f"{kind} {name}"] = program
-  seconds = measure(programs, options.repeats)
+  if options.workers:
+    programs |= make_means(x, options.workers)
+  seconds = measure(programs, options.repeats, options.in_flight)
   copy = seconds["copy"]
 
   results = {
     name: {
-      "compression": 32 * x.size / CODECS[name].num_bits(x),
+      "compression": 32 * x.size / CODECS[name].num_bits(like_of(name, x)),
       "encode": summary(seconds[f"encode {name}"], copy),
       "decode": summary(seconds[f"decode {name}"], copy),
     }
@@ -145,6 +198,15 @@ def main():
     copy_s={"median": statistics.median(copy), "fastest": min(copy)},
     copy_again=summary(seconds["copy again"], copy),
     codecs=results,
+    **(
+      {
+        "means": {
+          name: summary(seconds[f"mean {name}"], copy) for name in _MEANS
+        }
+      }
+      if options.workers
+      else {}
+    ),
     **({"sort": summary(seconds["sort"], copy)} if options.sort else {}),
   )
   if options.output:

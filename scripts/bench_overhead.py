@@ -9,6 +9,10 @@ to itself, which is the noise of the machine.  A round's end is counted as
 often as it happens.  "Told" is a method whose rounds the host ends.  Beside
 the times, which are noisy, stand the bytes that the compiled program of a step
 within a round copies: those of a conditional's branches count as taken.
+
+With `--in-flight`, as a GPU needs it, a block of steps is waited for at its end
+alone.  `--methods` names some of the methods, and "told" those alone whose
+rounds the host ends.
 """
 
 import argparse
@@ -22,7 +26,7 @@ import jax
 import numpy as np
 import optax
 
-from jdist import methods, models, training, transforms
+from jdist import codecs, methods, models, reducers, training, transforms
 from jdist.transforms import intervals
 
 _TOLD = "told"
@@ -41,20 +45,38 @@ def _chains(interval):
       **{"overlap": transforms.Delayed(carry=None)} | changes,
     )
 
+  int4 = reducers.Compression(codecs.Quantize(4), reducers.ErrorFeedback())
   chains = {
     "plain": inner(),
     "plain again": inner(),
     "local_sgd": methods.local_sgd(inner(), interval, axis=None),
     "diloco": methods.diloco(inner(), interval, axis=None),
+    "diloco int4": methods.diloco(
+      inner(), interval, axis=None, compression=int4
+    ),
     "msdpu": msdpu(),
     "msdpu streamed": msdpu(
       overlap=transforms.Delayed(carry=None, stream=transforms.Stream())
     ),
     "update_first": transforms.update_first(inner(), axis=None),
   }
-  for name in ("local_sgd", "diloco", "msdpu", "msdpu streamed"):
+  rounds = ("local_sgd", "diloco", "diloco int4", "msdpu", "msdpu streamed")
+  for name in rounds:
     chains[f"{name} {_TOLD}"] = chains[name]
   return chains
+
+
+def _chosen(options):
+  """The methods that are measured, among them always the plain step twice."""
+  chains = _chains(options.interval)
+  if not options.methods:
+    return chains
+  wanted = {"plain", "plain again", *options.methods}
+  if _TOLD in wanted:
+    wanted |= {name for name in chains if name.endswith(_TOLD)}
+  if unknown := wanted - {_TOLD} - set(chains):
+    raise SystemExit(f"`--methods` must be of {list(chains)}, got {unknown}.")
+  return {name: chain for name, chain in chains.items() if name in wanted}
 
 
 def _copied_bytes(text: str) -> int:
@@ -72,6 +94,11 @@ def main() -> None:
   parser.add_argument("--batch-size", type=int, default=32)
   parser.add_argument("--interval", type=int, default=8)
   parser.add_argument("--blocks", type=int, default=7)
+  parser.add_argument("--dtype", default="float32",
+                      help="that models compute in")  # fmt: skip
+  parser.add_argument("--in-flight", action="store_true")
+  parser.add_argument("--methods", nargs="+",
+                      help='such as "diloco int4 told"')  # fmt: skip
   parser.add_argument("--output", default=None)
   options = parser.parse_args()
   shape = (options.image_size, options.image_size, 3)
@@ -86,9 +113,11 @@ def main() -> None:
       "label": random.integers(0, 10, options.batch_size).astype(np.int32),
     },
   )
-  loss = training.classification_loss(model.apply)
+  loss = training.classification_loss(
+    model.apply, compute_dtype=np.dtype(options.dtype)
+  )
   states, programs, copied = {}, {}, {}
-  for name, chain in _chains(options.interval).items():
+  for name, chain in _chosen(options).items():
     step = training.make_step(loss, chain, axis=None)
     # One that goes on with the round and one that ends it.
     steps = [step]
@@ -121,7 +150,9 @@ def main() -> None:
       for i in range(options.interval):  # With one round's end in it.
         program = end if i == options.interval - 1 else on
         states[name], metrics = program(states[name], batch)
-        jax.block_until_ready(metrics)
+        if not options.in_flight:
+          jax.block_until_ready(metrics)
+      jax.block_until_ready((states[name], metrics))
       if turn:  # The first block compiles.
         times[name].append((time.perf_counter() - started_s) / options.interval)
   print(

@@ -40,6 +40,7 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
   "dbs_sgd": (("report.py", "mnist"), ("report.py", "cifar10")),
   "first_comparison": (("report.py",),),
   "failures": (("report.py", "mnist"),),
+  "gpu": (("report.py",),),
   "h_ps": (
     ("report.py",),
     ("report.py", "mnist"),

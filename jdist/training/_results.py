@@ -31,7 +31,8 @@ def make_row(
 
   Returns:
     `{config, seed, run, commit, device, versions, ...measured}`, where `run`
-    is the id of the run.
+    is the id of the run.  The commit is that of the environment variable
+    `JDIST_COMMIT`, if it is set, else that of the repository.
   """
   return {
     "config": config,
@@ -80,6 +81,9 @@ def _plain(x: Any) -> Any:
 @functools.cache
 def _commit() -> str:
   """Returns the commit of the running code, with `+` if files were changed."""
+  # A copy without its repository, for instance on a GPU machine, is told.
+  if told := os.environ.get("JDIST_COMMIT"):
+    return told
   folder = pathlib.Path(__file__).parent
   try:
     git = functools.partial(

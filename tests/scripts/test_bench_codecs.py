@@ -30,6 +30,20 @@ def test_a_row_tells_ratios_to_a_copy(monkeypatch, tmp_path, capsys):
     assert 0 < low <= told[kind]["median"] <= high
 
 
+def test_means_are_measured_by_several_calls_in_flight(monkeypatch, capsys):
+  arguments = ["--codecs", "sign", "--size", "1024", "--repeats", "3",
+               "--workers", "2", "--in-flight", "2"]  # fmt: skip
+  table = runpy.run_path(SCRIPT)
+  means = {"exact": None, "int4": table["_MEANS"]["int4"]}
+  monkeypatch.setitem(table["main"].__globals__, "_MEANS", means)
+  monkeypatch.setattr(sys, "argv", [SCRIPT, *arguments])
+  table["main"]()
+  row = json.loads(capsys.readouterr().out)
+  assert row["config"]["in_flight"] == 2
+  assert row["means"].keys() == means.keys()
+  assert all(x["median"] > 0 for x in row["means"].values())
+
+
 def test_every_name_is_a_codec():
   table = runpy.run_path(SCRIPT)["CODECS"]
   assert all(isinstance(codec, codecs.Codec) for codec in table.values())

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jdist import training
+from jdist.training import _results
 
 
 def test_row_holds_all_that_repeats_it():
@@ -17,6 +18,13 @@ def test_row_holds_all_that_repeats_it():
   assert "8 x" in row["device"] and "1 processes" in row["device"]
   assert row["commit"]
   json.dumps(row)
+
+
+def test_copy_without_a_repository_is_told_its_commit(monkeypatch):
+  monkeypatch.setenv("JDIST_COMMIT", "0123456789ab")
+  _results._commit.cache_clear()
+  assert training.make_row({}, seed=0)["commit"] == "0123456789ab"
+  _results._commit.cache_clear()
 
 
 def test_rows_are_appended_and_read_back(tmp_path):
