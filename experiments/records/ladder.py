@@ -45,7 +45,7 @@ class Setting:
   """The largest global norm of a gradient."""
 
   marks: int = 8
-  """Evaluations in a run, equally far apart."""
+  """Evaluations in a run."""
 
   workers: int = 8
 
@@ -64,8 +64,7 @@ SETTINGS = {
 class Method:
   """How workers compute and what they send.
 
-  The outer rate and momentum are no part of it: Local SGD is DiLoCo with an
-  outer rate of 1 and no outer momentum.
+  Local SGD is DiLoCo with an outer rate of 1 and no outer momentum.
   """
 
   inner: Literal["adamw", "muon"] = "adamw"
@@ -82,7 +81,7 @@ class Method:
   """The share of a residual that feedback keeps."""
 
   density: float | None = None
-  """The share of the entries that is sent; None sends all of them."""
+  """The share of entries that is sent; None sends all."""
 
 
 METHODS = {
@@ -202,8 +201,7 @@ def chain(
 def _compression(method: Method) -> jdist.Compression | None:
   if method.bits is None:
     return None
-  # Two bits have four levels between the least and the greatest entry, and
-  # only three around zero.
+  # Two bits have four levels between two ends, and three around zero.
   codec: Any = codecs.Quantize(
     method.bits, 256, "min_max" if method.bits < 4 else "max_abs"
   )
@@ -283,8 +281,7 @@ def sent(
 def ends(method: Method, setting: Setting, rounds: int) -> np.ndarray:
   """Returns whether each step ends a round, bool [steps]; the last one does.
 
-  The length of a round is in proportion to the rate to the power -growth, and
-  at least a step.
+  A round's length is in proportion to the rate to the power -growth.
   """
   rates = np.asarray(share(setting, jnp.arange(setting.steps)), np.float64)
   # The small rates of the warm-up would give the longest rounds.
@@ -299,5 +296,5 @@ def ends(method: Method, setting: Setting, rounds: int) -> np.ndarray:
     else:
       high = middle
   done = np.minimum(high * weights, 1.0).cumsum()
-  # The margin makes the last step end the last round.
+  # The margin is for the last step.
   return np.diff(np.floor(done / done[-1] * rounds + 1e-6), prepend=0.0) > 0

@@ -1,16 +1,16 @@
 """Runs the ladder: tiny Shakespeare by characters in fewer and fewer bytes.
 
-    python experiments/records/run.py both ssgd@1
-    python experiments/records/run.py tune muloco-int2@400 diloco-int2@400
+    python experiments/records/run.py ssgd@1
+    python experiments/records/run.py muloco-int2@400 compare:muloco-int2@100
 
-Runs that differ in rates and seeds are one program on one device: `tune` runs a
-grid of rates, with factors of 2, for each outer optimizer and tuning seed, and
-extends it until the best rate has a worse one on both sides; `compare` runs the
-seeds of the report at the best point; `both` does one after the other.  A
-method's outer optimizer is tuned at 400x, and the one that was best there is
-that of its other rungs.  Runs whose rows exist are skipped.  The
-text is read from `--text`; rows name the commit of a clean checkout, or that of
-`--commit` (JDIST_COMMIT) where this is a copy without its repository.
+Runs that differ in rates and seeds are one program on one device.  A job tunes
+a method on a rung, and runs the seeds of the report at the best point; "tune:"
+and "compare:" do one of both.  The grid of rates has factors of 2 and is
+extended until the best rate has a worse one on both sides.  Outer optimizers
+are tuned at 400x: averaging first, then others at its best rate and at half of
+it.  A rung that is not tuned has the point of 400x.  Runs whose rows exist are
+skipped.  Rows name the commit of a clean checkout, or that of `--commit`
+(JDIST_COMMIT) where this is a copy without its repository.
 """
 
 import argparse
@@ -39,6 +39,7 @@ NONE = ((1.0, 0.0),)
 # The rung on which outer optimizers are tuned.
 TUNED = 400
 Row = dict[str, Any]
+Outer = Sequence[float]
 _MOST_EXTENSIONS = 3
 
 
@@ -102,7 +103,8 @@ class Ladder:
       some = missing[i : i + size]
       ends = ladder.ends(method, self.setting, sent.rounds)
       measured = self.programs[kind].run(some, ends)
-      self.longest = max(self.longest, time.monotonic() - began)
+      # The next program may be there already.
+      self.longest = max(self.longest, measured[0]["program_s"] + 5.0)
       for point, found in zip(some, measured, strict=True):
         self._keep(purpose, name, rung, point, sent, found)
       losses = " ".join(
@@ -130,36 +132,56 @@ class Ladder:
 
   def tune(self, name: str, rung: int) -> None:
     """Runs the grid of a method on a rung, until its best is inside."""
-    outers = self._outers(name, rung)
-    rates = list(self.args.rates)
-    for _ in range(_MOST_EXTENSIONS + 1):
-      points = [
-        ladder.Point(rate, *outer, seed)
-        for outer in outers for seed in TUNING_SEEDS for rate in rates
-      ]  # fmt: skip
-      self.run("tuning", name, rung, points)
-      best = best_point(self.find("tuning", name, rung))
-      if min(rates) < best.rate < max(rates):
-        return
-      rates += [min(rates) / 2 if best.rate == min(rates) else max(rates) * 2]
-      outers = [best[1:3]]
-    print(f"Warning: the best rate of {name}, {rung}x is at an end.")
+    first, *others = self._outers(name, rung)
+    best = self._tune_rates(name, rung, first, self.args.rates)
+    # An outer momentum makes longer steps: no higher rates are tried at first.
+    near = best.rate / 2, best.rate
+    self._tune_points(name, rung, others, near)
+    best = best_point(self.find("tuning", name, rung))
+    if best[1:3] != tuple(first):
+      self._tune_rates(name, rung, best[1:3], near)
 
-  def _outers(self, name: str, rung: int) -> Sequence[tuple[float, float]]:
+  def _tune_rates(
+    self, name: str, rung: int, outer: Outer, rates: Sequence[float]
+  ) -> ladder.Point:
+    """Extends a grid until its best rate has a worse one on both sides."""
+    rates = list(rates)
+    for _ in range(_MOST_EXTENSIONS + 1):
+      self._tune_points(name, rung, [outer], rates)
+      rows = self.find("tuning", name, rung)
+      best = best_point([x for x in rows if point_of(x)[1:3] == tuple(outer)])
+      if min(rates) < best.rate < max(rates):
+        return best
+      rates += [min(rates) / 2 if best.rate == min(rates) else max(rates) * 2]
+    raise SystemExit(f"The best rate of {name}, {rung}x is still at an end.")
+
+  def _tune_points(
+    self, name: str, rung: int, outers: Sequence[Outer], rates: Sequence[float]
+  ) -> None:
+    points = [
+      ladder.Point(rate, *outer, seed)
+      for outer in outers for seed in TUNING_SEEDS for rate in rates
+    ]  # fmt: skip
+    self.run("tuning", name, rung, points)
+
+  def _outers(self, name: str, rung: int) -> Sequence[Outer]:
     """Returns the outer rates and momenta that are tried on a rung."""
     if not ladder.METHODS[name].rounds:
       return NONE
     if self.args.outers:
       return self.args.outers
-    # Growing rounds take the outer optimizer of constant ones.
-    there = self.find("tuning", name.removesuffix("-growing"), TUNED)
-    if not there or (rung == TUNED and not name.endswith("-growing")):
+    known = self._known(name)
+    if not known or (rung == TUNED and not name.endswith("-growing")):
       return OUTERS
-    return [best_point(there)[1:3]]
+    return [best_point(known)[1:3]]
+
+  def _known(self, name: str) -> list[Row]:
+    """Returns the tuning rows at 400x, for growing rounds of constant ones."""
+    return self.find("tuning", name.removesuffix("-growing"), TUNED)
 
   def compare(self, name: str, rung: int) -> None:
-    """Runs the report's seeds at a method's best point."""
-    best = best_point(self.find("tuning", name, rung))
+    """Runs the report's seeds at a method's best point, or that of 400x."""
+    best = best_point(self.find("tuning", name, rung) or self._known(name))
     points = [best._replace(seed=seed) for seed in SEEDS]
     self.run("comparison", name, rung, points)
 
@@ -210,17 +232,20 @@ def _pair(text: str) -> tuple[float, float]:
   return rate, momentum
 
 
-def _job(text: str) -> tuple[str, int]:
-  name, _, rung = text.partition("@")
-  if name not in ladder.METHODS:
-    raise ValueError(f"`jobs` must name a method of {[*ladder.METHODS]}.")
-  return name, int(rung)
+def _job(text: str) -> tuple[str, str, int]:
+  stage, _, job = text.rpartition(":")
+  name, _, rung = job.partition("@")
+  if stage not in ("", "tune", "compare") or name not in ladder.METHODS:
+    raise argparse.ArgumentTypeError(
+      f"a job is METHOD@RUNG, tune:METHOD@RUNG or compare:METHOD@RUNG with a "
+      f"method of {', '.join(ladder.METHODS)}; got {text}"
+    )
+  return stage, name, int(rung)
 
 
 def _arguments() -> argparse.Namespace:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("stage", choices=("tune", "compare", "both"))
-  parser.add_argument("jobs", nargs="+", type=_job, help="method@rung")
+  parser.add_argument("jobs", nargs="+", type=_job, help="METHOD@RUNG")
   parser.add_argument("--setting", default="cpu", choices=ladder.SETTINGS)
   parser.add_argument("--text", default="input.txt")
   parser.add_argument(
@@ -239,10 +264,10 @@ def main() -> None:
   """Runs what is missing."""
   args = _arguments()
   runs = Ladder(args)
-  for name, rung in args.jobs:
-    if args.stage in ("tune", "both"):
+  for stage, name, rung in args.jobs:
+    if stage != "compare":
       runs.tune(name, rung)
-    if args.stage in ("compare", "both"):
+    if stage != "tune":
       runs.compare(name, rung)
 
 

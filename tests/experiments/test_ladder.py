@@ -87,9 +87,9 @@ def test_command_tunes_compares_and_skips_what_is_there(
   )
   rows = tmp_path / "rows.jsonl"
   command = [
-    "run.py", "both", "diloco@4", "muloco-int4-growing@10",
+    "run.py", "diloco@4", "muloco-int4-growing@10",
     "--setting", "tiny", "--text", str(text), "--rows", str(rows),
-    "--outers", "1:0", "--commit", "0123456789ab",
+    "--outers", "1:0", "1:0.5", "--commit", "0123456789ab",
   ]  # fmt: skip
   monkeypatch.setattr(
     "sys.argv", [*command, "--rates", "0.001", "0.002", "0.004"]
