@@ -8,16 +8,34 @@ import os
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from types import NoneType, UnionType
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
+import optax
 
 from jdist import checks
 
+# A check beside the type, of a range for instance, raises its own error.
+PositiveInt: TypeAlias = Annotated[
+  int, functools.partial(checks.check_int, minimum=1)
+]
+NonNegativeInt: TypeAlias = Annotated[
+  int, functools.partial(checks.check_int, minimum=0)
+]
+Seed: TypeAlias = Annotated[int, lambda _, x: checks.check_seed(x)]
+# Finite numbers.
+PositiveFloat: TypeAlias = Annotated[
+  float, functools.partial(checks.check_number, open_low=True)
+]
+NonNegativeFloat: TypeAlias = Annotated[float, checks.check_number]
+Optimizer: TypeAlias = Annotated[
+  optax.GradientTransformation, checks.check_optimizer
+]
 # A tree of arrays, possibly None.
-Arrays: typing.TypeAlias = typing.Annotated[Any, "arrays"]
+Arrays: TypeAlias = Annotated[Any, checks.check_arrays]
 _Door = typing.TypeVar("_Door", bound=Callable[..., Any])
 _WORDS: dict[Any, str] = {
+  Any: "a value",
   int: "an int",
   float: "a number",
   str: "a string",
@@ -32,18 +50,22 @@ _SEVERAL = {int: "ints", float: "numbers", str: "strings"}
 def checked(door: _Door) -> _Door:
   """Returns a function or class that checks its arguments by annotations.
 
-  An argument of another type raises a ValueError that names it. What an
-  annotation cannot express, a range or the form of a tree, is left to the body.
-  A class with a constructor of its own needs its own decorator.
+  An argument of another type, or one that a check of its annotation refuses,
+  raises a ValueError that names it. What an annotation cannot express, such as
+  a rule of two arguments, is left to the body.  A class with a constructor of
+  its own needs its own decorator.
 
   >>> @checked
-  ... def wait(seconds: float, names: tuple[str, ...] = ()) -> float:
+  ... def wait(seconds: PositiveFloat, names: tuple[str, ...] = ()) -> float:
   ...   return seconds
   >>> wait(1), wait(0.5, ["a"])
   (1, 0.5)
   >>> wait(1.0, "a")
   Traceback (most recent call last):
   ValueError: `names` must be a list of strings, got 'a'.
+  >>> wait(0)
+  Traceback (most recent call last):
+  ValueError: `seconds` must be in (0, inf], got 0.0.
   """
   if isinstance(door, type):
     setattr(door, "__init__", checked(vars(door)["__init__"]))  # noqa: B010
@@ -58,21 +80,32 @@ def checked(door: _Door) -> _Door:
   def call(*args: Any, **options: Any) -> Any:
     given = dict(zip(names, args, strict=False)) | options
     for name, hint in hints().items():
-      if name in given and hint is Arrays:
-        checks.check_arrays(name, given[name])
-      elif name in given and not _fits(given[name], hint):
-        wanted, value = _words(hint), checks.show(given[name])
-        if wanted == value:  # The container is right, and an entry is not.
-          value = f"entries such as {checks.show(next(iter(given[name])))}"
-        raise ValueError(f"`{name}` must be {wanted}, got {value}.")
+      if name in given:
+        _check(name, given[name], hint)
     return door(*args, **options)
 
   return typing.cast(_Door, call)
 
 
+def _check(name: str, value: Any, hint: Any) -> None:
+  kind, of = typing.get_origin(hint) or hint, typing.get_args(hint)
+  if kind is Annotated:
+    for check in of[1:]:
+      check(name, value)
+  elif not _fits(value, hint):
+    wanted, got = _words(hint), checks.show(value)
+    if wanted == got:  # The container is right, and an entry is not.
+      got = f"entries such as {checks.show(next(iter(value)))}"
+    raise ValueError(f"`{name}` must be {wanted}, got {got}.")
+  elif kind in (typing.Union, UnionType):
+    _check(name, value, next(x for x in of if _fits(value, x)))
+
+
 def _fits(value: Any, hint: Any) -> bool:
   """Returns whether a value has a type; True if the annotation is too vague."""
   kind, of = typing.get_origin(hint) or hint, typing.get_args(hint)
+  if kind is Annotated:
+    return _fits(value, of[0])
   if kind in (typing.Union, UnionType):
     return any(_fits(value, x) for x in of)
   if kind is typing.Literal:
@@ -132,10 +165,14 @@ def _entries_fit(value: Any, kind: type, of: tuple[Any, ...]) -> bool:
 def _words(hint: Any) -> str:
   """Describes the values of a type, as errors name them."""
   kind, of = typing.get_origin(hint) or hint, typing.get_args(hint)
+  if kind is Annotated:
+    return _words(of[0])
   if kind in (typing.Union, UnionType, typing.Literal):
     one = repr if kind is typing.Literal else _words
     *first, last = dict.fromkeys(map(one, of))
     return f"{', '.join(first)} or {last}" if first else last
+  if kind is Callable and of and isinstance(of[0], list):
+    return f"a function of {' and '.join(map(_words, of[0]))}"
   if kind in _WORDS:
     return _WORDS[kind]
   room, name = kind.__module__.split("."), kind.__name__

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jdist import checks, signatures
+from jdist import signatures
 
 
 @signatures.checked
@@ -19,14 +19,9 @@ class Device:
   """
 
   name: str
-  flops_per_s: float
-  memory_bytes_per_s: float
-  launch_s: float = 0.0
-
-  def __post_init__(self) -> None:
-    for field in ("flops_per_s", "memory_bytes_per_s"):
-      checks.check_number(field, getattr(self, field), open_low=True)
-    checks.check_number("launch_s", self.launch_s)
+  flops_per_s: signatures.PositiveFloat
+  memory_bytes_per_s: signatures.PositiveFloat
+  launch_s: signatures.NonNegativeFloat = 0.0
 
   def compute_s(self, flops: float, num_bytes: float) -> float:
     """Returns the seconds of a kernel.

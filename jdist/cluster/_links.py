@@ -24,7 +24,7 @@ class Link:
   """
 
   bandwidth_bits_per_s: float
-  latency_s: float = 0.0
+  latency_s: signatures.NonNegativeFloat = 0.0
   sharing: Literal["first_come", "fair"] | None = None
 
   def __post_init__(self) -> None:
@@ -32,8 +32,6 @@ class Link:
     checks.check_continuous(
       "bandwidth_bits_per_s", self.bandwidth_bits_per_s, open_low=True
     )
-    checks.check_number("latency_s", self.latency_s)
-    checks.check_choice("sharing", self.sharing, ("first_come", "fair", None))
 
   def send_s(self, num_bytes: float, messages: float = 0) -> float:
     """Returns the seconds of bytes that are sent in consecutive messages."""

@@ -33,22 +33,16 @@ class Profile:
   0.2
   """
 
-  seconds_per_sample: float
-  seconds_per_batch: float = 0.0
-  bytes_per_sample: float = 0.0
-  bytes_of_model: float = 0.0
-  pull_bytes: float = 0.0
-  push_bytes: float = 0.0
-  seconds_per_encoding: float = 0.0
+  seconds_per_sample: signatures.NonNegativeFloat
+  seconds_per_batch: signatures.NonNegativeFloat = 0.0
+  bytes_per_sample: signatures.NonNegativeFloat = 0.0
+  bytes_of_model: signatures.NonNegativeFloat = 0.0
+  pull_bytes: signatures.NonNegativeFloat = 0.0
+  push_bytes: signatures.NonNegativeFloat = 0.0
+  seconds_per_encoding: signatures.NonNegativeFloat = 0.0
   name: str = "model"
 
   def __post_init__(self) -> None:
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if field.name != "name" and not 0 <= value < math.inf:
-        raise ValueError(
-          f"`{field.name}` must be finite and not negative, got {value}."
-        )
     if not self.seconds_per_sample + self.seconds_per_batch:
       raise ValueError(
         "`seconds_per_sample` or `seconds_per_batch` must be positive, got "

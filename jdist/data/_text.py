@@ -15,7 +15,7 @@ def load_text(
   source: str | os.PathLike[str],
   split: str = "train",
   *,
-  window_length: int = 128,
+  window_length: signatures.PositiveInt = 128,
   test_fraction: float = 0.1,
   download: bool = False,
 ) -> TextDataset:
@@ -50,7 +50,6 @@ def load_text(
   (22, b'abcde', b'efghi')
   """
   _catalog.check_split(split)
-  checks.check_int("window_length", window_length, 1)
   test_fraction = checks.check_number(
     "test_fraction", test_fraction, open_low=True, high=1
   )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdist import checks, signatures
+from jdist import signatures
 from jdist.models import (
   _alexnet,
   _functional,
@@ -73,8 +73,8 @@ def build(
   name: str,
   *,
   input_shape: tuple[int, ...],
-  num_classes: int,
-  seed: int = 0,
+  num_classes: signatures.PositiveInt,
+  seed: signatures.Seed = 0,
   abstract: bool = False,
   **options: Any,
 ) -> _functional.Model:
@@ -144,8 +144,6 @@ def build(
     )
   is_text = name in TEXT_NAMES
   shape = _check_input_shape(input_shape, is_text)
-  checks.check_int("num_classes", num_classes, 1)
-  checks.check_seed(seed)
   factory = _FACTORIES[name]
   known = _options_of(factory)
   if unknown := sorted(set(options) - set(known)):

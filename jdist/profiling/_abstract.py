@@ -4,9 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from jdist import checks, collectives, signatures, training
+from jdist import collectives, signatures, training
 
 PyTree = Any
 
@@ -36,7 +35,7 @@ def abstract(workers: collectives.Workers, tree: signatures.Arrays) -> PyTree:
 @signatures.checked
 def abstract_state(
   workers: collectives.Workers,
-  optimizer: optax.GradientTransformation,
+  optimizer: signatures.Optimizer,
   params: signatures.Arrays,
   model_state: signatures.Arrays = None,
 ) -> training.TrainState:
@@ -49,7 +48,6 @@ def abstract_state(
       instance of `models.build(..., abstract=True)`.
     model_state: One worker's batch statistics, likewise.
   """
-  checks.check_optimizer("optimizer", optimizer)
   if not jax.tree.leaves(params):
     raise ValueError("`params` must have an array at least, got none.")
   # `init_state` would place real arrays on devices that cannot hold any.

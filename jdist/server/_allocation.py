@@ -27,6 +27,7 @@ class Allocation(Interface):
     """
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class FixedBatches:
   """Batches of one size for all workers.
@@ -41,12 +42,9 @@ class FixedBatches:
   (32, 32)
   """
 
-  samples: int
+  samples: signatures.PositiveInt
   # Speeds are measured all the same, for a protocol that reads them.
   smoothing: ClassVar[float] = 0.5
-
-  def __post_init__(self) -> None:
-    checks.check_int("samples", self.samples, 1)
 
   def every(self, num_workers: int) -> int | None:
     """Returns None: the batches never change."""
@@ -88,22 +86,18 @@ class SpeedBatches:
   (6, 2, 4)
   """
 
-  total: int
-  period: int | None = None
+  total: signatures.PositiveInt
+  period: signatures.PositiveInt | None = None
   smoothing: float = 0.5
-  minimum: int = 1
+  minimum: signatures.PositiveInt = 1
   maximum: int | None = None
 
   def __post_init__(self) -> None:
-    checks.check_int("total", self.total, 1)
-    if self.period is not None:
-      checks.check_int("period", self.period, 1)
     if not 0 <= self.smoothing < 1:
       raise ValueError(
         f"`smoothing` must be in [0, 1), got {self.smoothing}; 0 takes the "
         "last measurement alone."
       )
-    checks.check_int("minimum", self.minimum, 1)
     if self.maximum is not None:
       checks.check_int("maximum", self.maximum, self.minimum)
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from jdist import checks, signatures
+from jdist import signatures
 
 
 @signatures.checked
@@ -55,12 +55,6 @@ class Weighting:
   staleness: Callable[[int], float] | None = None
 
   def __post_init__(self) -> None:
-    checks.check_choice(
-      "samples", self.samples, ("none", "linear", "square_root")
-    )
-    checks.check_function(
-      "staleness", self.staleness, "the staleness, an int", optional=True
-    )
     for worker, part in (self.parts or {}).items():
       if not 0 < part < math.inf:
         raise ValueError(

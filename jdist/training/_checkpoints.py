@@ -78,7 +78,7 @@ class Checkpoints:
     directory: str | os.PathLike[str],
     workers: collectives.Workers,
     *,
-    keep: int = 3,
+    keep: signatures.PositiveInt = 3,
     other_workers: Callable[[int], OtherWorkers] | None = None,
   ):
     """Opens or makes the directory.
@@ -96,7 +96,6 @@ class Checkpoints:
     Raises:
       ImportError: If Orbax is not installed.
     """
-    checks.check_int("keep", keep, 1)
     self._orbax = checks.import_extra("orbax.checkpoint", "checkpoints")
     self._directory = _checkpoint_directory.CheckpointDirectory(
       pathlib.Path(directory).absolute()

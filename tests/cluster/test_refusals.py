@@ -36,7 +36,7 @@ OUTAGES = (cluster.Outage(1.0, 3.0), cluster.Outage(2.0))
   (
     "pull_bytes",
     lambda: cluster.Profile(1.0, pull_bytes=-1.0),
-    "be finite and not negative",
+    "in [0, inf]",
   ),
   (
     "samples",

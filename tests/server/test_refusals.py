@@ -171,7 +171,7 @@ SCALED = codecs.RandomK(0.1, shared=False)
   ("sizes", lambda: batch_of_32(sizes=[16]), "reach the largest batch"),
   # Runs.
   ("machines", lambda: make(machines="cluster.toml"), "a `cluster.Cluster`"),
-  ("protocol", lambda: make(protocol="asp"), "a protocol of"),
+  ("protocol", lambda: make(protocol="asp"), "a `server.Protocol`"),
   ("profile", lambda: make(profile=0.1), "a `cluster.Profile`"),
   ("seed", lambda: make(seed=-1), "an int from 0"),
   ("detection_s", lambda: make(detection_s=-1.0), "in [0, inf]"),

@@ -23,7 +23,7 @@ _OPENED = (primitives.jit_p,)
 
 @signatures.checked
 def cut(
-  model: Any, cuts: int, inputs: signatures.Arrays
+  model: Any, cuts: signatures.PositiveInt, inputs: signatures.Arrays
 ) -> tuple[_stages.Stage, ...]:
   """Cuts a model that is one function into stages of about equal work.
 
@@ -62,7 +62,6 @@ def cut(
       "`model` must have `params`, `state` and `apply`, as `models.Model` has, "
       f"got {checks.show(model)}. For NNX, give `models.functional(module)`."
     )
-  checks.check_int("cuts", cuts, 1)
   layers = _layers(model, _stages.shapes_of(inputs))
   if len(layers) < cuts:
     raise ValueError(

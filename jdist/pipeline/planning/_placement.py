@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from jdist import checks, cluster, signatures
+from jdist import cluster, signatures
 from jdist.pipeline.planning import _costs
 from jdist.pipeline.planning._bottleneck import Chain, Pairs
 from jdist.pipeline.planning._plan import Footprint, Plan
@@ -25,11 +25,11 @@ def place(
   costs: Sequence[_costs.LayerCost],
   machines: cluster.Cluster,
   *,
-  num_stages: int | None = None,
+  num_stages: signatures.PositiveInt | None = None,
   footprint: Footprint | None = None,
   num_microbatches: int = 1,
-  evaluations: int = 300,
-  seed: int = 0,
+  evaluations: signatures.NonNegativeInt = 300,
+  seed: signatures.Seed = 0,
 ) -> Plan:
   """Finds the machines, and their order, with the best partition.
 
@@ -56,11 +56,8 @@ def place(
     ValueError: If there are fewer layers or machines than stages, or no order
       has a partition that fits into memory.
   """
-  checks.check_int("evaluations", evaluations, 0)
-  checks.check_seed(seed)
   names = machines.names
   wanted = len(names) if num_stages is None else num_stages
-  checks.check_int("num_stages", wanted, 1)
   if wanted > len(names):
     raise ValueError(
       f"`num_stages` must be at most the {len(names)} machines, got {wanted}."

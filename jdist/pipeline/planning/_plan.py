@@ -4,10 +4,11 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.pipeline.planning import _costs
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Footprint:
   r"""The memory that a stage needs under the table that it will run.
@@ -27,15 +28,11 @@ class Footprint:
     input_bytes: The bytes of the model's input, for a micro-batch.
   """
 
-  optimizer_copies: float = 1.0
+  optimizer_copies: signatures.NonNegativeFloat = 1.0
   versions: int | tuple[int, ...] = 1
   in_flight: int | tuple[int, ...] = 1
   recompute: bool = False
-  input_bytes: float = 0.0
-
-  def __post_init__(self) -> None:
-    for name in ("optimizer_copies", "input_bytes"):
-      checks.check_number(name, getattr(self, name))
+  input_bytes: signatures.NonNegativeFloat = 0.0
 
   def copies(self, stage: int) -> float:
     """Returns a stage's memory for parameters, in sizes of these."""

@@ -45,15 +45,15 @@ _EQUAL, _ROUNDING = 0.005, 1e-9
 def plan(
   costs: Sequence[_costs.LayerCost],
   machines: cluster.Cluster,
-  batch_size: int,
+  batch_size: signatures.PositiveInt,
   *,
-  samples: int = 1,
+  samples: signatures.PositiveInt = 1,
   tables: Sequence[str] | None = None,
   num_microbatches: Sequence[int] | None = None,
   num_stages: Sequence[int] | None = None,
   windows: Sequence[int] | None = None,
   recompute: Sequence[bool] = (False, True),
-  max_delay: int | None = 0,
+  max_delay: signatures.NonNegativeInt | None = 0,
   optimizer_copies: float = 1.0,
   input_bytes: float = 0.0,
 ) -> tuple[Candidate, list[Candidate]]:
@@ -95,10 +95,6 @@ def plan(
       than stages, or nothing fits into memory.
     ImportError: If SimPy is missing.
   """
-  checks.check_int("batch_size", batch_size, 1)
-  checks.check_int("samples", samples, 1)
-  if max_delay is not None:
-    checks.check_int("max_delay", max_delay, 0)
   known = (*TABLES, "greedy")
   tables = list(known if tables is None else tables)
   for name in tables:

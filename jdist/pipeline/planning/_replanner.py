@@ -66,9 +66,9 @@ class Replanner:
     *,
     footprint: Footprint | None = None,
     num_microbatches: int = 1,
-    threshold: float = 0.2,
+    threshold: signatures.NonNegativeFloat = 0.2,
     decay: float = 0.5,
-    patience: int = 3,
+    patience: signatures.PositiveInt = 3,
     backoff: float = 2.0,
     gain: float = 0.05,
     reorder: bool = True,
@@ -92,8 +92,6 @@ class Replanner:
     Raises:
       ValueError: If an argument is out of its range.
     """
-    checks.check_int("patience", patience, 1)
-    checks.check_number("threshold", threshold)
     checks.check_number("backoff", backoff, low=1.0)
     for name, value in (("decay", decay), ("gain", gain)):
       checks.check_number(name, value)

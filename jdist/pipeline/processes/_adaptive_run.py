@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import optax
 
-from jdist import checks, cluster
+from jdist import cluster, signatures
 from jdist.pipeline.planning._plan import Plan
 from jdist.pipeline.planning._replanner import Proposal, Replanner
 from jdist.pipeline.processes import _device_part, _layer_moves
@@ -16,6 +15,7 @@ from jdist.pipeline.schedule._table import Action, Op, Table
 PyTree = Any
 
 
+@signatures.checked
 class AdaptiveRun:
   """One process of a pipeline whose layers move to where they run fastest.
 
@@ -38,7 +38,7 @@ class AdaptiveRun:
     self,
     make_process: Callable[[Plan], _layer_moves.ProcessLike],
     replanner: Replanner,
-    optimizer: optax.GradientTransformation,
+    optimizer: signatures.Optimizer,
   ):
     """Makes the process of the first plan.
 
@@ -50,11 +50,6 @@ class AdaptiveRun:
       optimizer: An optimizer whose state has a part for each parameter, and
         only counts besides; or one that decides by all leaves.
     """
-    checks.check_function("make_process", make_process, "a plan")
-    checks.check_type(
-      "replanner", replanner, Replanner, "a `pipeline.Replanner`"
-    )
-    checks.check_optimizer("optimizer", optimizer)
     self._make, self._replanner = make_process, replanner
     self._optimizer = optimizer
     self._processes: dict[Any, _layer_moves.ProcessLike] = {}

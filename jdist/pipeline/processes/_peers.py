@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdist import channel, checks, signatures
+from jdist import channel, signatures
 
 # No message of a pipeline is larger than a device's memory.
 _MAX_BODY = 1 << 40
@@ -76,7 +76,7 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
     device: int,
     connections: dict[int, channel.Connection],
     *,
-    timeout_s: float = 300.0,
+    timeout_s: signatures.PositiveFloat = 300.0,
   ):
     """Starts the threads; use `connect` to make an instance.
 
@@ -85,7 +85,6 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
       connections: The connection to each other process.
       timeout_s: The longest time to wait for a message.
     """
-    checks.check_number("timeout_s", timeout_s, open_low=True)
     self.device, self.num_devices = device, len(connections) + 1
     self._connections, self._timeout_s = connections, timeout_s
     # Received messages that have not been asked for yet.  Several may have one
@@ -244,13 +243,13 @@ ALONE = Peers(0, {})
 
 @signatures.checked
 def connect(
-  device: int,
+  device: signatures.NonNegativeInt,
   addresses: Sequence[tuple[str, int]],
   token: str | bytes,
   *,
   listener: socket.socket | None = None,
-  connect_s: float = 60.0,
-  timeout_s: float = 300.0,
+  connect_s: signatures.PositiveFloat = 60.0,
+  timeout_s: signatures.PositiveFloat = 300.0,
 ) -> Peers:
   """Connects the processes of a pipeline.
 
@@ -268,13 +267,11 @@ def connect(
     PermissionError: If another process has another token.
     TimeoutError: If not all processes have connected.
   """
-  checks.check_int("device", device, 0)
   if device >= len(addresses):
     raise ValueError(
       f"`device` must be less than the {len(addresses)} addresses, got "
       f"{device}."
     )
-  checks.check_number("connect_s", connect_s, open_low=True)
   secret = token.encode() if isinstance(token, str) else bytes(token)
   if not secret:
     raise ValueError(

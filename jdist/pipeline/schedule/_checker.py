@@ -2,9 +2,9 @@
 
 import collections
 import dataclasses
-from typing import get_args, Literal
+from typing import Literal
 
-from jdist import checks, signatures
+from jdist import signatures
 from jdist.pipeline.schedule._table import (
   Action,
   Op,
@@ -75,7 +75,6 @@ def check_table(
   Raises:
     ValueError: If a condition does not hold; the message draws the place.
   """
-  checks.check_choice("sends", sends, get_args(Sends))
   # Later checks rely on earlier ones.
   _check_whole(table)
   _check_order(table)

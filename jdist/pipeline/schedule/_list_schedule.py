@@ -9,6 +9,7 @@ from jdist import checks, signatures
 from jdist.pipeline.schedule._table import Action, Op, Table, with_updates
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class StageTimes:
   """The times of a stage from which an order is chosen, in any unit.
@@ -25,14 +26,12 @@ class StageTimes:
     ValueError: If a time is negative, or both passes take none.
   """
 
-  forward: float = 1.0
-  backward: float = 1.0
-  weight: float = 1.0
-  send: float = 0.0
+  forward: signatures.NonNegativeFloat = 1.0
+  backward: signatures.NonNegativeFloat = 1.0
+  weight: signatures.NonNegativeFloat = 1.0
+  send: signatures.NonNegativeFloat = 0.0
 
   def __post_init__(self) -> None:
-    for field in dataclasses.fields(self):
-      checks.check_number(field.name, getattr(self, field.name))
     if not self.forward + self.backward:
       raise ValueError(
         "`forward` or `backward` must be positive, got a stage that takes no "

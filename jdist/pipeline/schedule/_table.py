@@ -5,9 +5,9 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import get_args, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from jdist import checks, signatures
+from jdist import signatures
 
 Weights = Literal["delayed", "stashed", "newest"]
 
@@ -98,17 +98,13 @@ class Table:
 
   name: str
   devices: tuple[tuple[Action, ...], ...]
-  num_stages: int
-  num_microbatches: int
-  num_iterations: int = 1
-  window: int = 1
+  num_stages: signatures.PositiveInt
+  num_microbatches: signatures.PositiveInt
+  num_iterations: signatures.PositiveInt = 1
+  window: signatures.PositiveInt = 1
   weights: Weights = "delayed"
 
   def __post_init__(self) -> None:
-    counts = ("num_stages", "num_microbatches", "num_iterations", "window")
-    for field in counts:
-      checks.check_int(field, getattr(self, field), 1)
-    checks.check_choice("weights", self.weights, get_args(Weights))
     if not self.devices:
       raise ValueError("`devices` must be one at least, got none.")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jdist import checks, cluster
+from jdist import checks, cluster, signatures
 from jdist.server import _driver, _messages, _ordered_channel, _protocol
 from jdist.server.clock import _pair_messages
 from jdist.server.gradients import _learner
@@ -24,6 +24,7 @@ class _Given:
   arrived_s: float | None = None
 
 
+@signatures.checked
 class Simulation(_driver.Driver):
   """Runs a protocol on a cluster whose time is computed, not waited for.
 
@@ -58,10 +59,10 @@ class Simulation(_driver.Driver):
     protocol: _protocol.Protocol,
     profile: cluster.Profile,
     *,
-    seed: int = 0,
+    seed: signatures.Seed = 0,
     learner: _learner.Pair | None = None,
     trace: cluster.Trace | None = None,
-    detection_s: float = 1.0,
+    detection_s: signatures.NonNegativeFloat = 1.0,
   ):
     """Makes a simulation at second 0, all machines ready that are there.
 
@@ -80,17 +81,6 @@ class Simulation(_driver.Driver):
         does not hold its first batch.
       ImportError: when SimPy is not installed.
     """
-    checks.check_type(
-      "machines", machines, cluster.Cluster, "a `cluster.Cluster`"
-    )
-    checks.check_type(
-      "protocol", protocol, _protocol.Protocol, "a protocol of `jdist.server`"
-    )
-    checks.check_type(
-      "profile", profile, cluster.Profile, "a `cluster.Profile`"
-    )
-    checks.check_number("detection_s", detection_s)
-    checks.check_seed(seed)
     try:
       import simpy
     except ImportError:
@@ -100,7 +90,6 @@ class Simulation(_driver.Driver):
     self._environment = simpy.Environment()
     here = [node.name for node in machines.nodes if node.available(0.0)]
     if learner is not None:
-      checks.check_type("learner", learner, _learner.Pair, "a `server.Pair`")
       missing = set(machines.names) - set(learner.workers)
       if missing:
         raise ValueError(

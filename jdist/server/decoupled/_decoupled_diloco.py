@@ -146,10 +146,10 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
   Reply(worker='a', task=2, version=1, samples=32, passes=4, pulled=(0,))
   """
 
-  interval: int = 8
-  fragments: int = 1
+  interval: signatures.PositiveInt = 8
+  fragments: signatures.PositiveInt = 1
   quorum: float = 0.5
-  grace: float = 0.5
+  grace: signatures.NonNegativeFloat = 0.5
   ahead: int = 1
   in_step: bool = False
   weights: Literal["paper", "samples"] = "paper"
@@ -157,17 +157,13 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    checks.check_int("interval", self.interval, 1)
-    checks.check_int("fragments", self.fragments, 1)
     if self.interval % self.fragments:
       raise ValueError(
         f"`interval` must be a multiple of the {self.fragments} fragments, got "
         f"{self.interval}."
       )
     checks.check_number("quorum", self.quorum, high=1.0, open_low=True)
-    checks.check_number("grace", self.grace)
     checks.check_choice("ahead", self.ahead, (0, 1, 2))
-    checks.check_choice("weights", self.weights, ("paper", "samples"))
     if self.in_step and self.ahead != 1:
       raise ValueError(
         f"`in_step` must be False with `ahead` {self.ahead}: it makes members "

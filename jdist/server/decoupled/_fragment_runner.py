@@ -83,7 +83,7 @@ class FragmentRunner:
   def __init__(
     self,
     loss_fn: Callable[..., Any],
-    optimizer: optax.GradientTransformation,
+    optimizer: signatures.Optimizer,
     params: signatures.Arrays,
     samples: _learner.Samples,
     *,
@@ -93,14 +93,13 @@ class FragmentRunner:
     fragments: transforms.Fragments = 1,
     push_codec: _message_codec.MessageCodec | None = None,
     model_state: signatures.Arrays = None,
-    seed: int = 0,
-    interval: int = 1,
+    seed: signatures.Seed = 0,
+    interval: signatures.PositiveInt = 1,
     mix: float | None = None,
   ):
-    checks.check_optimizer("optimizer", optimizer)
     if mix is not None:
       checks.check_number("mix", mix, high=1.0)
-    self._interval, self._mix = checks.check_int("interval", interval, 1), mix
+    self._interval, self._mix = interval, mix
     inner = jax.eval_shape(optimizer.init, params)
     transforms.refuse_iterates(inner, "decoupled DiLoCo")
     if states.exceptions(model_state):
@@ -113,7 +112,7 @@ class FragmentRunner:
     (self._codec,) = _gradient_messages.message_plans(push_codec).push
     self._samples, self._number = samples, number
     self._sizes = None if sizes is None else sorted(set(sizes))
-    self._key = jax.random.key(checks.check_seed(seed))
+    self._key = jax.random.key(seed)
     self._model_state = jax.tree.map(
       jnp.array, {} if model_state is None else model_state
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, signatures, states, transforms
+from jdist import signatures, states, transforms
 from jdist.server import _message_codec, _messages
 from jdist.server.decoupled import _fragment_runner
 from jdist.server.gradients import (
@@ -64,14 +64,13 @@ class FragmentSyncer(_gradient_server.ServerLedger):
     params: signatures.Arrays,
     *,
     workers: Sequence[_messages.Worker],
-    outer: optax.GradientTransformation | None = None,
+    outer: signatures.Optimizer | None = None,
     fragments: transforms.Fragments = 1,
     push_codec: _message_codec.MessageCodec | None = None,
     shared: bool = True,
     model_state: signatures.Arrays = None,
   ):
     outer = OUTER if outer is None else outer
-    checks.check_optimizer("outer", outer)
     self._indices = _fragment_runner.fragment_indices(params, fragments)
     plans = _gradient_messages.message_plans(push_codec)
     super().__init__(workers, shared, plans.push * len(self._indices))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jdist import checks, signatures
+from jdist import signatures
 
 _BITS = (32, 16, 8, 4)
 
@@ -36,10 +36,9 @@ class BitPlans:
 
   bits: tuple[tuple[int, ...], ...] = ((32,), (16,), (8,))
   sizes: tuple[int, ...] = (1 << 20,)
-  block: int = 64
+  block: signatures.PositiveInt = 64
 
   def __post_init__(self) -> None:
-    checks.check_int("block", self.block, 1)
     if not self.bits or any(each != 32 for each in self.bits[0]):
       raise ValueError(
         f"`bits` must begin with a plan of 32 bits, got {self.bits!r}."

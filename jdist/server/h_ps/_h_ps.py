@@ -113,17 +113,6 @@ class HPS(_protocol.Protocol[HPSState]):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    checks.check_type(
-      "batches",
-      self.batches,
-      _balanced_batches.BalancedBatches,
-      "`server.BalancedBatches`",
-    )
-    if self.plans is not None:
-      checks.check_type(
-        "plans", self.plans, _bit_plans.BitPlans, "a `server.BitPlans`"
-      )
-    checks.check_type("pipelined", self.pipelined, bool, "True or False")
     _protocol.check_limits(self.limits)
     checks.set_structural(self, "pipelined_from", minimum=0)
     if self.pipelined_from and not self.pipelined:

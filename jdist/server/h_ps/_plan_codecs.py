@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks, codecs, reducers, signatures
+from jdist import codecs, reducers, signatures
 from jdist.server import _message_codec
 from jdist.server.h_ps import _bit_plans
 
@@ -44,7 +44,7 @@ def _codec(bits: int, block: int) -> codecs.Codec:
 def fit_bit_plans(
   gradient: signatures.Arrays,
   *,
-  error_limit: float = 2e-2,
+  error_limit: signatures.PositiveFloat = 2e-2,
   block: int = 64,
   seed: int = 0,
 ) -> _bit_plans.BitPlans:
@@ -81,7 +81,6 @@ def fit_bit_plans(
   (16, 16, 16, 16, 16, 16)
   (16, 16, 16, 8, 16, 16)
   """
-  checks.check_number("error_limit", error_limit, open_low=True)
   named, _ = jax.tree_util.tree_flatten_with_path(gradient)
   ends = {_outermost(named[0][0]), _outermost(named[-1][0])} if named else set()
   least = []

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, collectives, data, models, signatures
+from jdist import collectives, data, models, signatures
 from jdist.training import (
   _evaluation,
   _gradient,
@@ -43,16 +43,14 @@ class Workload:
   train: data.Dataset | data.TextDataset
   test: data.Dataset | data.TextDataset
   model: Callable[[int], models.Model]
-  batch_size: int
-  accumulate: int = 1
+  batch_size: signatures.PositiveInt
+  accumulate: signatures.PositiveInt = 1
   alpha: float | None = None
   augment: bool = False
   dtype: str = "float32"
-  evaluation_batch: int = 128
+  evaluation_batch: signatures.PositiveInt = 128
 
   def __post_init__(self) -> None:
-    for name in ("batch_size", "accumulate", "evaluation_batch"):
-      checks.check_int(name, getattr(self, name), 1)
     if self.augment and not isinstance(self.train, data.Dataset):
       raise ValueError(
         "`augment` must be False for a text: crops and flips are of images, "

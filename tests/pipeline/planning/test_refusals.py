@@ -69,7 +69,7 @@ def windows(number):
   ),
   ("optimizer_copies", lambda: plan(optimizer_copies=-1.0), "in [0, inf]"),
   ("optimizer_copies", lambda: footprint(optimizer_copies=-5), "in [0, inf]"),
-  ("threshold", lambda: replanner(threshold="x"), "a number"),
+  ("threshold", lambda: replanner(threshold="x"), "a finite number"),
   (
     "evaluations",
     lambda: pipeline.place(_COSTS, _TWO, evaluations="x"),

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jdist import checks
+from jdist import signatures
 from jdist.server.runtime import _engine
 from jdist.server.runtime.ray_actors import _ray_access, _ray_actors
 
@@ -42,6 +42,7 @@ _CACHE = (
 )
 
 
+@signatures.checked
 class RayEngine:
   """Runs server and workers as Ray actors.
 
@@ -76,18 +77,15 @@ class RayEngine:
 
   def __init__(
     self,
-    workers: int,
+    workers: signatures.PositiveInt,
     *,
     address: str | None = None,
-    cpus_per_worker: float = 1.0,
-    gpus_per_worker: float = 0.0,
-    spares: int = 0,
+    cpus_per_worker: signatures.PositiveFloat = 1.0,
+    gpus_per_worker: signatures.NonNegativeFloat = 0.0,
+    spares: signatures.NonNegativeInt = 0,
     environment: dict[str, str] | None = None,
     cache: str | None = None,
   ):
-    checks.check_int("workers", workers, 1)
-    checks.check_number("cpus_per_worker", cpus_per_worker, open_low=True)
-    checks.check_number("gpus_per_worker", gpus_per_worker)
     if gpus_per_worker > 1 and gpus_per_worker != int(gpus_per_worker):
       raise ValueError(
         "`gpus_per_worker` must be a part of one or whole ones, got "
@@ -96,7 +94,7 @@ class RayEngine:
     _ray_access.check_address(address)
     self._gpus, self._own = gpus_per_worker, environment is not None
     self._cpus, self._num = cpus_per_worker, workers
-    self._num_spares = checks.check_int("spares", spares, 0)
+    self._num_spares = spares
     if address is None:
       _check_cpus(self._needed(workers), os.cpu_count() or 1)
     self._before = {
