@@ -85,6 +85,7 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
     ("planner.py", "report"),
     ("late_sends.py", "report"),
   ),
+  "records": (("report.py", "--check"),),
 }
 
 _NUMBER = r"[-+−]?\d[\d,]*\.\d+"
