@@ -47,8 +47,8 @@ for name in "$@"; do
       ;;
     tax)
       part tax "$python" scripts/bench_overhead.py --batch-size 512 \
-        --dtype bfloat16 --in-flight --blocks 12 --methods local_sgd\ told \
-        diloco\ told diloco\ int4\ told msdpu\ told
+        --dtype bfloat16 --in-flight --blocks 12 --methods "local_sgd told" \
+        "diloco int4 told"
       ;;
     *)
       echo "gpu.sh: no part is called $name." >&2

@@ -4,9 +4,10 @@
 
 Every method of the registry trains a small network; every transformation of
 the tests' table moves a small tree; every codec and reducer of the tests'
-tables and every feedback takes means: in float32 and in bfloat16.  Each group
-runs in a process of its own on the GPU and in another one on the CPU of the
-same machine (`JAX_PLATFORMS=cpu`), products in the highest precision.  A row
+tables and every feedback takes means: in float32 and in bfloat16.  The
+cases are dealt among processes, each of which compiles in one thread, on the
+GPU and on the CPU of the same machine (`JAX_PLATFORMS=cpu`), with products in
+the highest precision.  A row
 holds for each case the distance of the two results, divided by that which the
 CPU has moved from the start (by the result's norm, for codecs and means).
 """
@@ -33,7 +34,8 @@ _RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 
 _NUM_WORKERS, _NUM_STEPS = 4, 12
 _DTYPES = ("float32", "bfloat16")
-GROUPS = ("methods", "transformations", "codecs", "reducers")
+# Processes among which the cases of a group are dealt.
+GROUPS = {"methods": 4, "transformations": 4, "codecs": 2, "reducers": 4}
 
 
 def _team():
@@ -172,11 +174,11 @@ def cases(group):
   }[group]()
 
 
-def run_group(group, path, most=None):
-  """Runs a group's cases on this process' device and saves the results."""
+def run_group(group, path, share, most=None):
+  """Runs a share of a group's cases on this process' device and saves them."""
   found = {}
   names, run = cases(group)
-  for name in names[:most]:
+  for name in names[:most][share :: GROUPS[group]]:
     for dtype in _DTYPES:
       try:
         with jax.default_matmul_precision("highest"):
@@ -190,21 +192,30 @@ def run_group(group, path, most=None):
         found[f"{name}|{dtype}|after"] = after
         if before is not None:
           found[f"{name}|{dtype}|before"] = before
-  np.savez(path, device=str(jax.devices()[0].device_kind), **found)
+  np.savez(path, **found)
+
+
+def read(folder, group, platform):
+  """Returns the arrays of all shares of a group, by case."""
+  found = {}
+  for path in sorted(folder.glob(f"{group}-*-{platform}.npz")):
+    found |= dict(np.load(path))
+  return found
 
 
 def compare(group, gpu, cpu):
   """Returns a row's results, and where a case failed on either device."""
   found = []
-  names = [x[: -len("|after")] for x in cpu.files if x.endswith("|after")]
+  names = [x[: -len("|after")] for x in cpu if x.endswith("|after")]
   for case in names:
     name, dtype = case.split("|")
     told = {"group": group, "case": name, "dtype": dtype}
-    if f"{case}|after" not in gpu.files:
-      found.append(told | {"error": str(gpu[f"{case}|error"])})
+    if f"{case}|after" not in gpu:
+      error = gpu.get(f"{case}|error", "its process ended")
+      found.append(told | {"error": str(error)})
       continue
     here, there = cpu[f"{case}|after"], gpu[f"{case}|after"]
-    before = cpu[f"{case}|before"] if f"{case}|before" in cpu.files else 0.0
+    before = cpu.get(f"{case}|before", 0.0)
     moved = np.linalg.norm(here - before)
     apart = np.linalg.norm(here - there)
     found.append(told | {
@@ -212,13 +223,13 @@ def compare(group, gpu, cpu):
       "share_apart": float(np.mean(here != there)),
       "finite": bool(np.isfinite(there).all()),
     })  # fmt: skip
-  failed = [x for x in cpu.files if x.endswith("|error")]
+  failed = [x for x in cpu if x.endswith("|error")]
   return found + [
     {"group": group, "case": x, "error": str(cpu[x])} for x in failed
   ]
 
 
-def _start(group, folder, platform, most):
+def _start(group, share, folder, platform, most):
   environment = dict(os.environ, JAX_PLATFORMS=platform)
   # Small products need no search for the fastest kernel, and several processes
   # share the GPU's memory.
@@ -227,8 +238,9 @@ def _start(group, folder, platform, most):
     "XLA_FLAGS": flags,
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
   }
-  command = [sys.executable, __file__, "--one", group, "--save",
-             str(folder / f"{group}-{platform or 'gpu'}.npz")]  # fmt: skip
+  path = folder / f"{group}-{share}-{platform or 'gpu'}.npz"
+  command = [sys.executable, __file__, "--one", group, "--share", str(share),
+             "--save", str(path)]  # fmt: skip
   if most is not None:
     command += ["--most", str(most)]
   return subprocess.Popen(command, env=environment)
@@ -236,32 +248,33 @@ def _start(group, folder, platform, most):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--groups", nargs="+", default=GROUPS, choices=GROUPS)
+  parser.add_argument("--groups", nargs="+", default=list(GROUPS),
+                      choices=list(GROUPS))  # fmt: skip
   parser.add_argument("--most", type=int, help="cases of a group, to try it")
   parser.add_argument("--output", default=_RESULTS / "agreement.jsonl")
-  parser.add_argument("--one", choices=GROUPS, help=argparse.SUPPRESS)
+  parser.add_argument("--one", choices=list(GROUPS), help=argparse.SUPPRESS)
+  parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
   parser.add_argument("--save", help=argparse.SUPPRESS)
   options = parser.parse_args()
   if options.one:
-    run_group(options.one, options.save, options.most)
+    run_group(options.one, options.save, options.share, options.most)
     return
   with tempfile.TemporaryDirectory() as scratch:
     folder = pathlib.Path(scratch)
     started = [
-      _start(group, folder, platform, options.most)
+      _start(group, share, folder, platform, options.most)
       for group in options.groups
+      for share in range(GROUPS[group])
       for platform in ("", "cpu")
     ]
-    statuses = [process.wait() for process in started]
-    if any(statuses):
-      raise SystemExit("A group ended with an error, which stands above.")
+    for process in started:
+      process.wait()
     for group in options.groups:
-      files = [folder / f"{group}-{name}.npz" for name in ("gpu", "cpu")]
-      results = compare(group, *map(np.load, files))
+      gpu, cpu = (read(folder, group, name) for name in ("gpu", "cpu"))
+      results = compare(group, gpu, cpu)
       row = training.make_row(
         {"steps": _NUM_STEPS, "workers": _NUM_WORKERS}, 0,
         part="agreement", group=group, cases=results,
-        on=str(np.load(files[0])["device"]),
       )  # fmt: skip
       training.append_rows(options.output, [row])
       errors = [x for x in results if "error" in x]

@@ -34,11 +34,11 @@ _WORKERS, _GROUP = 8, 4
 _STEPS, _BLOCKS = 8, 5
 # The shape of an example, the whole batch, the dtype of computation, the ways.
 MODELS = {
-  "resnet18": ((32, 32, 3), 512, jnp.bfloat16, ("vmap", "looped", "groups")),
   "cnn": (
     (32, 32, 3), 2048, jnp.float32, ("vmap", "looped", "unrolled", "groups"),
   ),
   "mlp": ((28, 28, 1), 2048, jnp.float32, ("vmap", "looped")),
+  "resnet18": ((32, 32, 3), 512, jnp.bfloat16, ("vmap", "looped", "groups")),
   "transformer": ((256,), 64, jnp.bfloat16, ("vmap",)),
 }  # fmt: skip
 

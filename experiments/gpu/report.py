@@ -135,7 +135,7 @@ def main(folder: pathlib.Path) -> None:
       continue
     rows = training.read_rows(path)
     table = (
-      f"{make(rows)}\n\nMeasured on {rows[0].get('on') or rows[0]['device']}, "
+      f"{make(rows)}\n\nMeasured on {rows[0]['device']}, "
       f"jax {rows[0]['versions']['jax']}, by commit {rows[0]['commit']}."
     )
     print(f"{part}:\n\n{table}\n")

@@ -67,6 +67,11 @@ def unpack(packed: jax.Array, width: int, num_codes: int) -> jax.Array:
   dtype = code_dtype(width)
   lanes = group(width)
   length, num_rest = divmod(num_codes, lanes)
+  if lanes * width == 8 and not num_rest:
+    # One expression, which is fused with whatever reads the codes.
+    shifts = width * np.arange(lanes, dtype=np.uint8)[:, None]
+    codes = packed[..., None, :] >> shifts & np.uint8((1 << width) - 1)
+    return codes.reshape(*packed.shape[:-1], num_codes)
   groups = _stretches(packed, lanes * width // 8, length)
   pieces = _unpack_lanes(groups.pop(0), width, lanes) if length else []
   if num_rest:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks
-from jdist.codecs import _codec
+from jdist.codecs import _codec, _gpu
 
 # The row length without blocks: codes of every width fill whole bytes.
 _ROW = 256
@@ -262,10 +262,22 @@ def scales(kind: str, pieces: Rows, whole: bool) -> Rows:
   pieces have a single one, [1].  A norm is at most float32's largest number.
   """
   of, join, power = _SCALES[kind]
-  found = [of(rows) for rows in pieces]
-  if not whole or not found:
-    return found
-  found = [of(x[None]) for x in found]
+  if not whole or not pieces:
+    return [of(rows) for rows in pieces]
+
+  # A GPU reduces all of an array at the speed of memory, and lanes slower.
+  found = [
+    _gpu.choose(
+      rows,
+      plain=lambda rows: of(of(rows)[None]),
+      cuda=lambda rows: (
+        _float((_int(rows) & _MAGNITUDE).max()[None])
+        if kind == "max_abs"
+        else of(of(rows)[None])
+      ),
+    )
+    for rows in pieces
+  ]
   if power is not None:
     size = sum(rows.size for rows in pieces)
     shares = [np.float32((rows.size / size) ** power) for rows in pieces]

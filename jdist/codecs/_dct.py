@@ -137,8 +137,12 @@ def dct(x: jax.Array, chunk: int) -> jax.Array:
   if not x.size:
     return x.reshape(-1)
   (rows, columns), (height, width) = _matrix(x.shape), tile(x.shape, chunk)
-  tiles = x.reshape(rows // height, height, columns // width, width)
-  return _transformed("yhxw,kh,lw->yxkl", tiles, height, width).reshape(-1)
+  if height == 1:  # A product with one more matrix would be a transposition.
+    x = x.reshape(-1, width)
+    return _transformed("yw,lw->yl", x, dct_matrix(width)).reshape(-1)
+  x = x.reshape(rows // height, height, columns // width, width)
+  both = dct_matrix(height), dct_matrix(width)
+  return _transformed("yhxw,kh,lw->yxkl", x, *both).reshape(-1)
 
 
 def inverse_dct(
@@ -148,10 +152,12 @@ def inverse_dct(
   if not coefficients.size:
     return coefficients.reshape(shape)
   (rows, columns), (height, width) = _matrix(shape), tile(shape, chunk)
-  tiles = (rows // height, columns // width, height, width)
-  coefficients = coefficients.reshape(tiles)
-  found = _transformed("yxkl,kh,lw->yhxw", coefficients, height, width)
-  return found.reshape(shape)
+  if height == 1:
+    x = coefficients.reshape(-1, width)
+    return _transformed("yl,lw->yw", x, dct_matrix(width)).reshape(shape)
+  x = coefficients.reshape(rows // height, columns // width, height, width)
+  both = dct_matrix(height), dct_matrix(width)
+  return _transformed("yxkl,kh,lw->yhxw", x, *both).reshape(shape)
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -164,14 +170,20 @@ def _side(length: int, longest: int) -> int:
   return next((side for side in sides if length % side == 0), 1)
 
 
-def _transformed(how: str, x: jax.Array, height: int, width: int) -> jax.Array:
-  """Transforms tiles in both directions; finite tiles have finite results."""
+def _transformed(how: str, x: jax.Array, *factors: Any) -> jax.Array:
+  """Multiplies tiles by matrices; finite tiles have finite results."""
+
+  def product(x: jax.Array) -> jax.Array:
+    # A GPU's default precision, TF32, would not invert the transform.
+    return jnp.einsum(how, x, *factors, precision=jax.lax.Precision.HIGHEST)
+
+  def rescaled(carry: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+    scale = np.float32(2.0**-24)
+    y, limit = product(x * scale), _blocks.LARGEST * scale
+    y = jnp.where(_blocks.finite(y), jnp.clip(y, -limit, limit), y)
+    return y / scale, ~carry[1]
+
   # The sums of 64 x 64 entries near float32's largest number would overflow.
-  largest = jnp.max(jnp.abs(x), initial=0)
-  scale = jnp.where(largest > 1e30, np.float32(2.0**-24), np.float32(1))
-  both = dct_matrix(height), dct_matrix(width)
-  # A GPU's default precision, TF32, would not invert the transform.
-  y = jnp.einsum(how, x * scale, *both, precision=jax.lax.Precision.HIGHEST)
-  limit = _blocks.LARGEST * scale
-  y = jnp.where(_blocks.finite(y), jnp.clip(y, -limit, limit), y)
-  return y / scale
+  # That is rare: in a loop, as of a conditional vmap runs both branches.
+  large = jnp.max(jnp.abs(x), initial=0) > 1e30
+  return jax.lax.while_loop(lambda c: c[1], rescaled, (product(x), large))[0]

@@ -15,7 +15,8 @@ and third read the whole row:
 4. find the exact k-th largest among the few candidates.
 
 On a CPU this is two to four times as fast as `jax.lax.top_k` (4 million
-entries, 1 % and 0.1 % of them).
+entries, 1 % and 0.1 % of them).  A GPU, where loops of small passes wait for
+launches, finds the same by sorts of the few candidates and a kernel (`_gpu`).
 """
 
 import math
@@ -25,12 +26,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist.codecs import _gpu
+
 # The key of every NaN, one above the bits of infinity.
 NAN_KEY = 0x7F800001
 # For shorter rows `jax.lax.top_k` is as fast.
 _SHORT = 1 << 14
 # A sample with this many of the wanted entries errs by about a sixth.
 _SAMPLED_HITS = 32
+# A sample of so many errs by a few percent, and is sorted quickly.
+_MOST_SAMPLED = 1 << 17
 # The first step from a wrong threshold: a sixteenth of a binade.
 _FIRST_STEP = 1 << 19
 
@@ -73,17 +78,54 @@ def largest(
   if k in (0, length):
     indices = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (rows, k))
     return Selection(indices, jnp.full(rows, k, jnp.int32))
+  x = x.astype(jnp.float32)
   if length < _SHORT:
-    _, indices = jax.lax.top_k(jnp.abs(x.astype(jnp.float32)), k)
-    return Selection(jnp.sort(indices, 1), jnp.full(rows, k, jnp.int32))
+    indices = _gpu.choose(
+      x,
+      cuda=lambda x: _gpu.places(x, k, magnitude_keys)[0],
+      plain=lambda x: jnp.sort(jax.lax.top_k(jnp.abs(x), k)[1], 1),
+    )
+    return Selection(indices, jnp.full(rows, k, jnp.int32))
   if at_least is None:
     # The relative error of a guess is larger where few entries are wanted.
     at_least, at_most = k, min(length, math.ceil(1.6 * k) + _SAMPLED_HITS)
+    sample = min(sample, _MOST_SAMPLED / length)
   else:
     at_most = min(length, max(k, math.floor(1.3 * k)))
   guess = _guess(x, (at_least + at_most) / 2, sample)
-  words = _settle(x, guess, at_least, at_most)
-  return _refine(x, first_set(words, at_most), k)
+
+  def plain(x: jax.Array, guess: jax.Array) -> Selection:
+    words = _settle(x, guess, at_least, at_most)
+    return _refine(x, first_set(words, at_most), k)
+
+  def cuda(x: jax.Array, guess: jax.Array) -> Selection:
+    found = _by_kernel(x, guess, at_least, at_most, k)
+    # In a loop, as of a conditional vmap runs both branches.
+    search = lambda carry: (plain(x, guess), ~carry[1])  # noqa: E731
+    return jax.lax.while_loop(lambda carry: ~carry[1], search, found)[0]
+
+  return _gpu.choose(x, guess, plain=plain, cuda=cuda)
+
+
+def _by_kernel(
+  x: jax.Array, guess: jax.Array, at_least: int, at_most: int, k: int,
+  interpret: bool = False,
+) -> tuple[Selection, jax.Array]:  # fmt: skip
+  """Returns the largest entries, and whether they are: the guess was right."""
+  end = jnp.full_like(guess, x.shape[1])
+  threshold = guess, end
+  places, count = _gpu.places(x, at_most, magnitude_keys, threshold, interpret)
+  slots = jax.lax.broadcasted_iota(jnp.int32, places.shape, 1)
+  # Unused slots are zeros, behind all others.
+  places = jnp.where(slots < count[:, None], places, 0)
+  taken = jnp.where(slots < count[:, None], _take(x, places), 0)
+  order, slots = jax.lax.sort_key_val(~magnitude_keys(taken), slots)
+  threshold = ~order[:, k - 1], slots[:, k - 1]
+  chosen, _ = _gpu.places(taken, k, magnitude_keys, threshold, interpret)
+  used = jnp.arange(k, dtype=jnp.int32) < count[:, None]
+  chosen = jnp.where(used, _take(places, chosen), x.shape[1] - 1)
+  right = (at_least <= count) & (count <= at_most)
+  return Selection(chosen, jnp.minimum(count, k)), right.all()
 
 
 def first_set(words: jax.Array, capacity: int) -> Selection:
@@ -160,7 +202,11 @@ def _guess(x: jax.Array, target: float, sample: float) -> jax.Array:
   # width is mostly even.
   sampled = x[:, :: (length // size) | 1]
   rank = max(1, round(target * sampled.shape[1] / length))
-  return kth_largest(magnitude_keys(sampled), rank)
+  return _gpu.choose(
+    magnitude_keys(sampled),
+    plain=lambda keys: kth_largest(keys, rank),
+    cuda=lambda keys: jnp.sort(keys, 1)[:, -rank],
+  )
 
 
 class _Search(NamedTuple):

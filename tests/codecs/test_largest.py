@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jdist import collectives
-from jdist.codecs import _largest
+from jdist.codecs import _gpu, _largest
 
 LENGTH = 20000  # Shorter rows are sorted.
 
@@ -111,6 +111,71 @@ def test_largest_are_exact_with_ties_and_any_magnitudes(seed, k):
   np.testing.assert_array_equal(
     find(x[None], k).indices[0], largest_reference(x, k)
   )
+
+
+keys = _largest.magnitude_keys
+
+
+# The forms for GPUs, whose kernel is interpreted here.
+@pytest.mark.parametrize("k", [1, 37])
+def test_kernel_finds_the_largest_of_short_rows(k):
+  x = np.concatenate([some_rows(name, (1, 300)) for name in NAMES])
+  found, _ = _gpu.places(x, k, keys, interpret=True)
+  for row, indices in zip(x, found, strict=True):
+    np.testing.assert_array_equal(indices, largest_reference(row, k))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [38, 5000])
+def test_kernel_finds_the_largest_of_rows_of_any_length(length):
+  x = np.concatenate([some_rows(name, (2, length)) for name in NAMES])
+  found, _ = _gpu.places(x, 37, keys, interpret=True)
+  for row, indices in zip(x, found, strict=True):
+    np.testing.assert_array_equal(indices, largest_reference(row, 37))
+
+
+@pytest.mark.parametrize(
+  ("at_least", "k"),
+  [(200, 200), pytest.param(160, 200, marks=pytest.mark.slow)],
+)
+def test_kernel_finds_what_the_search_finds(at_least, k):
+  @jax.jit
+  def both(x):
+    guess = _largest._guess(x, (at_least + 330) / 2, 0.01)
+    found, right = _largest._by_kernel(x, guess, at_least, 330, k, True)
+    words = _largest._settle(x, guess, at_least, 330)
+    plain = _largest._refine(x, _largest.first_set(words, 330), k)
+    return found, right, plain
+
+  rights = {}
+  for name in NAMES:
+    found, right, plain = both(some_rows(name, (1, LENGTH)))
+    rights[name] = bool(right)
+    if right:
+      np.testing.assert_array_equal(found.indices, plain.indices)
+      np.testing.assert_array_equal(found.num_used, plain.num_used)
+  # Others have too many equal entries, and are searched by the plain form.
+  assert rights["normal"] and rights["cauchy"] and rights["huge"]
+  assert not rights["equal"] and not rights["zeros"]
+
+
+def test_kernel_takes_entries_equal_to_the_key_up_to_a_place():
+  x = jnp.array([[1.0, -2.0, 1.0, 3.0, 1.0], [0.0, 1.0, 1.0, 0.0, 2.0]])
+  threshold = keys(jnp.ones(2)), jnp.array([2, 1])
+  places, counts = _gpu.places(x, 4, keys, threshold, interpret=True)
+  assert counts.tolist() == [4, 2]
+  assert places[0].tolist() == [0, 1, 2, 3]
+  assert places[1, :2].tolist() == [1, 4]
+
+
+def test_kernel_leaves_out_entries_beyond_the_capacity():
+  x = some_rows("normal")
+  threshold = keys(jnp.full(2, 2.0)), jnp.full(2, LENGTH)
+  places, counts = _gpu.places(x, 50, keys, threshold, interpret=True)
+  for row, found, count in zip(x, places, counts, strict=True):
+    wanted = np.flatnonzero(np.abs(row) >= 2)
+    np.testing.assert_array_equal(found, wanted[:50])
+    assert count == wanted.size > 50
 
 
 def test_first_set_bits_match_hand_computation():
