@@ -5,11 +5,9 @@ import json
 import math
 import os
 import pathlib
-import queue
 import time
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -272,42 +270,11 @@ def _connect(
   if own is None or number is None:
     return None
   host, _, port = (options.coordinator_address or "").rpartition(":")
-  key, where = channel.identity().key("stages"), (host.strip("[]"), int(port))
-  deadline = time.monotonic() + _CONNECT_S
-  listener = channel.listen("" if own else where[0])
-  addresses = [(where[0], listener.getsockname()[1])] * number
-  if own:
-    first = own, addresses[0][1]
-    called = channel.call(where, key, deadline, first, "The process of stage 0")
-    stack.callback(called.close)
-    frame = called.receive(deadline)
-    if frame is None:
-      raise ConnectionError("The process of stage 0 has ended at the start.")
-    addresses = [(x, y) for x, y in frame.note]
-  else:
-    calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    hub = channel.Listener(channel.listen(*where), key, lambda *x: calls.put(x))
-    stack.callback(hub.close)
-    members: list[channel.Connection] = []
-    for _ in range(number - 1):
-      try:
-        # The others reach a process where it is seen by this one.
-        (device, port), member = calls.get(timeout=_CONNECT_S)
-      except queue.Empty:
-        raise TimeoutError(
-          f"Only {len(members)} of {number - 1} other processes have called "
-          f"{host}:{where[1]} within {_CONNECT_S:g} s."
-        ) from None
-      addresses[device] = member.socket.getpeername()[0], port
-      members.append(member)
-    for member in members:
-      member.send(addresses)
-      stack.callback(member.close)
+  first = host.strip("[]"), int(port)
   peers = pipeline.connect(
     own,
-    addresses,
-    key,
-    listener=listener,
+    [first, *[("", 0)] * (number - 1)],
+    channel.identity().key("stages"),
     connect_s=_CONNECT_S,
     timeout_s=_TIMEOUT_S,
   )

@@ -255,7 +255,9 @@ def connect(
 
   Args:
     device: The number of this process, from 0.
-    addresses: The host and port of each process, the same list everywhere.
+    addresses: The host and port of each process, the same list everywhere.  A
+      port 0 stands for any: the other processes learn it, and the host, from
+      the first one.
     token: A secret that all processes know; a connection without it is closed.
     listener: An open socket at this process's address; by default it is opened
       here.
@@ -266,6 +268,7 @@ def connect(
     ValueError: If an argument is out of its range.
     PermissionError: If another process has another token.
     TimeoutError: If not all processes have connected.
+    ConnectionError: If the first process has ended before all have connected.
   """
   if device >= len(addresses):
     raise ValueError(
@@ -281,20 +284,26 @@ def connect(
   deadline = time.monotonic() + connect_s
   if listener is None:
     listener = channel.listen(*addresses[device])
-  identity = channel.Identity("", secret)
+  identity, where = channel.Identity("", secret), list(addresses)
   # Each key names the called device, which shows where addresses are swapped.
   keys = [identity.key(f"pipeline {x}") for x in range(len(addresses))]
   found: dict[int, channel.Connection] = {}
   changed = threading.Condition()
 
   def admit(first: Any, connection: channel.Connection) -> None:
+    other, port = first
     with changed:
-      if first in range(device + 1, len(addresses)) and first not in found:
-        found[first] = connection
+      if other in range(device + 1, len(addresses)) and other not in found:
+        found[other] = connection
+        # The others reach a process where it is seen by this one.
+        if not where[other][1]:
+          where[other] = connection.socket.getpeername()[0], port
         changed.notify()
         return
     connection.close()
 
+  own = device, listener.getsockname()[1]
+  learns = not all(port for _, port in addresses)
   listening = channel.Listener(
     listener, keys[device], admit, max_body=_MAX_BODY
   )
@@ -302,11 +311,15 @@ def connect(
     # The process with the larger number of two calls the other.
     for other in range(device):
       called = channel.call(
-        addresses[other], keys[other], deadline, device, f"Device {other}",
+        where[other], keys[other], deadline, own, f"Device {other}",
         max_body=_MAX_BODY,
       )  # fmt: skip
       with changed:
         found[other] = called
+      if learns and not other:
+        if (frame := called.receive(deadline)) is None:
+          raise ConnectionError("Device 0 of the pipeline ended at the start.")
+        where = [(host, port) for host, port in frame.note]
     with changed:
       others = set(range(len(addresses))) - {device}
       left = deadline - time.monotonic()
@@ -315,8 +328,10 @@ def connect(
           f"Devices {sorted(others - found.keys())} have not connected to "
           f"device {device} within {connect_s:g} s. Look whether their "
           "processes run, and whether they reach "
-          f"{addresses[device][0]}:{addresses[device][1]}."
+          f"{addresses[device][0]}:{own[1]}."
         )
+    for other in found if learns and not device else ():
+      found[other].send(where)
   except BaseException:
     for connection in found.values():
       connection.close()

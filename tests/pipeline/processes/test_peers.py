@@ -110,6 +110,22 @@ def test_stranger_does_not_disturb_the_connection():
       assert other.receive(0, _TAG, [np.float32(0)])[0] == 3
 
 
+def test_addresses_are_learned_from_the_first_process():
+  listener = channel.listen()
+  addresses = [listener.getsockname()[:2], ("", 0), ("", 0)]
+  listeners = [listener, None, None]
+
+  def work(device):
+    with _connect(device, addresses, TOKEN, listeners[device]) as peers:
+      for other in peers.others:
+        peers.send(other, _TAG, [np.float32(device)])
+      like = [np.float32(0)]
+      return [float(peers.receive(x, _TAG, like)[0]) for x in peers.others]
+
+  with concurrent.futures.ThreadPoolExecutor(3) as pool:
+    assert [*pool.map(work, range(3))] == [[1, 2], [0, 2], [0, 1]]
+
+
 @pytest.mark.parametrize("words", [b"jdc1", b""])
 def test_slow_strangers_do_not_delay_the_connection(words):
   """A byte now and then, or none, must not hold the loop that accepts."""
