@@ -187,7 +187,7 @@ class Driver:
       worker = (
         message.worker
         if not isinstance(message, _messages.Expired)
-        else self._worker_of(message.task)
+        else getattr(self._tasks.get(message.task), "worker", None)
       )
       # Noted before: a member that leaves takes its tasks along.
       if worker in self.state.members:
@@ -264,10 +264,6 @@ class Driver:
     if self._learner is not None:
       more, payload = self._learner.reply(reply)
     self.send(reply, more, payload)
-
-  def _worker_of(self, number: int) -> str | None:
-    task = self._tasks.get(number)
-    return None if task is None else task.worker
 
   def _apply(self, update: _messages.Apply) -> None:
     # Before the counts: an update that fails must not be counted.

@@ -20,8 +20,14 @@ class Routes:
     self._topology = machines.topology
     # The searches ask for the same pairs of machines many thousand times.
     self.hops = functools.cache(self._hops)
-    self.byte_s = functools.cache(self._byte_s)
-    self.latency_s = functools.cache(self._latency_s)
+    # The seconds a byte of the slowest link on a route.
+    self.byte_s = functools.cache(
+      lambda *ends: max((s for _, s, _ in self.hops(*ends)), default=0.0)
+    )
+    # The seconds that a message takes besides its bytes.
+    self.latency_s = functools.cache(
+      lambda *ends: sum(s for _, _, s in self.hops(*ends))
+    )
     self.shared_byte_s = functools.cache(self._shared_byte_s)
 
   def _hops(
@@ -33,14 +39,6 @@ class Routes:
     ways = self._topology.route(one, other)
     links = [(hop, self._topology.link(*hop)) for hop in ways]
     return tuple((x, 8 / y.bandwidth_bits_per_s, y.latency_s) for x, y in links)
-
-  def _byte_s(self, one: str, other: str) -> float:
-    """Returns the seconds a byte of the slowest link on a route."""
-    return max((s for _, s, _ in self.hops(one, other)), default=0.0)
-
-  def _latency_s(self, one: str, other: str) -> float:
-    """Returns the seconds that a message takes besides its bytes."""
-    return sum(s for _, _, s in self.hops(one, other))
 
   def _shared_byte_s(self, before: str, here: str, after: str) -> float:
     """Returns the seconds a byte of the slowest link that two cuts share."""

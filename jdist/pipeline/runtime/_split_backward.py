@@ -91,7 +91,9 @@ def split_backward(
 
   def pulled(residuals: list[jax.Array], cotangent: PyTree) -> Any:
     grads, gradient = pull(residuals, cotangent)
-    return grads, jax.tree.map(_or_none, gradient)
+    return grads, jax.tree.map(
+      lambda x: None if x.dtype == jax.dtypes.float0 else x, gradient
+    )
 
   leaves, structure = jax.tree.flatten((residuals, cotangent))
   given: Any = structure
@@ -197,10 +199,6 @@ def variables(atoms: Iterable[Any]) -> set[Any]:
 
 def _num_bytes(variables: Iterable[Any]) -> int:
   return sum(x.aval.size * x.aval.dtype.itemsize for x in variables)
-
-
-def _or_none(x: Any) -> Any:
-  return None if x.dtype == jax.dtypes.float0 else x
 
 
 def evaluate(
