@@ -3,10 +3,10 @@
 from jdist.cluster._cluster import Cluster as Cluster
 from jdist.cluster._cluster import workers as workers
 from jdist.cluster._cluster_file import load_cluster as load_cluster
-from jdist.cluster._device import Device as Device
 from jdist.cluster._gantt import draw_trace as draw_trace
 from jdist.cluster._gantt import plot_trace as plot_trace
 from jdist.cluster._gantt import time_unit as time_unit
+from jdist.cluster._links import Device as Device
 from jdist.cluster._links import Link as Link
 from jdist.cluster._links import ring_messages as ring_messages
 from jdist.cluster._node import Node as Node

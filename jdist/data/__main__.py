@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from jdist.data import _catalog, _load, _prepare, _text
+from jdist.data import _catalog, _load, _prepare
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
       _prepare.prepare(name)
       for split in _catalog.SPLITS:
         if name in _catalog.TEXT_NAMES:
-          found = f"{len(_text.read_bytes(name, split)):,} bytes"
+          found = f"{len(_load.read_bytes(name, split)):,} bytes"
         else:
           found = f"{len(_load.load(name, split)):,} images"
         print(f"{name} {split}: {found}", flush=True)

@@ -11,8 +11,7 @@ import numpy as np
 
 from jdist import checks, signatures
 from jdist.data import _sample_stream
-from jdist.data._dataset import Dataset
-from jdist.data._text_dataset import TextDataset
+from jdist.data._dataset import Dataset, TextDataset
 
 
 @signatures.checked

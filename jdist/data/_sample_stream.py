@@ -4,8 +4,7 @@ import numpy as np
 
 from jdist import checks, signatures
 from jdist.data import _partition
-from jdist.data._dataset import Dataset
-from jdist.data._text_dataset import TextDataset
+from jdist.data._dataset import Dataset, TextDataset
 
 _ORDER_KEY = 2
 

@@ -1,15 +1,88 @@
 """Methods with rounds between workers that come and go."""
 
 import functools
-from collections.abc import Callable, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jdist import checks, server, signatures, transforms
-from jdist.elastic import _own_loop
+
+
+class _EndedError(Exception):
+  """The loop was left, and takes no further step."""
+
+
+class OwnLoop(server.FragmentRunner):
+  """Yields the state of each local step, until the server ends the run.
+
+  `Rounds.loop` makes it.  Threads handle the messages; a merge, or a new
+  beginning after this worker was taken for lost, shows in the next state:
+
+      for state in loop:
+        params, opt_state, loss = step(state.params, state.opt_state, batch)
+        loop.advance(params, opt_state, loss)
+
+  A step must not donate the parameters, of which a message may be made.
+  """
+
+  def connect(self, channel: server.Channel, name: str, depth: int) -> None:
+    """Sets the connection to the server."""
+    self._loop = server.WorkerLoop(channel, name, self, depth=depth)
+    self._asked: queue.Queue[Any] = queue.Queue()
+    self._answers: queue.Queue[Any] = queue.Queue()
+    self._advanced = True
+
+  def advance(
+    self, params: Any, opt_state: Any, loss: Any, model_state: Any = None
+  ) -> None:
+    """Hands over a step: what it returns, and the mean loss of its samples."""
+    self._advanced = True
+    self._answers.put((params, opt_state, jnp.asarray(loss), model_state))
+
+  def __iter__(self) -> Iterator[Any]:
+    """Joins the run, and yields the state before each step."""
+    threading.Thread(target=self._run, daemon=True).start()
+    try:
+      while not isinstance(found := self._asked.get(), BaseException | None):
+        self._advanced = False
+        yield found
+        if not self._advanced:
+          raise ValueError(
+            "`advance` must be called once in each step of the loop, and was "
+            "not: hand over the parameters, the optimizer's state and the loss."
+          )
+    finally:
+      self._answers.put(None)
+    if found is not None:
+      raise found
+
+  def _run(self) -> None:
+    try:
+      self._loop.run()
+      self._asked.put(None)
+    except BaseException as error:
+      self._asked.put(error)
+
+  def _local_step(
+    self, state: Any, samples: tuple[int, int, int], key: jax.Array
+  ) -> tuple[Any, jax.Array]:
+    del samples, key
+    self._asked.put(state)
+    answer = self._answers.get()
+    if answer is None:
+      raise _EndedError
+    params, opt_state, loss, model_state = answer
+    if model_state is None:
+      model_state = state.model_state
+    state = state._replace(opt_state=opt_state, model_state=model_state)
+    return state._replace(params=params), loss
+
 
 PyTree = Any
 
@@ -22,15 +95,6 @@ class _Parts(NamedTuple):
   late: bool
   mix: float | None
   push_codec: server.MessageCodec | None
-
-
-class _NoSamples:
-  """The samples of a loop of one's own, which takes them itself."""
-
-  shared = False
-
-  def batch(self, worker: int, start: int, count: int, **size: Any) -> PyTree:
-    raise NotImplementedError
 
 
 @signatures.checked
@@ -129,7 +193,7 @@ class Rounds:
     self,
     name: str,
     loss_fn: Callable[..., Any],
-    samples: server.Samples,
+    samples: server.Samples | None,
     *,
     params: signatures.Arrays = None,
     sizes: Sequence[int] | None = None,
@@ -140,7 +204,7 @@ class Rounds:
     Args:
       name: its name.
       loss_fn: as of `training.make_step`.
-      samples: the source of its batches.
+      samples: the source of its batches; None if local steps take them.
       params: the first parameters on its devices, where they are sharded.
       sizes: sizes to which batches are padded; the allocation's if None.
       kind: the class of the learner, `FragmentRunner`.
@@ -170,12 +234,10 @@ class Rounds:
     depth = self.protocol.depth
     server.WorkerLoop(channel, name, learner, depth=depth).run()
 
-  def loop(
-    self, channel: server.Channel, name: str, **options: Any
-  ) -> _own_loop.OwnLoop:
+  def loop(self, channel: server.Channel, name: str, **options: Any) -> OwnLoop:
     """Returns a worker with a loop of one's own; `params` as of `runner`."""
-    found: _own_loop.OwnLoop = self.runner(
-      name, lambda *args: None, _NoSamples(), kind=_own_loop.OwnLoop, **options
+    found: OwnLoop = self.runner(
+      name, lambda *args: None, None, kind=OwnLoop, **options
     )
     found.connect(channel, name, self.protocol.depth)
     return found

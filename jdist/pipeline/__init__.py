@@ -37,12 +37,12 @@ from jdist.pipeline.schedule._list_schedule import StageTimes as StageTimes
 from jdist.pipeline.schedule._table import Action as Action
 from jdist.pipeline.schedule._table import Op as Op
 from jdist.pipeline.schedule._table import Table as Table
-from jdist.pipeline.schedule._table_picture import draw_table as draw_table
 from jdist.pipeline.schedule._table_registry import make_table as make_table
 from jdist.pipeline.schedule._table_registry import (
   table_options as table_options,
 )
 from jdist.pipeline.schedule._table_registry import TABLES as TABLES
+from jdist.pipeline.schedule._text_form import draw_table as draw_table
 from jdist.pipeline.schedule._text_form import format_table as format_table
 from jdist.pipeline.schedule._text_form import load_table as load_table
 from jdist.pipeline.schedule._text_form import parse_table as parse_table

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from jdist import checks, collectives
-from jdist.profiling import _hlo, _hlo_collectives
+from jdist.profiling import _hlo
 
 # Names, views and constants launch no kernel.
 _FREE = frozenset({
@@ -178,7 +178,7 @@ def _events(
       yield Event("done", started.name)
     return
   if _sends(program, instruction):
-    collective = _hlo_collectives.as_collective(
+    collective = _hlo.as_collective(
       program, _sender(program, instruction), conditional=conditional
     )
     yield Event("start", name, collective=collective)
@@ -198,7 +198,7 @@ def _events(
 
 def _sends(program: _hlo.Program, instruction: _hlo.Instruction) -> bool:
   sender = _sender(program, instruction)
-  return sender.operation.removesuffix("-start") in _hlo_collectives.KINDS
+  return sender.operation.removesuffix("-start") in _hlo.KINDS
 
 
 def _waits(instruction: _hlo.Instruction) -> bool:
@@ -214,7 +214,7 @@ def _sender(
     return instruction
   for name in instruction.called:
     for inner in program.computations.get(name, ()):
-      if inner.operation in _hlo_collectives.KINDS:
+      if inner.operation in _hlo.KINDS:
         return inner
   return instruction
 

@@ -4,6 +4,7 @@ from jdist.server._allocation import FixedBatches as FixedBatches
 from jdist.server._allocation import SpeedBatches as SpeedBatches
 from jdist.server._asynchronous import ASP as ASP
 from jdist.server._asynchronous import dbs as dbs
+from jdist.server._asynchronous import NSoftsync as NSoftsync
 from jdist.server._asynchronous import Ringmaster as Ringmaster
 from jdist.server._bsp import BSP as BSP
 from jdist.server._message_codec import MessageCodec as MessageCodec
@@ -17,7 +18,6 @@ from jdist.server._messages import Push as Push
 from jdist.server._messages import Reply as Reply
 from jdist.server._messages import Timer as Timer
 from jdist.server._messages import Worker as Worker
-from jdist.server._n_softsync import NSoftsync as NSoftsync
 from jdist.server._protocol import Protocol as Protocol
 from jdist.server._registry import ProtocolEntry as ProtocolEntry
 from jdist.server._registry import PROTOCOLS as PROTOCOLS

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from jdist.server import _asynchronous, _bsp, _n_softsync, _protocol, _ssp
+from jdist.server import _asynchronous, _bsp, _protocol, _ssp
 from jdist.server.decoupled import _decoupled_diloco
 from jdist.server.h_ps import _h_ps
 
@@ -29,7 +29,7 @@ _ENTRIES = (
   ProtocolEntry("ssp", _ssp.SSP,
     "asynchronous, with a bound on the lead over the slowest",
     "Ho et al., NeurIPS 2013"),
-  ProtocolEntry("n_softsync", _n_softsync.NSoftsync,
+  ProtocolEntry("n_softsync", _asynchronous.NSoftsync,
     "an update of floor(L / n) gradients from any workers",
     "Zhang et al., arXiv 1511.05950"),
   ProtocolEntry("dbs", _asynchronous.dbs,

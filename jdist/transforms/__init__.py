@@ -39,7 +39,7 @@ from jdist.transforms._state import synchronized as synchronized
 from jdist.transforms._state import update_pending as update_pending
 from jdist.transforms._update_first import update_first as update_first
 from jdist.transforms._update_first import UpdateFirst as UpdateFirst
-from jdist.transforms.delays._delay_compensation import (
+from jdist.transforms.delays._delayed_gradients import (
   compensated as compensated,
 )
 from jdist.transforms.delays._delayed_gradients import (

@@ -9,7 +9,7 @@ import pytest
 
 from jdist import collectives
 from jdist.collectives import _traffic
-from jdist.profiling import _hlo_collectives
+from jdist.profiling import _hlo
 
 Collective = _traffic.Collective
 AXIS = "worker"
@@ -236,7 +236,7 @@ def test_compiled_program_sends_counted_bytes(step):
   team = collectives.workers(8, substrate="shard_map")
   x = team.place(np.ones((8, 16), np.float32))
   counted = count(step, struct(16)).collectives
-  program = _hlo_collectives.read_collectives(team.jit(step).lower(x).compile())
+  program = _hlo.read_collectives(team.jit(step).lower(x).compile())
 
   def total(found):
     # The compiler merges reductions, so their bytes are compared.  It lists the

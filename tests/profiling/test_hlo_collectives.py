@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 from jdist import collectives
 from jdist.collectives import _traffic
-from jdist.profiling import _hlo_collectives
+from jdist.profiling import _hlo
 
 Collective = _traffic.Collective
 
@@ -81,14 +81,14 @@ ENTRY %main (x: bf16[8,4], flag: pred[], loop: (s32[], u8[100])) -> bf16[64,4] {
   "text", [WITH_LISTS, WITH_NAMES], ids=["lists", "names"]
 )
 def test_merged_reductions_are_read_with_their_groups(text):
-  assert _hlo_collectives.read_collectives(text) == (
+  assert _hlo.read_collectives(text) == (
     Collective("all-reduce", 16 + 32, num_workers=2),
     Collective("all-reduce", 16, num_workers=4),
   )
 
 
 def test_started_collectives_loops_and_conditionals_are_read():
-  assert _hlo_collectives.read_collectives(ASYNCHRONOUS) == (
+  assert _hlo.read_collectives(ASYNCHRONOUS) == (
     Collective("all-gather", 64, num_workers=8, conditional=True),
     Collective("permute", 100, num_workers=4),
     Collective("all-reduce", 64, num_workers=8),
@@ -97,8 +97,8 @@ def test_started_collectives_loops_and_conditionals_are_read():
 
 def test_program_without_collectives_has_none():
   step = jax.jit(lambda x: x + 1).lower(np.zeros(3, np.float32)).compile()
-  assert _hlo_collectives.read_collectives(step) == ()
-  assert _hlo_collectives.read_collectives(step.as_text()) == ()
+  assert _hlo.read_collectives(step) == ()
+  assert _hlo.read_collectives(step.as_text()) == ()
 
 
 def test_groups_are_read_on_a_2x2_mesh():
@@ -107,6 +107,6 @@ def test_groups_are_read_on_a_2x2_mesh():
   team = collectives.workers(2, mesh=mesh)
   x = team.replicate(np.ones((4, 6), np.float32), PartitionSpec("fsdp"))
   step = team.jit(lambda x: collectives.mean(x, team.axis))
-  assert _hlo_collectives.read_collectives(step.lower(x).compile()) == (
+  assert _hlo.read_collectives(step.lower(x).compile()) == (
     Collective("all-reduce", 2 * 6 * 4, num_workers=2),
   )

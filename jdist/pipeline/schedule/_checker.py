@@ -12,7 +12,7 @@ from jdist.pipeline.schedule._table import (
   StuckError,
   Table,
 )
-from jdist.pipeline.schedule._table_picture import draw_table
+from jdist.pipeline.schedule._text_form import draw_table
 from jdist.pipeline.schedule._versions import oldest_read, read_versions
 
 Sends = Literal["buffered", "blocking"]

@@ -65,6 +65,7 @@ class FragmentRunner:
   Args:
     optimizer: the inner optimizer, any Optax chain; its schedules count local
       steps.
+    samples: the source of batches; None if a subclass makes the local steps.
     fragments: as of `transforms.fragment_steps`.
     push_codec: codec of the progress; None sends every bit.
     interval: H, for inner optimizers that take `interval_steps`, as
@@ -85,7 +86,7 @@ class FragmentRunner:
     loss_fn: Callable[..., Any],
     optimizer: signatures.Optimizer,
     params: signatures.Arrays,
-    samples: _learner.Samples,
+    samples: _learner.Samples | None,
     *,
     number: int,
     num_workers: int,
@@ -287,6 +288,7 @@ class FragmentRunner:
     The samples are their position, their number and the padded size.
     """
     start, count, size = samples
+    assert self._samples is not None, "`samples` must be given for own steps"
     batch = self._samples.batch(self._number, start, count, size=size)
     anchor = jax.tree.unflatten(self._structure, state.anchor)
     params, opt_state, model_state, loss = self._programs[0](

@@ -5,14 +5,16 @@ share such a function for Optax chains, in `experiments/optax_chains`, and
 tables of rows in `experiments/studies`.
 """
 
+from jdist.training.comparison._differences import accuracy as accuracy
 from jdist.training.comparison._differences import Difference as Difference
+from jdist.training.comparison._differences import mean as mean
+from jdist.training.comparison._differences import (
+  mean_and_spread as mean_and_spread,
+)
 from jdist.training.comparison._differences import (
   paired_difference as paired_difference,
 )
-from jdist.training.comparison._means import accuracy as accuracy
-from jdist.training.comparison._means import mean as mean
-from jdist.training.comparison._means import mean_and_spread as mean_and_spread
-from jdist.training.comparison._pictures import picture as picture
+from jdist.training.comparison._plot import picture as picture
 from jdist.training.comparison._plot import plot_comparison as plot_comparison
 from jdist.training.comparison._rows import Row as Row
 from jdist.training.comparison._rows import Rows as Rows

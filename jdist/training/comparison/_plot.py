@@ -1,14 +1,69 @@
-"""The picture of a comparison: quality over bytes, rounds and time."""
+"""Pictures: a comparison's quality over bytes, rounds and time."""
 
+import contextlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jdist import cluster, signatures
-from jdist.training.comparison import _pictures, _rows
+from jdist.training import _pyplot
+from jdist.training.comparison import _rows
+
+
+@contextlib.contextmanager
+def picture(
+  path: str | os.PathLike[str],
+  rows: int = 1,
+  columns: int = 1,
+  *,
+  title: str = "",
+  legend: int = 0,
+  grid: dict[str, Any] | None = None,
+  dpi: int = 130,
+  **options: Any,
+) -> Iterator[Any]:
+  """Gives a grid of axes to draw on, and writes it as a PNG afterwards.
+
+  Args:
+    path: The path of the PNG.
+    rows: The number of rows of axes.
+    columns: The number of columns of axes.
+    title: The title above all axes.
+    legend: The number of columns of a legend below all axes, which names what
+      the first axes show; 0 for none.
+    grid: Options of the grid lines; no lines if empty.
+    dpi: The resolution of the PNG, in dots per inch.
+    **options: Further arguments of `matplotlib.pyplot.subplots`.
+
+  Raises:
+    ImportError: If matplotlib is not installed.
+  """
+  pyplot = _pyplot.pyplot()
+  figure, found = pyplot.subplots(
+    rows, columns, squeeze=False, layout="constrained", **options
+  )
+  try:
+    # Styled before anything is drawn, so that a drawing may change the style.
+    for axes in found.flat:
+      if grid != {}:
+        axes.grid(**({"alpha": 0.3, "lw": 0.5} | (grid or {})))
+      axes.spines[["top", "right"]].set_visible(False)
+    yield found
+    if legend:
+      handles, labels = found.flat[0].get_legend_handles_labels()
+      figure.legend(
+        handles, labels, loc="outside lower center", ncols=legend,
+        frameon=False, fontsize=9,
+      )  # fmt: skip
+    if title:
+      figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=dpi)
+  finally:
+    pyplot.close(figure)
+
 
 # The colours are distinct for most kinds of colour vision, and dark on white.
 _COLORS = (
@@ -72,7 +127,7 @@ def plot_comparison(
     f"{rows[0]['steps']} steps of {config['batch_size']} samples: "
     f"mean and standard deviation of {seeds} seeds"
   )
-  with _pictures.picture(
+  with picture(
     path, 1, len(panels), title=title, legend=len(methods),
     grid={"alpha": 0.25, "lw": 0.6}, figsize=(13, 4.6), sharey=True,
   ) as (grid,):  # fmt: skip
