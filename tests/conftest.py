@@ -30,8 +30,7 @@ if importlib.util.find_spec("jax_plugins") is None:
   )
   os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # Most tests take longer to compile than to run: LLVM, below XLA's own passes,
-# is asked for less. Slow ones compute, and run as users' programs do, as does
-# the smoke set in `.ci/run`.
+# is asked for less. Slow ones compute, and run as users' programs do.
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = " ".join(
     (
