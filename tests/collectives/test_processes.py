@@ -155,7 +155,6 @@ def four():
   )
 
 
-@pytest.mark.smoke
 def test_four_processes_match_numpy(four):
   results, _ = four
   assert [r["workers"] for r in results] == [[0], [1], [2], [3]]

@@ -45,7 +45,6 @@ def test_network_learns_digits(name, num_steps, monkeypatch, capsys):
   assert "kB sent by each worker" in capsys.readouterr().out
 
 
-@pytest.mark.smoke
 def test_only_adapters_are_sent(monkeypatch):
   accuracy, sent = run("lora", monkeypatch, 20)
   adapters = 4 * (64 * 4 + 4 * 128 + 128 * 10)
@@ -54,7 +53,6 @@ def test_only_adapters_are_sent(monkeypatch):
   assert accuracy > 0.7
 
 
-@pytest.mark.smoke
 def test_sharded_worker_takes_the_same_steps(monkeypatch):
   accuracy, apart = run("fsdp_mesh", monkeypatch, 20)
   assert apart < 1e-5

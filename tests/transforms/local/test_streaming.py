@@ -117,19 +117,15 @@ OUTER = {"mean": (None, 0.7), "nesterov": (NESTEROV, 1.0)}
 QUICK = {
   ("warm-up", "momentum", "nesterov"),
 }
-# What a worker keeps is a product there that must not be merged with a sum: in
-# a set of programs that are optimized as users' are.
-OPTIMIZED = ("adaptive", "sgd", "mean")
 
 
 def combinations():
   for chosen in itertools.product(POLICIES, INNER, OUTER):
     if chosen in QUICK:
       yield pytest.param(*chosen, True, id=f"quick-{'-'.join(chosen)}")
-    marks = [pytest.mark.slow]
-    if chosen == OPTIMIZED:
-      marks.append(pytest.mark.smoke)
-    yield pytest.param(*chosen, False, id="-".join(chosen), marks=marks)
+    yield pytest.param(
+      *chosen, False, id="-".join(chosen), marks=pytest.mark.slow
+    )
 
 
 @pytest.mark.parametrize(
