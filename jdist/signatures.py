@@ -177,6 +177,8 @@ def _words(hint: Any) -> str:
     return _WORDS[kind]
   room, name = kind.__module__.split("."), kind.__name__
   if room[0] in ("builtins", "collections"):
+    if issubclass(kind, Mapping):
+      return "a dict"
     entries = f" of {_SEVERAL[of[0]]}" if of and of[0] in _SEVERAL else ""
-    return f"a {'dict' if issubclass(kind, Mapping) else 'list'}{entries}"
+    return f"a list{entries}"
   return f"a `{'.'.join((*room[1:2], name))}`"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, models
+from jdist import checks, models, signatures
 from jdist.prediction import (
   _evaluate,
   _permutation,
@@ -27,6 +27,7 @@ _DATA = (
 )  # fmt: skip
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class PredictorFit:
   """Settings for the training of a predictor; the defaults are VGG-15's.
@@ -46,28 +47,19 @@ class PredictorFit:
       mixup.
   """
 
-  num_epochs: int = 30
-  samples_per_batch: int = 25
-  sample_batches: int | None = None
-  images_per_batch: int = 125
-  image_batches: int = 100
-  learning_rate: float = 1e-3
-  mixup: float = 1.0
-  seed: int = 0
+  num_epochs: signatures.PositiveInt = 30
+  samples_per_batch: signatures.PositiveInt = 25
+  sample_batches: signatures.PositiveInt | None = None
+  images_per_batch: signatures.PositiveInt = 125
+  image_batches: signatures.PositiveInt = 100
+  learning_rate: signatures.PositiveFloat = 1e-3
+  mixup: signatures.NonNegativeFloat = 1.0
+  seed: signatures.Seed = 0
 
   def __post_init__(self) -> None:
-    sizes = ["num_epochs", "samples_per_batch", "images_per_batch"]
-    optional = [] if self.sample_batches is None else ["sample_batches"]
-    sizes += ["image_batches", *optional]
     # JSON cannot hold NumPy's numbers, and the settings are saved.
-    vars(self).update(
-      {name: checks.check_int(name, getattr(self, name), 1) for name in sizes},
-      learning_rate=checks.check_number(
-        "learning_rate", self.learning_rate, open_low=True
-      ),
-      mixup=checks.check_number("mixup", self.mixup),
-      seed=checks.check_seed(self.seed),
-    )
+    given = {name: x for name, x in vars(self).items() if x is not None}
+    vars(self).update({name: np.asarray(x).item() for name, x in given.items()})
 
 
 class Epoch(NamedTuple):

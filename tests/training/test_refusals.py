@@ -68,12 +68,24 @@ def loss_alone(found):
 
 
 @_refusals.table(
-  ("batches", lambda: fit([]), "a function of the step"),
+  ("batches", lambda: fit([]), "a function of an int"),
   ("batches(step)", lambda: fit(lambda start: [1]), "an iterator of batches"),
-  ("evaluate", lambda: fit(evaluate=3), "a function of a state, or None"),
-  ("on_record", lambda: fit(on_record="x"), "a function of a record"),
-  ("on_resume", lambda: fit(on_resume=1), "a function of a checkpoint"),
-  ("label", lambda: fit(label=5), "a function of a step and text, or None"),
+  (
+    "evaluate",
+    lambda: fit(evaluate=3),
+    "a function of a `training.TrainState` or None",
+  ),
+  (
+    "on_record",
+    lambda: fit(on_record="x"),
+    "a function of a `training.Record`",
+  ),
+  (
+    "on_resume",
+    lambda: fit(on_resume=1),
+    "a function of a `training.Restored`",
+  ),
+  ("label", lambda: fit(label=5), "a function of an int and a string or None"),
   ("metadata", lambda: fit(metadata="text"), "a dict or None"),
   ("metadata", lambda: fit(metadata={"a": jnp.ones(1)}), "what JSON can hold"),
   ("metadata", lambda: fit(metadata={"sent_bytes": 1}), "must not have"),

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist import checks, collectives, transforms
+from jdist import checks, collectives, signatures, transforms
 from jdist.training import _checkpoints, _run_metadata, _step, _train_state
 from jdist.training.loop import (
   _preemption,
@@ -104,17 +104,18 @@ class Trainer:
     """Returns what one worker sends in a step and in a round."""
     return self._step.traffic(state, batch, control)
 
+  @signatures.checked
   def fit(
     self,
     state: _train_state.TrainState,
     batches: Batches,
-    num_steps: int,
+    num_steps: signatures.PositiveInt,
     *,
     evaluate: Callable[[_train_state.TrainState], dict[str, float]]
     | None = None,
-    evaluate_every: int | None = None,
+    evaluate_every: signatures.PositiveInt | None = None,
     checkpoints: _checkpoints.Checkpoints | None = None,
-    checkpoint_every: int | None = None,
+    checkpoint_every: signatures.PositiveInt | None = None,
     metadata: dict[str, Any] | None = None,
     label: str | Callable[[int, str], None] | None = None,
     on_record: Callable[[_record.Record], None] | None = None,
@@ -164,22 +165,6 @@ class Trainer:
       PreemptedError: Upon SIGTERM. It is a `SystemExit`, which ends the
         process with status 143 unless it is caught.
     """
-    for name, number in (
-      ("num_steps", num_steps),
-      ("evaluate_every", evaluate_every),
-      ("checkpoint_every", checkpoint_every),
-    ):
-      if number is not None:
-        checks.check_int(name, number, 1)
-    checks.check_function("batches", batches, "the step to begin with")
-    for name, function, of in (
-      ("evaluate", evaluate, "a state"),
-      ("on_record", on_record, "a record"),
-      ("on_resume", on_resume, "a checkpoint"),
-    ):
-      checks.check_function(name, function, of, optional=True)
-    if not isinstance(label, str):
-      checks.check_function("label", label, "a step and text", optional=True)
     _check_own_metadata(metadata)
     # The first step donates the state. JAX's own error would name neither the
     # argument nor the remedy.
