@@ -12,14 +12,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from jdist.cli import (
-  _commands,
-  _help,
-  _interrupts,
-  _options,
-  _output,
-  _run_end,
-)
+from jdist.cli import _commands, _help, _interrupts, _options, _output, _run_end
 
 # The options of each command, the function that runs it, and a line of help.
 # The function is loaded when it is used, because help and errors should not

@@ -53,7 +53,7 @@ def passes(error: BaseException | None) -> bool:
   while error is not None:
     # Libraries pass on a system's reason in their own errors' texts.
     text, number = str(error).lower(), getattr(error, "errno", None)
-    if isinstance(error, TimeoutError | LostError) or any(
+    if isinstance(error, TimeoutError | ConnectionError | LostError) or any(
       x == number or os.strerror(x).lower() in text for x in _PASSING
     ):
       return True

@@ -1,13 +1,17 @@
 """Data sets by name, and texts from files, decoded once and cached."""
 
+import contextlib
 import os
 import pathlib
+import tempfile
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jdist import checks, signatures
-from jdist.data import _cache, _catalog, _prepare, _records
+from jdist.data import _catalog, _prepare
 from jdist.data._dataset import Dataset, TextDataset
+from jdist.storage import array_files
 
 
 @signatures.checked
@@ -101,10 +105,10 @@ def _read_cached(
   prepared = _prepare.require_prepared(name, download=download)
   source = _catalog.find(name)
   part = source.test_split if split == "test" else split
-  images, labels = _cache.cached(
-    _cache.path_of(name, prepared, split),
+  images, labels = cached(
+    path_of(name, prepared, split),
     ("images", "labels"),
-    lambda: _records.decode(prepared, part, source.size),
+    lambda: _prepare.decode(prepared, part, source.size),
   )
   return images, labels
 
@@ -112,10 +116,10 @@ def _read_cached(
 def _read_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
   """Returns mean and deviation of the train split, measured if missing."""
   prepared = _prepare.require_prepared(name)
-  mean, std = _cache.cached(
-    _cache.path_of(name, prepared, "statistics"),
+  mean, std = cached(
+    path_of(name, prepared, "statistics"),
     ("mean", "std"),
-    lambda: _records.measure(_read_cached(name, "train", download=False)[0]),
+    lambda: _prepare.measure(_read_cached(name, "train", download=False)[0]),
   )
   return tuple(mean.tolist()), tuple(std.tolist())
 
@@ -184,9 +188,9 @@ def load_text(
 def read_bytes(name: str, split: str, *, download: bool = False) -> np.ndarray:
   """Returns a split of a named text, uint8 [n], from the cache if possible."""
   prepared = _prepare.require_prepared(name, download=download)
-  path = _cache.path_of(name, prepared, split)
-  (text,) = _cache.cached(
-    path, ("text",), lambda: (_records.decode_text(prepared, split),)
+  path = path_of(name, prepared, split)
+  (text,) = cached(
+    path, ("text",), lambda: (_prepare.decode_text(prepared, split),)
   )
   return text
 
@@ -202,3 +206,50 @@ def _read_file(path: str, split: str, test_fraction: float) -> np.ndarray:
   # to predict than text that follows all of them.
   cut = len(text) - round(len(text) * test_fraction)
   return text[cut:] if split == "test" else text[:cut]
+
+
+_WHAT = "a decoded set"
+
+
+def path_of(name: str, prepared: pathlib.Path, part: str) -> pathlib.Path:
+  """Returns the directory of a part of a set, as this version prepares it."""
+  base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+  cache = pathlib.Path(os.environ.get("JDIST_CACHE_DIR") or f"{base}/jdist")
+  flat = name.replace("/", "-")
+  return cache.expanduser() / f"{flat}-{prepared.name}-{part}"
+
+
+def cached(
+  path: pathlib.Path,
+  names: Sequence[str],
+  make: Callable[[], Sequence[np.ndarray]],
+) -> list[np.ndarray]:
+  """Returns arrays by name, which are made where an entry is missing.
+
+  A damaged entry is made anew, too.
+  """
+  with contextlib.suppress(OSError, ValueError, KeyError):
+    arrays, _ = array_files.load_arrays(path, what=_WHAT)
+    return [arrays[name] for name in names]
+  made = list(make())
+  _write(path, dict(zip(names, made, strict=True)))
+  return made
+
+
+def _write(path: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
+  """Writes an entry in one move, so that no reader sees half of it.
+
+  An entry that cannot be written costs the next run seconds and does not end
+  this one.
+  """
+  with contextlib.suppress(OSError):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Each process writes to a directory of its own: several runs may decode
+    # the same set at once, and the last one to finish stays.
+    with tempfile.TemporaryDirectory(
+      dir=path.parent, prefix=f".{path.name}-"
+    ) as own:
+      made = pathlib.Path(own) / path.name
+      array_files.save_arrays(made, arrays, {"what": _WHAT})
+      array_files.remove(path)
+      made.rename(path)

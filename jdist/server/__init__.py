@@ -69,10 +69,10 @@ from jdist.server.run._run_marks import LivePlan as LivePlan
 from jdist.server.run._server_run import ServerRun as ServerRun
 from jdist.server.runtime._engine import Channel as Channel
 from jdist.server.runtime._engine import LostRunError as LostRunError
+from jdist.server.runtime._engine import ThreadEngine as ThreadEngine
 from jdist.server.runtime._live_server import LiveServer as LiveServer
 from jdist.server.runtime._live_session import LiveSession as LiveSession
 from jdist.server.runtime._replay import replay as replay
-from jdist.server.runtime._thread_engine import ThreadEngine as ThreadEngine
 from jdist.server.runtime._worker_loop import Pace as Pace
 from jdist.server.runtime._worker_loop import versions as versions
 from jdist.server.runtime._worker_loop import WorkerLoop as WorkerLoop

@@ -22,11 +22,7 @@ from jax.experimental import multihost_utils
 
 from jdist import channel, checks, collectives, signatures, states
 from jdist.storage import lease
-from jdist.training import (
-  _checkpoint_directory,
-  _run_metadata,
-  _train_state,
-)
+from jdist.training import _checkpoint_directory, _run_metadata, _train_state
 
 PyTree = Any
 

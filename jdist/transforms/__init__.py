@@ -72,9 +72,7 @@ from jdist.transforms.local._fragments import fragment_steps as fragment_steps
 from jdist.transforms.local._fragments import Fragments as Fragments
 from jdist.transforms.local._fragments import fragments_of as fragments_of
 from jdist.transforms.local._iterates import own_keys as own_keys
-from jdist.transforms.local._iterates import (
-  refuse_iterates as refuse_iterates,
-)
+from jdist.transforms.local._iterates import refuse_iterates as refuse_iterates
 from jdist.transforms.local._local_steps import local_steps as local_steps
 from jdist.transforms.local._local_steps import outer_sgd as outer_sgd
 from jdist.transforms.local._round import OuterStep as OuterStep

@@ -100,7 +100,7 @@ def _follow() -> dict[str, Any]:
   # By the last push all programs are compiled: no call is one of tracing.
   way = [
     *_last_way(calls, "_worker_loop.py:_do", "_worker_loop.py:send"),
-    *_last_way(calls, "_thread_engine.py:push", "_live_server.py:_put"),
+    *_last_way(calls, "_engine.py:push", "_live_server.py:_put"),
     *_last_way(calls, "_server_core.py:_on_push", "_merge.py:narrowed"),
   ]
   files = [file for file, _ in way]

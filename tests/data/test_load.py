@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jdist import data
-from jdist.data import _cache, _catalog, _prepare, _records
+from jdist.data import _catalog, _load, _prepare
 from jdist.storage import sealed_json
 
 BUNDLED = {"digits", "synthetic"}
@@ -52,7 +52,7 @@ def fake_mnist(empty_machine, monkeypatch):
     decoded.append((prepared.name, split))
     return np.ones((3, 28, 28, 1), np.uint8), np.arange(3, dtype=np.int32)
 
-  monkeypatch.setattr(_records, "decode", decode)
+  monkeypatch.setattr(_prepare, "decode", decode)
   return empty_machine / "cache" / "mnist-3.0.1-train", decoded
 
 
@@ -252,7 +252,7 @@ def test_write_that_fails_leaves_nothing_behind(fake_mnist, monkeypatch):
 
 def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
   def cache():
-    return _cache.path_of("mnist", tmp_path / "3.0.1", "test").parent
+    return _load.path_of("mnist", tmp_path / "3.0.1", "test").parent
 
   monkeypatch.setenv("JDIST_CACHE_DIR", str(tmp_path / "mine"))
   assert cache() == tmp_path / "mine"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jdist import data
-from jdist.data import _prepare, _records
+from jdist.data import _prepare
 from tests.data import _prepared
 
 
@@ -75,7 +75,7 @@ def test_statistics_are_measured_once(machine, monkeypatch):
   files = {path.name for path in (machine / "cache").iterdir()}
   stem = "imagenet_resized-8x8-0.1.0"
   assert files == {f"{stem}-{x}" for x in ("train", "test", "statistics")}
-  monkeypatch.setattr(_records, "measure", None)
+  monkeypatch.setattr(_prepare, "measure", None)
   second = data.load("imagenet_resized/8x8", "test")
   assert (first.mean, first.std) == (second.mean, second.std)
 
@@ -142,9 +142,9 @@ def test_channels_keep_their_order(machine):
 
 
 def test_measured_statistics_are_those_of_all_pixels(monkeypatch):
-  monkeypatch.setattr(_records, "_CHUNK", 3)
+  monkeypatch.setattr(_prepare, "_CHUNK", 3)
   images = pixels(10, 4, 5, 3)
-  mean, std = _records.measure(images)
+  mean, std = _prepare.measure(images)
   np.testing.assert_allclose(mean, images.mean((0, 1, 2)), rtol=1e-12)
   np.testing.assert_allclose(std, images.std((0, 1, 2)), rtol=1e-12)
 

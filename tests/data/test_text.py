@@ -5,7 +5,7 @@ import pytest
 
 from jdist import data
 from jdist.data import __main__ as command
-from jdist.data import _catalog, _records
+from jdist.data import _catalog, _prepare
 from tests import _refusals
 from tests.data import _prepared
 
@@ -133,7 +133,7 @@ def test_prepared_text_is_decoded_once(tmp_path, monkeypatch, capsys):
     "tiny_shakespeare train: 1,000 bytes",
     "tiny_shakespeare test: 40 bytes",
   ]
-  monkeypatch.setattr(_records, "decode_text", None)
+  monkeypatch.setattr(_prepare, "decode_text", None)
   assert len(data.load_text("tiny_shakespeare", window_length=9)) == 111
 
 

@@ -6,13 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jdist import (
-  cluster,
-  collectives,
-  models,
-  pipeline,
-  training,
-)
+from jdist import cluster, collectives, models, pipeline, training
 from jdist.cli import _commands, _methods, _options, _workload
 from jdist.cli.pipelines import _tables
 from jdist.training import comparison, loop

@@ -7,7 +7,6 @@ import os
 import pathlib
 import time
 import warnings
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -39,7 +38,7 @@ def train(options: _commands.Train) -> None:
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   own, devices = options.process_id or 0, jax.local_devices()
   jax.config.update("jax_default_device", devices[own % len(devices)])
-  with _lost_is_passing(), contextlib.ExitStack() as stack:
+  with contextlib.ExitStack() as stack:
     run = _Run(options, table, stack)
     if not own:
       _workload.make_directories(options)
@@ -251,15 +250,6 @@ class _Run:
     self.records = [training.Record(*x) for x in body["records"]]
     self._train_s, self._samples, self._losses = body["sums"]
     return state
-
-
-@contextlib.contextmanager
-def _lost_is_passing() -> Iterator[None]:
-  """Gives a run that has lost another process the exit status for that."""
-  try:
-    yield
-  except ConnectionError as error:
-    raise _run_end.LostError(str(error)) from None
 
 
 def _connect(

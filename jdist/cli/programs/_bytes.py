@@ -8,14 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import (
-  collectives,
-  methods,
-  models,
-  profiling,
-  reducers,
-  transforms,
-)
+from jdist import collectives, methods, models, profiling, reducers, transforms
 from jdist.cli import _commands, _methods, _options, _output, _trained
 from jdist.cli.programs import _overlap_inputs
 

@@ -10,7 +10,37 @@ import optax
 
 from jdist import checks, states
 from jdist.transforms import _control, _shared
-from jdist.transforms.delays import _leaf_delays
+
+PyTree = Any
+
+
+def check_steps(steps: PyTree) -> list[int]:
+  """Returns the distinct delays of a tree in order, ints >= 0."""
+  # An empty tree, and None in it, must be refused as well.
+  leaves = jax.tree.leaves(steps, is_leaf=lambda x: x is None)
+  return sorted(
+    {
+      checks.check_structural("steps", one, minimum=0)
+      for one in leaves or [None]
+    }
+  )
+
+
+def broadcast(steps: PyTree, tree: PyTree) -> PyTree:
+  """Broadcasts delays to the leaves of a tree, of which they are a prefix.
+
+  >>> broadcast({"a": 2, "b": 1}, {"a": (0.0, 0.0), "b": 0.0})
+  {'a': (2, 2), 'b': 1}
+  """
+  try:
+    return jax.tree.broadcast(steps, tree)
+  except ValueError as error:
+    given, wanted = map(jax.tree.structure, (steps, tree))
+    raise ValueError(
+      "`steps` must be a number, or a tree of numbers with the structure of "
+      f"the parameters or a prefix of it, got {given} for {wanted}. Give a "
+      "number for each part of the parameters."
+    ) from error
 
 
 def compensated(
@@ -34,9 +64,6 @@ def compensated(
   # The squared gradient stands for the diagonal of the Hessian.
   term = strength * gradient * gradient * (now - then)
   return gradient + term.astype(gradient.dtype)
-
-
-PyTree = Any
 
 
 @states.declare(shared=("step",), drains=True)
@@ -110,7 +137,7 @@ def delay_gradients(
   -10.0
   """
   optimizer = checks.check_optimizer("optimizer", optimizer)
-  delays = _leaf_delays.check_steps(steps)
+  delays = check_steps(steps)
   optimizer = optax.with_extra_args_support(optimizer)
   # Without a delay the result is the optimizer's to the bit, with its state.
   if delays == [0]:
@@ -124,7 +151,7 @@ def delay_gradients(
   def init_fn(params: optax.Params) -> DelayGradientsState:
     return DelayGradientsState(
       step=jnp.zeros((), jnp.int32),
-      pending=jax.tree.map(ring, params, _leaf_delays.broadcast(steps, params)),
+      pending=jax.tree.map(ring, params, broadcast(steps, params)),
       inner=optimizer.init(params),
     )
 
@@ -138,7 +165,7 @@ def delay_gradients(
       del extra_args["control"]
       return flush(updates, state, params, **extra_args)
     checks.check_gradients("updates", updates)
-    own = _leaf_delays.broadcast(steps, updates)
+    own = broadcast(steps, updates)
     new_updates, inner = step_with(
       {k: state.step >= k for k in delays}, updates, state, params, extra_args
     )
@@ -160,7 +187,7 @@ def delay_gradients(
     extra_args: dict[str, Any],
   ) -> tuple[optax.Updates, PyTree]:
     """Updates the leaves whose delays are `moving`."""
-    own = _leaf_delays.broadcast(steps, updates)
+    own = broadcast(steps, updates)
     arrived = jax.tree.map(
       lambda g, k, p: p[state.step % k].astype(g.dtype) if k else g,
       updates,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks
-from jdist.transforms.delays import _leaf_delays
+from jdist.transforms.delays import _delayed_gradients
 from jdist.transforms.local import _anchor
 
 PyTree = Any
@@ -81,11 +81,11 @@ def predict_weights(
   optimizer = checks.check_optimizer("optimizer", optimizer)
   if b2 is not None:
     checks.check_continuous("b2", b2, open_low=True, high=1.0)
-  farthest = _leaf_delays.check_steps(steps)[-1]
+  farthest = _delayed_gradients.check_steps(steps)[-1]
   optimizer = optax.with_extra_args_support(optimizer)
 
   def init_fn(params: optax.Params) -> PredictWeightsState:
-    _leaf_delays.broadcast(steps, params)
+    _delayed_gradients.broadcast(steps, params)
     inner = optimizer.init(params)
     # In the predicted steps such a transformation would communicate or count.
     for what in ("averages", "rounds", "drains"):
@@ -107,7 +107,7 @@ def predict_weights(
     new_updates, inner = optimizer.update(
       updates, state.inner, params, **extra_args
     )
-    own = _leaf_delays.broadcast(steps, updates)
+    own = _delayed_gradients.broadcast(steps, updates)
     # The prediction must be made now: the next gradient is taken at it.
     ahead = coast(new_updates, inner, params, own, extra_args)
     ahead = jax.tree.map(lambda x, a: x.astype(a.dtype), ahead, state.ahead)
