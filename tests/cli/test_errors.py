@@ -265,6 +265,7 @@ def _caused(error, cause):
     (_caused(OSError("x"), ValueError("A: No space left on device [2]")), True),
     (_caused(ValueError("x"), OSError(errno.EADDRINUSE, "taken")), True),
     (TimeoutError("process 0 did not answer"), True),
+    (ConnectionError("device 1 of the pipeline is gone"), True),
     (_run_end.LostError("a worker"), True),
     (PermissionError("process 0 is of another run"), True),
     (PermissionError(errno.EACCES, "Permission denied", "rows.jsonl"), False),

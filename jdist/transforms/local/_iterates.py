@@ -147,7 +147,9 @@ def check_told(
     inner: the state that `init` made.
   """
   pair = isinstance(params, optax.LookaheadParams)
-  if not pair and _anchor.contains(inner, _looks_ahead):
+  if not pair and _anchor.contains(
+    inner, lambda x: isinstance(x, optax.LookaheadState)
+  ):
     raise ValueError(
       "`params` must be a pair for `optax.lookahead`, got "
       f"{type(params).__name__}. Give `init` and `update` "
@@ -179,10 +181,6 @@ def check_told(
       "'iterate' moves with the parameters, as an average of them does, and "
       "'constant' stays."
     )
-
-
-def _looks_ahead(state: Any) -> bool:
-  return isinstance(state, optax.LookaheadState)
 
 
 def _is_literal(x: Any) -> bool:

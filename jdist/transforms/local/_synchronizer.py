@@ -330,7 +330,10 @@ class Synchronizer:
     # Residuals are brought in between two rounds, too, by a mean of their own.
     if residuals and self.compression is not None:
       begun = jnp.ones_like(begun)
-    if self.rule.apart and (self.late is None or self._relaxes()):
+    rule: Any = type(getattr(self.rule, "rule", self.rule))
+    # Whether the rule settles in another way than it moves.
+    relaxes = rule.settle is not _round.SyncRule.settle
+    if self.rule.apart and (self.late is None or relaxes):
       # The workers keep a distance from the anchor between rounds, too.
       begun |= state.kept > 0
     end = self._round(Step(None, inner, state), params)
@@ -352,11 +355,6 @@ class Synchronizer:
       anchor = anchor.params
     updates = _anchor.onto(anchor, params)
     return collectives.varying(Step(updates, inner, state), self.axis)
-
-  def _relaxes(self) -> bool:
-    """Returns whether the rule settles in another way than it moves."""
-    rule = getattr(self.rule, "rule", self.rule)
-    return type(rule).settle is not _round.SyncRule.settle
 
   def _settle(
     self, begun: jax.Array, end: _round.Round, state: SyncState

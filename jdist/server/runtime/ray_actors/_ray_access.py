@@ -69,7 +69,7 @@ def check_address(address: str | None) -> None:
     raise ValueError(
       f"`address` must be HOST:PORT of a Ray cluster's head, got {address!r}."
     )
-  if not _is_loopback(host):
+  if host not in ("localhost", "::1") and not host.startswith("127."):
     if os.environ.get(MODE) != "token":
       raise ValueError(
         f"`address` {address} is not on this machine, and {MODE} is not "
@@ -89,10 +89,6 @@ def check_address(address: str | None) -> None:
       f"{str(error.strerror or error).lower()}. `ray status` on its head says "
       "the address."
     ) from None
-
-
-def _is_loopback(host: str) -> bool:
-  return host in ("localhost", "::1") or host.startswith("127.")
 
 
 @contextlib.contextmanager
