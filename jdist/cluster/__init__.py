@@ -1,11 +1,8 @@
 """Machines and links as data, and the time that things take on them."""
 
 from jdist.cluster._cluster import Cluster as Cluster
+from jdist.cluster._cluster import load_cluster as load_cluster
 from jdist.cluster._cluster import workers as workers
-from jdist.cluster._cluster_file import load_cluster as load_cluster
-from jdist.cluster._gantt import draw_trace as draw_trace
-from jdist.cluster._gantt import plot_trace as plot_trace
-from jdist.cluster._gantt import time_unit as time_unit
 from jdist.cluster._links import Device as Device
 from jdist.cluster._links import Link as Link
 from jdist.cluster._links import ring_messages as ring_messages
@@ -15,6 +12,9 @@ from jdist.cluster._node import Slowdown as Slowdown
 from jdist.cluster._profile import Profile as Profile
 from jdist.cluster._topology import star as star
 from jdist.cluster._topology import Topology as Topology
+from jdist.cluster._trace import draw_trace as draw_trace
+from jdist.cluster._trace import plot_trace as plot_trace
 from jdist.cluster._trace import Span as Span
+from jdist.cluster._trace import time_unit as time_unit
 from jdist.cluster._trace import Trace as Trace
 from jdist.cluster._virtual_network import Network as Network

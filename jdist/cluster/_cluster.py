@@ -1,10 +1,26 @@
-"""A cluster: machines, and the links between them."""
+"""A cluster: machines, the links between them, and the file of both."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import difflib
+import fnmatch
+import math
+import pathlib
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
-from jdist import signatures
+from jdist import checks, signatures
 from jdist.cluster import _links, _node, _profile, _topology
+
+_TOP = ("server", "nodes", "links", "profile")
+# Numbers of a table, and then its other keys.
+_NODE = ("count", "speed", "jitter", "memory_gb"), (
+  "name", "slowdowns", "outages",
+)  # fmt: skip
+_LINK = ("bandwidth_gbit_per_s", "latency_ms"), ("between", "sharing")
+_PROFILE = tuple(
+  x.name for x in dataclasses.fields(_profile.Profile) if x.name != "name"
+)
 
 
 @signatures.checked
@@ -109,3 +125,192 @@ def workers(
   links = {node.name: link for node in nodes}
   links["server"] = server_link or link
   return Cluster(nodes, _topology.star(links, "switch"))
+
+
+@signatures.checked
+def load_cluster(
+  path: str | pathlib.Path,
+) -> tuple[Cluster, _profile.Profile | None]:
+  """Reads a cluster, and the profile of a model if there is one.
+
+  The file::
+
+      server = "server"            # what runs the parameter server
+
+      [[nodes]]
+      name = "fast"                # with a count: fast0, fast1
+      count = 2
+      speed = 8.0                  # relative to the profile's machine
+      jitter = 0.1
+      memory_gb = 16
+      slowdowns = [{ start_s = 60, end_s = 90, factor = 0.5 }]
+      outages = [{ start_s = 120, end_s = 150 }]
+
+      [[links]]
+      between = ["fast*", "switch"]
+      bandwidth_gbit_per_s = 1.0
+      latency_ms = 0.5
+      sharing = "fair"             # or "first_come"
+
+      [[links]]
+      between = ["server", "switch"]
+      bandwidth_gbit_per_s = 10.0
+
+      [profile]
+      seconds_per_sample = 0.002
+      pull_bytes = 400_000
+      push_bytes = 400_000
+
+  Without links messages take no time.  If two links have the same ends, the
+  later one counts, in whatever order it names them.
+
+  Args:
+    path: The file to read.
+
+  Returns:
+    The cluster and the profile, or None.
+
+  Raises:
+    ValueError: when the file is not TOML, has an unknown key, or a value is out
+      of its range; the message names the file and the table.
+    FileNotFoundError: when the file does not exist.
+  """
+  path = pathlib.Path(path)
+  try:
+    found = tomllib.loads(checks.read_text(path))
+  except tomllib.TOMLDecodeError as error:
+    raise ValueError(f"{path} is no TOML file: {error}") from None
+  try:
+    return _read(found)
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from None
+
+
+def _read(
+  found: Mapping[str, Any],
+) -> tuple[Cluster, _profile.Profile | None]:
+  _check("the file", found, (), _TOP)
+  tables = found.get("nodes", [])
+  if not isinstance(tables, list) or not tables:
+    raise ValueError("`nodes` must be one [[nodes]] table at least.")
+  nodes: list[_node.Node] = []
+  for i, table in enumerate(tables):
+    nodes += _read_nodes(table, f"[[nodes]] number {i + 1}")
+  server = found.get("server", "server")
+  topology = None
+  if found.get("links"):
+    names = [node.name for node in nodes] + [server]
+    topology = _read_links(found["links"], names)
+  profile = None
+  if "profile" in found:
+    _check("[profile]", found["profile"], _PROFILE, ("name",))
+    profile = _profile.Profile(**{"seconds_per_sample": 0, **found["profile"]})
+  return Cluster(tuple(nodes), topology, server), profile
+
+
+def _read_nodes(table: Any, place: str) -> list[_node.Node]:
+  _check(place, table, *_NODE)
+  if "name" not in table:
+    raise ValueError(f"{place} must have a `name`.")
+  name, count = table["name"], table.get("count")
+  if count is not None and (not isinstance(count, int) or count < 1):
+    raise ValueError(f"`count` of {place} must be an int >= 1, got {count!r}.")
+  memory = table.get("memory_gb")
+  node = _node.Node(
+    name,
+    speed=table.get("speed", 1.0),
+    jitter=table.get("jitter", 0.0),
+    memory_bytes=math.inf if memory is None else 1e9 * memory,
+    slowdowns=_read_times(table, "slowdowns", _node.Slowdown, place),
+    outages=_read_times(table, "outages", _node.Outage, place),
+  )
+  if count is None:
+    return [node]
+  # Machines of one table differ in their names alone; their jitter is drawn
+  # from a stream of each name, so that they still draw other numbers.
+  return [dataclasses.replace(node, name=f"{name}{i}") for i in range(count)]
+
+
+def _read_times(
+  table: Mapping[str, Any], key: str, kind: Callable[..., Any], place: str
+) -> tuple[Any, ...]:
+  """Reads slow-downs or outages from a list of tables."""
+  times = table.get(key, [])
+  within = f"`{key}` of {place}"
+  if not isinstance(times, list):
+    raise ValueError(f"{within} must be a list of tables, got {times!r}.")
+  keys = [x.name for x in dataclasses.fields(kind)]  # type: ignore[arg-type]
+  for each in times:
+    _check(within, each, keys)
+    missing = [name for name in keys if name not in each and name != "end_s"]
+    if missing:
+      raise ValueError(
+        f"{within} must have {missing[0]!r}; only `end_s` may be left out."
+      )
+  return tuple(kind(**each) for each in times)
+
+
+def _read_links(tables: Any, names: list[str]) -> _topology.Topology:
+  links: dict[tuple[str, str], _links.Link] = {}
+  for i, table in enumerate(tables):
+    place = f"[[links]] number {i + 1}"
+    _check(place, table, *_LINK)
+    ends = table.get("between")
+    if not isinstance(ends, list) or len(ends) != 2:
+      raise ValueError(f"`between` of {place} must be two names, got {ends!r}.")
+    if "bandwidth_gbit_per_s" not in table:
+      raise ValueError(f"{place} must have a `bandwidth_gbit_per_s`.")
+    link = _links.Link(
+      bandwidth_bits_per_s=1e9 * table["bandwidth_gbit_per_s"],
+      latency_s=1e-3 * table.get("latency_ms", 0.0),
+      sharing=table.get("sharing"),
+    )
+    for one in _matching(ends[0], names, place):
+      for other in _matching(ends[1], names, place):
+        # A pattern that matches both ends links no machine with itself.
+        if one != other:
+          # A pair has one key, so that a later table replaces an earlier one
+          # that names the ends in the other order.
+          ends_before = (other, one) in links
+          links[(other, one) if ends_before else (one, other)] = link
+  return _topology.Topology(links)
+
+
+def _matching(pattern: Any, names: list[str], place: str) -> list[str]:
+  if not isinstance(pattern, str):
+    raise ValueError(f"`between` of {place} must be names, got {pattern!r}.")
+  if not any(letter in pattern for letter in "*?["):
+    # A machine, or a switch, which nothing else declares.
+    return [pattern]
+  found = fnmatch.filter(names, pattern)
+  if not found:
+    raise ValueError(
+      f"`between` of {place} must name machines, and {pattern!r} matches none "
+      f"of {', '.join(names)}."
+    )
+  return found
+
+
+def _check(
+  place: str,
+  table: Any,
+  numbers: Collection[str],
+  others: Collection[str] = (),
+) -> None:
+  """Raises a ValueError for an unknown key or a value that is no number."""
+  if not isinstance(table, Mapping):
+    raise ValueError(f"{place} must be a table, got {table!r}.")
+  known = (*numbers, *others)
+  for key, value in table.items():
+    if key not in known:
+      near = difflib.get_close_matches(key, known, n=1)
+      remedy = (
+        f"did you mean {near[0]!r}?"
+        if near
+        else "known are " + (", ".join(map(repr, known)) + ".")
+      )
+      raise ValueError(f"{key!r} is no key of {place}; {remedy}")
+    # Python counts true and false as ints.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if key in numbers and not is_number:
+      raise ValueError(f"`{key}` of {place} must be a number, got {value!r}.")

@@ -12,9 +12,11 @@ from jdist.collectives._axis import check_axis as check_axis
 from jdist.collectives._axis import check_local as check_local
 from jdist.collectives._axis import index as index
 from jdist.collectives._axis import mean as mean
+from jdist.collectives._axis import model_parts as model_parts
 from jdist.collectives._axis import same_form as same_form
 from jdist.collectives._axis import size as size
 from jdist.collectives._axis import sum as sum
+from jdist.collectives._axis import sum_of_parts as sum_of_parts
 from jdist.collectives._axis import team_of as team_of
 from jdist.collectives._axis import varying as varying
 from jdist.collectives._axis import varying_like as varying_like
@@ -31,10 +33,6 @@ from jdist.collectives._leaf_order import check_order as check_order
 from jdist.collectives._leaf_order import leaf_order as leaf_order
 from jdist.collectives._leaf_order import leaf_paths as leaf_paths
 from jdist.collectives._leaf_order import Order as Order
-from jdist.collectives._mesh import make_cpu_devices as make_cpu_devices
-from jdist.collectives._mesh import make_mesh as make_mesh
-from jdist.collectives._model_parts import model_parts as model_parts
-from jdist.collectives._model_parts import sum_of_parts as sum_of_parts
 from jdist.collectives._phases import Phase as Phase
 from jdist.collectives._phases import phase as phase
 from jdist.collectives._shards import map_shards as map_shards
@@ -42,6 +40,8 @@ from jdist.collectives._shards import num_shards as num_shards
 from jdist.collectives._shards import shard_shape as shard_shape
 from jdist.collectives._shards import spec_axes as spec_axes
 from jdist.collectives._shards import spec_leaves as spec_leaves
+from jdist.collectives._substrate import make_cpu_devices as make_cpu_devices
+from jdist.collectives._substrate import make_mesh as make_mesh
 from jdist.collectives._substrate import workers as workers
 from jdist.collectives._traffic import Collective as Collective
 from jdist.collectives._traffic import communicates as communicates

@@ -13,6 +13,8 @@ from jdist.data import _catalog, _prepare
 from jdist.data._dataset import Dataset, TextDataset
 from jdist.storage import array_files
 
+_WHAT = "a decoded set"
+
 
 @signatures.checked
 def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
@@ -206,9 +208,6 @@ def _read_file(path: str, split: str, test_fraction: float) -> np.ndarray:
   # to predict than text that follows all of them.
   cut = len(text) - round(len(text) * test_fraction)
   return text[cut:] if split == "test" else text[:cut]
-
-
-_WHAT = "a decoded set"
 
 
 def path_of(name: str, prepared: pathlib.Path, part: str) -> pathlib.Path:

@@ -15,6 +15,8 @@ import numpy as np
 from jdist import checks
 from jdist.data import _catalog
 
+_CHUNK = 1000
+
 
 def tfds_dir() -> pathlib.Path:
   """Returns the folder in which TensorFlow Datasets keeps prepared sets."""
@@ -115,9 +117,6 @@ def _check_reachable(name: str, source: _catalog.Source) -> None:
       f"`python -m jdist.data prepare {name}`, and copy its folder to "
       f"{tfds_dir() / source.tfds_name}."
     ) from error
-
-
-_CHUNK = 1000
 
 
 def decode(

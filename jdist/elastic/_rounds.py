@@ -13,6 +13,8 @@ import optax
 
 from jdist import checks, server, signatures, transforms
 
+PyTree = Any
+
 
 class _EndedError(Exception):
   """The loop was left, and takes no further step."""
@@ -82,9 +84,6 @@ class OwnLoop(server.FragmentRunner):
       model_state = state.model_state
     state = state._replace(opt_state=opt_state, model_state=model_state)
     return state._replace(params=params), loss
-
-
-PyTree = Any
 
 
 class _Parts(NamedTuple):

@@ -6,6 +6,7 @@ of the optimized program.
 
 from jdist.profiling._forecast import Forecast as Forecast
 from jdist.profiling._forecast import forecast as forecast
+from jdist.profiling._forecast import plot_forecasts as plot_forecasts
 from jdist.profiling._gpu_target import abstract as abstract
 from jdist.profiling._gpu_target import abstract_state as abstract_state
 from jdist.profiling._gpu_target import check_compiler as check_compiler
@@ -17,4 +18,3 @@ from jdist.profiling._hlo import read_collectives as read_collectives
 from jdist.profiling._timeline import Event as Event
 from jdist.profiling._timeline import Loop as Loop
 from jdist.profiling._timeline import read_loop as read_loop
-from jdist.profiling._timeline_plot import plot_forecasts as plot_forecasts

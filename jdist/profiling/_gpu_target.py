@@ -17,6 +17,12 @@ import jax.numpy as jnp
 
 from jdist import checks, cluster, collectives, signatures, training
 
+# Unless this variable is set, the plugin does not load without a driver.
+_SKIP_VARIABLE = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+_REMEDY = 'Install the extra: pip install ".[schedules]" in the clone.'
+PyTree = Any
+
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
@@ -68,12 +74,6 @@ GPUS = {
   "h100": Gpu("NVIDIA H100", 989.5e12, 494.7e12, 3.35e12, 8 * 450e9, 400e9),
   "a100": Gpu("NVIDIA A100", 312e12, 156e12, 2.039e12, 8 * 300e9, 200e9),
 }
-
-
-# Unless this variable is set, the plugin does not load without a driver.
-_SKIP_VARIABLE = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-_REMEDY = 'Install the extra: pip install ".[schedules]" in the clone.'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,9 +266,6 @@ def set_link_rates(bandwidth_bits_per_s: float, latency_s: float) -> None:
       f"--xla_gpu_analytical_latency_estimator_options={options}",
     )
   )
-
-
-PyTree = Any
 
 
 @signatures.checked

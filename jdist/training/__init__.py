@@ -15,7 +15,6 @@ from jdist.training._losses import cast as cast
 from jdist.training._losses import classification_loss as classification_loss
 from jdist.training._losses import label_loss as label_loss
 from jdist.training._losses import masked_mean as masked_mean
-from jdist.training._metrics_writer import MetricsWriter as MetricsWriter
 from jdist.training._model_file import load_metadata as load_metadata
 from jdist.training._model_file import load_model as load_model
 from jdist.training._model_file import save_model as save_model
@@ -23,6 +22,7 @@ from jdist.training._pyplot import pyplot as pyplot
 from jdist.training._resize import resize as resize
 from jdist.training._results import append_rows as append_rows
 from jdist.training._results import make_row as make_row
+from jdist.training._results import MetricsWriter as MetricsWriter
 from jdist.training._results import read_rows as read_rows
 from jdist.training._run_metadata import check_same_run as check_same_run
 from jdist.training._run_metadata import OtherRunError as OtherRunError

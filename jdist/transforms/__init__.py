@@ -6,6 +6,7 @@ Each is an ordinary `optax.GradientTransformation` that a user composes in
 
 from jdist.transforms import intervals as intervals
 from jdist.transforms._averaging import average_gradients as average_gradients
+from jdist.transforms._averaging import with_mean_loss as with_mean_loss
 from jdist.transforms._clipping import clip_deviations as clip_deviations
 from jdist.transforms._clipping import clip_local as clip_local
 from jdist.transforms._control import Control as Control
@@ -20,7 +21,6 @@ from jdist.transforms._frozen_adam import (
   scale_by_frozen_adam as scale_by_frozen_adam,
 )
 from jdist.transforms._lead_step import lead_step as lead_step
-from jdist.transforms._mean_loss import with_mean_loss as with_mean_loss
 from jdist.transforms._predicted import Predict as Predict
 from jdist.transforms._predicted import predict_rest as predict_rest
 from jdist.transforms._predicted import Splitter as Splitter

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, reducers
-from jdist.transforms import _control, _mean_loss, _state
+from jdist.transforms import _averaging, _control, _state
 from jdist.transforms.local import _anchor
 
 PyTree = Any
@@ -114,7 +114,7 @@ def drain(
       params, state = _reached(bring_in, state, params, there, new)
   if residuals and _anchor.contains(state, _is_one):
     # Only the residuals of this update are kept, so that any loss will do.
-    given = dict.fromkeys(_mean_loss.LOSSES, jnp.zeros(())) | extra_args
+    given = dict.fromkeys(_averaging.LOSSES, jnp.zeros(())) | extra_args
     _, asked = optimizer.update(
       nothing, state, params, control=control, **given
     )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, collectives, states
-from jdist.transforms import _control, _mean_loss, _shared
+from jdist.transforms import _averaging, _control, _shared
 from jdist.transforms.local import _anchor
 
 PyTree = Any
@@ -171,7 +171,7 @@ def update_first(
     )
   # The loss must be the workers' mean: with its own loss each worker's
   # optimizer would make another update, and the replicas would drift apart.
-  optimizer = _mean_loss.with_mean_loss(optimizer, axis)
+  optimizer = _averaging.with_mean_loss(optimizer, axis)
 
   def buckets_of(like: PyTree) -> collectives.Buckets:
     return collectives.Buckets.of(
@@ -225,7 +225,7 @@ def update_first(
     # The update is selected: a conditional is a wall for XLA, and collectives
     # inside of it would overlap with nothing.
     mean = mean_of_pending(state, params)
-    of_step = dict.fromkeys(_mean_loss.LOSSES, state.loss)
+    of_step = dict.fromkeys(_averaging.LOSSES, state.loss)
     with collectives.team_of(None):  # The optimizer must not communicate.
       updates, inner = optimizer.update(
         mean, state.inner, params, **(of_step | extra_args)

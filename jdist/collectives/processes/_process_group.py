@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jdist import checks
-from jdist.collectives import _mesh
+from jdist.collectives import _substrate
 from jdist.collectives.processes import _lifeline
 
 # JAX must not end a run before the lifeline does.
@@ -53,7 +53,7 @@ def start_processes(
     ValueError: when the processes disagree about their numbers, versions or
       options.
   """
-  _mesh.make_cpu_devices(cpu_devices_per_process)
+  _substrate.make_cpu_devices(cpu_devices_per_process)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   if coordinator_address is None or num_processes is None or process_id is None:
     jax.distributed.initialize(

@@ -9,8 +9,7 @@ import numpy as np
 
 from jdist.pipeline.processes import _peers
 from jdist.pipeline.runtime import _traced_model
-from jdist.pipeline.schedule._table import Table
-from jdist.pipeline.schedule._versions import read_versions, Versions
+from jdist.pipeline.schedule._table import read_versions, Table, Versions
 
 PyTree = Any
 

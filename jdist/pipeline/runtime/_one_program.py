@@ -13,7 +13,6 @@ from jdist.pipeline.runtime import (
   _device_state,
   _grid,
   _stages,
-  _tick_times,
   _ticks,
   _traced_model,
 )
@@ -144,7 +143,7 @@ class OneProgram:
     send_s: float,
     *,
     between_s: float = 0.0,
-  ) -> _tick_times.TickTimes:
+  ) -> _grid.TickTimes:
     """Forecasts the ticks of a step; each device waits for its neighbours.
 
     Args:
@@ -154,7 +153,7 @@ class OneProgram:
       send_s: The seconds of `sent_bytes` on a link between two devices.
       between_s: The seconds of each tick on each device besides its ops.
     """
-    return _tick_times.tick_times(
+    return _grid.tick_times(
       self.grid, seconds, send_s, late=self._late, between_s=between_s
     )
 

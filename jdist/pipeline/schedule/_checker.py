@@ -7,13 +7,14 @@ from typing import Literal
 from jdist import signatures
 from jdist.pipeline.schedule._table import (
   Action,
+  oldest_read,
   Op,
+  read_versions,
   start_times,
   StuckError,
   Table,
 )
 from jdist.pipeline.schedule._text_form import draw_table
-from jdist.pipeline.schedule._versions import oldest_read, read_versions
 
 Sends = Literal["buffered", "blocking"]
 

@@ -24,6 +24,7 @@ _NUMBERS = {
 # The order is that of an action's numbers.
 _COUNTED = ("num_stages", "num_microbatches", "num_iterations")
 _KEYS = ("name", *_NUMBERS, "weights")
+_TICKS = {Op.BACKWARD: 2, Op.UPDATE: 0}
 
 
 @signatures.checked
@@ -144,9 +145,6 @@ def _action(word: str, own: int, line: int) -> Action:
     int(match[2] or 0),
     int(match[4] or 0),
   )
-
-
-_TICKS = {Op.BACKWARD: 2, Op.UPDATE: 0}
 
 
 @signatures.checked

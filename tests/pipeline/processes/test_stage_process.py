@@ -9,7 +9,7 @@ import pytest
 from jdist import models, pipeline, transforms
 from jdist.pipeline.processes import _segment
 from jdist.pipeline.runtime import _stages
-from jdist.pipeline.schedule import _versions
+from jdist.pipeline.schedule import _table
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
@@ -116,7 +116,7 @@ def test_window_matches_delayed_gradients_on_one_device(window):
 def _by_versions(layers, table, batches, same_in_backward=True):
   """Trains one model whose stages read the table's versions."""
   stages = pipeline.cut_layers(layers, table.num_stages)
-  versions = _versions.read_versions(table).read
+  versions = _table.read_versions(table).read
   count, optimizer = table.num_microbatches, _momentum()
   params = [[stage.params] for stage in stages]
   kept = [optimizer.init(stage.params) for stage in stages]

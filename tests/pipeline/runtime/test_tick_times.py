@@ -3,7 +3,7 @@
 import pytest
 
 from jdist import pipeline
-from jdist.pipeline.runtime import _grid, _tick_times
+from jdist.pipeline.runtime import _grid
 
 _F, _B = 1.0, 3.0
 
@@ -13,7 +13,7 @@ def _seconds(op, stage):
 
 
 def _times(grid, send_s, late, **options):
-  return _tick_times.tick_times(grid, _seconds, send_s, late=late, **options)
+  return _grid.tick_times(grid, _seconds, send_s, late=late, **options)
 
 
 @pytest.mark.parametrize("send_s", [0.0, 0.5, 2.0, 5.0])
