@@ -179,7 +179,7 @@ def main() -> None:
     )
   if options.output is not None:
     row = training.make_row(
-      vars(options),
+      {k: v for k, v in vars(options).items() if k != "output"},
       0,
       plain_step_s=statistics.median(times["plain"]),
       plain_copied_bytes=copied["plain"],

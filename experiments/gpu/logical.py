@@ -86,7 +86,7 @@ def _problem(name, workers):
       num_layers=6, width=512, num_heads=8,
     )  # fmt: skip
     tokens = random.integers(0, 256, (*lead, *shape)).astype(np.int32)
-    loss = training.language_model_loss(model.apply, compute_dtype=dtype)
+    loss = training.classification_loss(model.apply, compute_dtype=dtype)
     return model, loss, {"tokens": tokens, "targets": tokens}
   model = models.build(name, input_shape=shape, num_classes=10, seed=0)
   loss = training.classification_loss(model.apply, compute_dtype=dtype)

@@ -1,11 +1,10 @@
-"""The tables of one GPU, from its rows, on the page between their markers.
+"""The tables of one GPU, from its rows, on the pages between their markers.
 
 python experiments/gpu/report.py          # prints them
-python experiments/gpu/report.py --write  # writes them into README.md
+python experiments/gpu/report.py --write  # writes them into the pages
 """
 
 import pathlib
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -91,18 +90,16 @@ def tax(rows: Sequence[Row]) -> str:
 
 def logical(rows: Sequence[Row]) -> str:
   """Returns the speed of logical workers by each way."""
-  lines = [
-    (
-      x["config"]["model"], x["config"]["batch"], x["config"]["way"],
-      f"{x['step_ms']:.2f}", f"{x['speed']:.2f}",
-      f"{x['compiled_s']:.0f}",
-    )
-    for x in rows
-  ]  # fmt: skip
+  ways = list(dict.fromkeys(x["config"]["way"] for x in rows))
+  lines = []
+  for model, own in studies.group(rows, lambda x: x["config"]["model"]).items():
+    speeds = {x["config"]["way"]: f"{x['speed']:.2f}" for x in own}
+    lines.append((
+      model, own[0]["config"]["batch"], f"{own[0]['alone_ms']:.2f}",
+      *(speeds.get(way, "") for way in ways),
+    ))  # fmt: skip
   return studies.table(
-    "model | batch of all | gradients | step, ms | speed of one worker with "
-    "the whole batch | compiled in, s",
-    lines,
+    " | ".join(["model", "whole batch", "one worker's step, ms", *ways]), lines
   )
 
 
@@ -122,34 +119,41 @@ def streamed(rows: Sequence[Row]) -> str:
   )
 
 
+def between(texts: dict[pathlib.Path, str], name: str, new: str) -> None:
+  """Prints a text and puts it between its markers on the page that has them."""
+  print(f"{name}:\n\n{new}\n")
+  begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+  for path, text in texts.items():
+    if begin in text and end in text:
+      before, rest = text.split(begin)
+      texts[path] = f"{before}{begin}{new}\n{end}{rest.split(end)[1]}"
+      return
+  raise SystemExit(f"No page has the marker {begin.strip()}.")
+
+
 def main(folder: pathlib.Path) -> None:
   """Prints the tables of all parts that have rows, or writes them."""
   makers = dict(
     zip(_PARTS, (agreement, in_copies, tax, logical, streamed), strict=True)
   )
   page = folder / "README.md"
-  text = page.read_text()
+  tables = folder / "TABLES.md"
+  texts = {path: path.read_text() for path in (page, tables) if path.exists()}
+  kinds = dict[str, None]()
   for part, make in makers.items():
     path = folder / "results" / f"{part}.jsonl"
     if not path.exists():
       continue
     rows = training.read_rows(path)
-    table = (
-      f"{make(rows)}\n\nMeasured on {rows[0]['device']}, "
-      f"jax {rows[0]['versions']['jax']}, by commit {rows[0]['commit']}."
-    )
-    print(f"{part}:\n\n{table}\n")
-    begin, end = f"<!-- {part} -->", f"<!-- end of {part} -->"
-    text, found = re.subn(
-      f"{begin}.*?{end}",
-      lambda _, b=begin, t=table, e=end: f"{b}\n{t}\n{e}",
-      text,
-      flags=re.DOTALL,
-    )
-    if not found:
-      raise SystemExit(f"README.md has no marker {begin}.")
+    kinds |= {
+      f"{x['device']}, jax {x['versions']['jax']}, commit {x['commit']}": None
+      for x in rows
+    }
+    between(texts, part, make(rows))
+  between(texts, "circumstances", f"Measured on {'; '.join(kinds)}.")
   if "--write" in sys.argv:
-    page.write_text(text)
+    for path, text in texts.items():
+      path.write_text(text)
 
 
 if __name__ == "__main__":

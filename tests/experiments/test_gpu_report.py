@@ -36,13 +36,17 @@ def test_table_is_written_between_its_markers(monkeypatch, tmp_path):
   path = tmp_path / "results" / "streamed.jsonl"
   path.write_text(json.dumps(row) + "\n")
   page = tmp_path / "README.md"
-  page.write_text("Before.\n<!-- streamed -->\nold\n<!-- end of streamed -->\n")
+  marked = [
+    f"<!-- {name} -->\nold\n<!-- end of {name} -->\n"
+    for name in ("circumstances", "streamed")
+  ]
+  page.write_text("Before.\n" + "".join(marked))
   monkeypatch.setattr(sys, "argv", ["report.py", "--write"])
   report.main(tmp_path)
   text = page.read_text()
   assert "old" not in text and text.startswith("Before.")
   assert "| int4 | 0.0e+00 | 2.00 | 1.50 | 0.75 |" in text
-  assert "by commit 0123" in text
-  page.write_text("No marker.\n")
-  with pytest.raises(SystemExit, match="no marker"):
+  assert "commit 0123" in text
+  page.write_text("Nothing.\n")
+  with pytest.raises(SystemExit, match="No page has the marker"):
     report.main(tmp_path)
