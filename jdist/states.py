@@ -356,6 +356,28 @@ def wide(x: jax.Array) -> jax.Array:
   return x.astype(wide_dtype(x.dtype))
 
 
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+  """Casts an array so that a cast back shows what the rounding left out.
+
+  >>> x = jnp.float32(1 / 3)
+  >>> float(x - rounded(x, jnp.bfloat16).astype(jnp.float32)) != 0
+  True
+  """
+  # XLA's GPU compiler takes a cast to fewer bits and back for nothing, and a
+  # residual would be zero; it keeps an explicit rounding.  That flushes what
+  # float16 has as denormals, which stay as they are.
+  if not all(jnp.issubdtype(one, jnp.floating) for one in (x.dtype, dtype)):
+    return x.astype(dtype)
+  kind, own = jnp.finfo(dtype), jnp.finfo(x.dtype)
+  if kind.nmant < own.nmant:
+    exact = jax.lax.reduce_precision(x, kind.nexp, kind.nmant)
+    small = kind.nexp < own.nexp and jnp.abs(x) < kind.smallest_normal.astype(
+      x.dtype
+    )
+    x = jnp.where(small, x, exact)
+  return x.astype(dtype)
+
+
 def wide_like(x: Any) -> jax.ShapeDtypeStruct:
   """Returns the shape of an array with its `wide_dtype`."""
   return jax.ShapeDtypeStruct(x.shape, wide_dtype(x.dtype))

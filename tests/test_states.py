@@ -194,3 +194,17 @@ def test_noise_behind_a_mean_is_shared():
   assert (key[0] != key[1]).any()
   key = states.key_words(behind.opt_state[1].rng_key)
   assert (key[0] == key[1]).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_rounding_is_that_of_a_cast(dtype):
+  random = np.random.default_rng(0)
+  x = random.normal(size=4000) * 10.0 ** random.integers(-44, 38, 4000)
+  with np.errstate(over="ignore"):
+    x = jnp.asarray(x.astype(np.float32))
+  x = jnp.concatenate([x, jnp.array([0.0, -0.0, jnp.inf, -jnp.inf, jnp.nan])])
+  found, wanted = states.rounded(x, dtype), x.astype(dtype)
+  assert found.dtype == dtype
+  np.testing.assert_array_equal(
+    found.astype(jnp.float32), wanted.astype(jnp.float32)
+  )

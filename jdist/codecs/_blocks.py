@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks
+from jdist import checks, states
 from jdist.codecs import _codec, _gpu
 
 # The row length without blocks: codes of every width fill whole bytes.
@@ -332,7 +332,8 @@ def narrow(x: jax.Array, dtype: np.dtype | type) -> jax.Array:
   if dtype.itemsize >= 4:
     return x.astype(dtype)
   largest = np.float32(jnp.finfo(dtype).max)
-  return jnp.where(finite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
+  x = jnp.where(finite(x), jnp.clip(x, -largest, largest), x)
+  return states.rounded(x, dtype)
 
 
 def finite(x: jax.Array) -> jax.Array:

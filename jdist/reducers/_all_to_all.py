@@ -123,12 +123,16 @@ class AllToAll(_reducer.Reducer):
         wanted = wanted + old.pop(0)
       # All workers decode into the leaf's dtype.  What this cast loses is a
       # part of the residual.
-      narrow = wanted.astype(coder.row.dtype)
+      exact, narrow = coder.row.dtype == np.float32, wanted
+      if not exact:
+        narrow = states.rounded(wanted, coder.row.dtype)
       finite.append(jnp.isfinite(narrow).all() & sound[i])
       payload = coder.encode(narrow, _owner_key(draws, key, i, axis))
       payloads.append(payload)
       if self._leaves_out(coder):
-        known = coder.decode(payload).astype(coder.row.dtype)
+        known = coder.decode(payload)
+        if not exact:
+          known = states.rounded(known, coder.row.dtype)
         left = wanted - known.astype(jnp.float32)
         left = jnp.where(finite[-1] & jnp.isfinite(left), left, 0)
         if self._keeps(coder):

@@ -225,6 +225,7 @@ class Compression:
     wide, narrow = jax.tree.leaves(mean), jax.tree.leaves(out)
     if [x.dtype for x in wide] == [x.dtype for x in narrow]:
       return out, feedback
+    out = jax.tree.map(lambda m, x: states.rounded(m, x.dtype), mean, like)
 
     def left(mean: jax.Array, out: jax.Array) -> jax.Array:
       found = mean - out.astype(mean.dtype)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdist import collectives, profiling
+from jdist import collectives, profiling, states
 from jdist.profiling import _gpu_target, _timeline
 
 needs_compiler = pytest.mark.skipif(
@@ -69,6 +69,19 @@ def test_devices_exist_for_compiling(text):
   assert all(kind in device.device_kind for device in devices)
   processes = [device.process_index for device in devices]
   assert len(set(processes)) == described.nodes
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gpu_program_computes_what_a_cast_leaves_out(dtype):
+  workers = collectives.workers(1, mesh=profiling.gpu_target("1xh200").mesh())
+
+  def left_out(x):
+    return x - states.rounded(x, dtype).astype(jnp.float32)
+
+  x = profiling.abstract(workers, jax.ShapeDtypeStruct((64,), jnp.float32))
+  text = workers.jit(left_out).lower(x).compile().as_text()
+  assert "reduce-precision" in text and "subtract" in text
 
 
 @needs_compiler
