@@ -219,6 +219,10 @@ def _max_abs(rows: jax.Array) -> jax.Array:
   return _float(_max_rows(rows, lambda x: _int(x) & _MAGNITUDE))
 
 
+def _max_all(rows: jax.Array) -> jax.Array:
+  return _float((_int(rows) & _MAGNITUDE).max()[None])
+
+
 def _by_largest(
   rows: jax.Array, of: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> jax.Array:
@@ -265,19 +269,12 @@ def scales(kind: str, pieces: Rows, whole: bool) -> Rows:
   if not whole or not pieces:
     return [of(rows) for rows in pieces]
 
+  def plain(rows: jax.Array) -> jax.Array:
+    return of(of(rows)[None])
+
   # A GPU reduces all of an array at the speed of memory, and lanes slower.
-  found = [
-    _gpu.choose(
-      rows,
-      plain=lambda rows: of(of(rows)[None]),
-      cuda=lambda rows: (
-        _float((_int(rows) & _MAGNITUDE).max()[None])
-        if kind == "max_abs"
-        else of(of(rows)[None])
-      ),
-    )
-    for rows in pieces
-  ]
+  cuda = _max_all if kind == "max_abs" else plain
+  found = [_gpu.choose(rows, plain=plain, cuda=cuda) for rows in pieces]
   if power is not None:
     size = sum(rows.size for rows in pieces)
     shares = [np.float32((rows.size / size) ** power) for rows in pieces]

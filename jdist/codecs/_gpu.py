@@ -4,7 +4,6 @@ XLA sorts short rows at a thirtieth of the memory's speed, and has no operation
 that keeps some entries in their order.  `_largest` has the plain forms.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,15 +22,14 @@ def choose(*operands: Any, plain: Any, cuda: Any) -> Any:
 
 
 def places(
-  x: jax.Array, capacity: int, keys_of: Callable[[jax.Array], jax.Array],
-  threshold: tuple[jax.Array, jax.Array] | None = None, interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+  x: jax.Array, capacity: int, keys_of: Any, threshold: Any = None
+) -> tuple[jax.Array, jax.Array]:
   """Returns the places of the largest entries of rows, ascending, and counts.
 
   A row of float32 [rows, length] has `capacity` slots; entries beyond are left
   out, and slots without an entry hold any number.  `threshold` is a key and the
   last place at which an entry of this key counts, int32 [rows].  None, for
-  short rows, fills all slots.  `interpret` runs on any platform, slowly.
+  short rows, fills all slots.  Without a GPU the kernel is interpreted.
   """
   from jax.experimental import pallas
   from jax.experimental.pallas import triton
@@ -63,11 +61,9 @@ def places(
     over, ties = (keys > key).astype(jnp.int32), (keys == key).astype(jnp.int32)
     room = capacity - over.sum(1, keepdims=True)
     # Equal keys of which one is too many are rare, and sums along rows slow.
-    return over + jax.lax.cond(
-      jnp.max(ties.sum(1, keepdims=True) - room) > 0,
-      lambda: jnp.where(jnp.cumsum(ties, 1) <= room, ties, 0),
-      lambda: ties,
-    )
+    some = lambda: jnp.where(jnp.cumsum(ties, 1) <= room, ties, 0)  # noqa: E731
+    tied = jnp.max(ties.sum(1, keepdims=True) - room) > 0
+    return over + jax.lax.cond(tied, some, lambda: ties)
 
   def kernel(x_ref: Any, *refs: Any) -> None:
     number = pallas.program_id(0)
@@ -94,10 +90,9 @@ def places(
 
   warps = max(1, height * width // _PER_WARP)
   out = pallas.pallas_call(
-    kernel,
-    jax.ShapeDtypeStruct((rows * capacity,), jnp.int32),
+    kernel, jax.ShapeDtypeStruct((rows * capacity,), jnp.int32),
     grid=(-(-rows * blocks // height),),
     compiler_params=triton.CompilerParams(num_warps=warps),
-    interpret=interpret,
-  )(*arrays)
+    interpret=jax.default_backend() != "gpu",
+  )(*arrays)  # fmt: skip
   return out.reshape(rows, capacity), count

@@ -19,6 +19,7 @@ entries, 1 % and 0.1 % of them).  A GPU, where loops of small passes wait for
 launches, finds the same by sorts of the few candidates and a kernel (`_gpu`).
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -34,8 +35,6 @@ NAN_KEY = 0x7F800001
 _SHORT = 1 << 14
 # A sample with this many of the wanted entries errs by about a sixth.
 _SAMPLED_HITS = 32
-# A sample of so many errs by a few percent, and is sorted quickly.
-_MOST_SAMPLED = 1 << 17
 # The first step from a wrong threshold: a sixteenth of a binade.
 _FIRST_STEP = 1 << 19
 
@@ -81,15 +80,13 @@ def largest(
   x = x.astype(jnp.float32)
   if length < _SHORT:
     indices = _gpu.choose(
-      x,
+      x, plain=lambda x: jnp.sort(jax.lax.top_k(jnp.abs(x), k)[1], 1),
       cuda=lambda x: _gpu.places(x, k, magnitude_keys)[0],
-      plain=lambda x: jnp.sort(jax.lax.top_k(jnp.abs(x), k)[1], 1),
-    )
+    )  # fmt: skip
     return Selection(indices, jnp.full(rows, k, jnp.int32))
   if at_least is None:
     # The relative error of a guess is larger where few entries are wanted.
     at_least, at_most = k, min(length, math.ceil(1.6 * k) + _SAMPLED_HITS)
-    sample = min(sample, _MOST_SAMPLED / length)
   else:
     at_most = min(length, max(k, math.floor(1.3 * k)))
   guess = _guess(x, (at_least + at_most) / 2, sample)
@@ -108,20 +105,18 @@ def largest(
 
 
 def _by_kernel(
-  x: jax.Array, guess: jax.Array, at_least: int, at_most: int, k: int,
-  interpret: bool = False,
-) -> tuple[Selection, jax.Array]:  # fmt: skip
+  x: jax.Array, guess: jax.Array, at_least: int, at_most: int, k: int
+) -> tuple[Selection, jax.Array]:
   """Returns the largest entries, and whether they are: the guess was right."""
-  end = jnp.full_like(guess, x.shape[1])
-  threshold = guess, end
-  places, count = _gpu.places(x, at_most, magnitude_keys, threshold, interpret)
+  threshold = guess, jnp.full_like(guess, x.shape[1])
+  places, count = _gpu.places(x, at_most, magnitude_keys, threshold)
   slots = jax.lax.broadcasted_iota(jnp.int32, places.shape, 1)
   # Unused slots are zeros, behind all others.
   places = jnp.where(slots < count[:, None], places, 0)
   taken = jnp.where(slots < count[:, None], _take(x, places), 0)
   order, slots = jax.lax.sort_key_val(~magnitude_keys(taken), slots)
   threshold = ~order[:, k - 1], slots[:, k - 1]
-  chosen, _ = _gpu.places(taken, k, magnitude_keys, threshold, interpret)
+  chosen, _ = _gpu.places(taken, k, magnitude_keys, threshold)
   used = jnp.arange(k, dtype=jnp.int32) < count[:, None]
   chosen = jnp.where(used, _take(places, chosen), x.shape[1] - 1)
   right = (at_least <= count) & (count <= at_most)
@@ -202,11 +197,8 @@ def _guess(x: jax.Array, target: float, sample: float) -> jax.Array:
   # width is mostly even.
   sampled = x[:, :: (length // size) | 1]
   rank = max(1, round(target * sampled.shape[1] / length))
-  return _gpu.choose(
-    magnitude_keys(sampled),
-    plain=lambda keys: kth_largest(keys, rank),
-    cuda=lambda keys: jnp.sort(keys, 1)[:, -rank],
-  )
+  plain, keys = functools.partial(kth_largest, k=rank), magnitude_keys(sampled)
+  return _gpu.choose(keys, plain=plain, cuda=lambda x: jnp.sort(x, 1)[:, -rank])
 
 
 class _Search(NamedTuple):

@@ -120,7 +120,7 @@ keys = _largest.magnitude_keys
 @pytest.mark.parametrize("k", [1, 37])
 def test_kernel_finds_the_largest_of_short_rows(k):
   x = np.concatenate([some_rows(name, (1, 300)) for name in NAMES])
-  found, _ = _gpu.places(x, k, keys, interpret=True)
+  found, _ = _gpu.places(x, k, keys)
   for row, indices in zip(x, found, strict=True):
     np.testing.assert_array_equal(indices, largest_reference(row, k))
 
@@ -129,7 +129,7 @@ def test_kernel_finds_the_largest_of_short_rows(k):
 @pytest.mark.parametrize("length", [38, 5000])
 def test_kernel_finds_the_largest_of_rows_of_any_length(length):
   x = np.concatenate([some_rows(name, (2, length)) for name in NAMES])
-  found, _ = _gpu.places(x, 37, keys, interpret=True)
+  found, _ = _gpu.places(x, 37, keys)
   for row, indices in zip(x, found, strict=True):
     np.testing.assert_array_equal(indices, largest_reference(row, 37))
 
@@ -142,7 +142,7 @@ def test_kernel_finds_what_the_search_finds(at_least, k):
   @jax.jit
   def both(x):
     guess = _largest._guess(x, (at_least + 330) / 2, 0.01)
-    found, right = _largest._by_kernel(x, guess, at_least, 330, k, True)
+    found, right = _largest._by_kernel(x, guess, at_least, 330, k)
     words = _largest._settle(x, guess, at_least, 330)
     plain = _largest._refine(x, _largest.first_set(words, 330), k)
     return found, right, plain
@@ -162,7 +162,7 @@ def test_kernel_finds_what_the_search_finds(at_least, k):
 def test_kernel_takes_entries_equal_to_the_key_up_to_a_place():
   x = jnp.array([[1.0, -2.0, 1.0, 3.0, 1.0], [0.0, 1.0, 1.0, 0.0, 2.0]])
   threshold = keys(jnp.ones(2)), jnp.array([2, 1])
-  places, counts = _gpu.places(x, 4, keys, threshold, interpret=True)
+  places, counts = _gpu.places(x, 4, keys, threshold)
   assert counts.tolist() == [4, 2]
   assert places[0].tolist() == [0, 1, 2, 3]
   assert places[1, :2].tolist() == [1, 4]
@@ -171,7 +171,7 @@ def test_kernel_takes_entries_equal_to_the_key_up_to_a_place():
 def test_kernel_leaves_out_entries_beyond_the_capacity():
   x = some_rows("normal")
   threshold = keys(jnp.full(2, 2.0)), jnp.full(2, LENGTH)
-  places, counts = _gpu.places(x, 50, keys, threshold, interpret=True)
+  places, counts = _gpu.places(x, 50, keys, threshold)
   for row, found, count in zip(x, places, counts, strict=True):
     wanted = np.flatnonzero(np.abs(row) >= 2)
     np.testing.assert_array_equal(found, wanted[:50])
