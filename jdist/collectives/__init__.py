@@ -33,8 +33,6 @@ from jdist.collectives._leaf_order import check_order as check_order
 from jdist.collectives._leaf_order import leaf_order as leaf_order
 from jdist.collectives._leaf_order import leaf_paths as leaf_paths
 from jdist.collectives._leaf_order import Order as Order
-from jdist.collectives._phases import Phase as Phase
-from jdist.collectives._phases import phase as phase
 from jdist.collectives._shards import map_shards as map_shards
 from jdist.collectives._shards import num_shards as num_shards
 from jdist.collectives._shards import shard_shape as shard_shape
@@ -46,6 +44,8 @@ from jdist.collectives._substrate import workers as workers
 from jdist.collectives._traffic import Collective as Collective
 from jdist.collectives._traffic import communicates as communicates
 from jdist.collectives._traffic import Kind as Kind
+from jdist.collectives._traffic import Phase as Phase
+from jdist.collectives._traffic import phase as phase
 from jdist.collectives._traffic import Traffic as Traffic
 from jdist.collectives._traffic import traffic as traffic
 from jdist.collectives._workers import Workers as Workers

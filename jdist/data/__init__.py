@@ -18,6 +18,6 @@ from jdist.data._dataset import Dataset as Dataset
 from jdist.data._dataset import TextDataset as TextDataset
 from jdist.data._load import load as load
 from jdist.data._load import load_text as load_text
-from jdist.data._partition import partition as partition
 from jdist.data._prepare import prepare as prepare
+from jdist.data._sample_stream import partition as partition
 from jdist.data._sample_stream import SampleStream as SampleStream
