@@ -6,12 +6,12 @@ from jdist.cluster._cluster import workers as workers
 from jdist.cluster._links import Device as Device
 from jdist.cluster._links import Link as Link
 from jdist.cluster._links import ring_messages as ring_messages
+from jdist.cluster._links import star as star
+from jdist.cluster._links import Topology as Topology
 from jdist.cluster._node import Node as Node
 from jdist.cluster._node import Outage as Outage
 from jdist.cluster._node import Slowdown as Slowdown
 from jdist.cluster._profile import Profile as Profile
-from jdist.cluster._topology import star as star
-from jdist.cluster._topology import Topology as Topology
 from jdist.cluster._trace import draw_trace as draw_trace
 from jdist.cluster._trace import plot_trace as plot_trace
 from jdist.cluster._trace import Span as Span

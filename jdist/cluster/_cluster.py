@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jdist import checks, signatures
-from jdist.cluster import _links, _node, _profile, _topology
+from jdist.cluster import _links, _node, _profile
 
 _TOP = ("server", "nodes", "links", "profile")
 # Numbers of a table, and then its other keys.
@@ -40,7 +40,7 @@ class Cluster:
   """
 
   nodes: tuple[_node.Node, ...]
-  topology: _topology.Topology | None = None
+  topology: _links.Topology | None = None
   server: str = "server"
 
   def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ def workers(
     return Cluster(nodes)
   links = {node.name: link for node in nodes}
   links["server"] = server_link or link
-  return Cluster(nodes, _topology.star(links, "switch"))
+  return Cluster(nodes, _links.star(links, "switch"))
 
 
 @signatures.checked
@@ -250,7 +250,7 @@ def _read_times(
   return tuple(kind(**each) for each in times)
 
 
-def _read_links(tables: Any, names: list[str]) -> _topology.Topology:
+def _read_links(tables: Any, names: list[str]) -> _links.Topology:
   links: dict[tuple[str, str], _links.Link] = {}
   for i, table in enumerate(tables):
     place = f"[[links]] number {i + 1}"
@@ -273,7 +273,7 @@ def _read_links(tables: Any, names: list[str]) -> _topology.Topology:
           # that names the ends in the other order.
           ends_before = (other, one) in links
           links[(other, one) if ends_before else (one, other)] = link
-  return _topology.Topology(links)
+  return _links.Topology(links)
 
 
 def _matching(pattern: Any, names: list[str], place: str) -> list[str]:

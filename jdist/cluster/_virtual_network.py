@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any, Literal
 
-from jdist.cluster import _links, _topology, _trace
+from jdist.cluster import _links, _trace
 
 # Relative rounding errors of counted bytes, and of the clock.
 _ROUNDING = 1e-9
@@ -214,7 +214,7 @@ class Network:
   def __init__(
     self,
     environment: Any,
-    topology: _topology.Topology | None,
+    topology: _links.Topology | None,
     trace: _trace.Trace | None = None,
     sharing: Literal["first_come", "fair"] = "fair",
   ):
@@ -225,9 +225,9 @@ class Network:
     self._sharing = sharing
     self._environment, self._topology = environment, topology
     self._trace = trace
-    self._first_come: dict[_topology.Hop, _FirstCome] = {}
-    self._fair: dict[_topology.Hop, _Fair] = {}
-    self._ways: dict[_topology.Hop, _Way] = {}
+    self._first_come: dict[_links.Hop, _FirstCome] = {}
+    self._fair: dict[_links.Hop, _Fair] = {}
+    self._ways: dict[_links.Hop, _Way] = {}
 
   def send(
     self,

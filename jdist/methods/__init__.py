@@ -14,6 +14,7 @@ from jdist.methods._compressed_gradients import one_bit_adam as one_bit_adam
 from jdist.methods._compressed_gradients import powersgd as powersgd
 from jdist.methods._compressed_gradients import qsgd as qsgd
 from jdist.methods._compressed_gradients import signsgd as signsgd
+from jdist.methods._compressed_gradients import ssgd as ssgd
 from jdist.methods._compressed_gradients import terngrad as terngrad
 from jdist.methods._compressed_gradients import topk_sgd as topk_sgd
 from jdist.methods._diloco import diloco as diloco
@@ -35,4 +36,3 @@ from jdist.methods._overlapped import cocod as cocod
 from jdist.methods._overlapped import msdpu as msdpu
 from jdist.methods._overlapped import od_sgd as od_sgd
 from jdist.methods._overlapped import overlap_local_sgd as overlap_local_sgd
-from jdist.methods._synchronous import ssgd as ssgd

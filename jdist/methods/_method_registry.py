@@ -9,7 +9,6 @@ from jdist.methods import (
   _method,
   _mp2,
   _overlapped,
-  _synchronous,
 )
 
 _ARXIV = "https://arxiv.org/abs/"
@@ -31,7 +30,7 @@ def _rate_with_momentum(run: _method.Run) -> optax.Schedule:
 registry: dict[str, _method.Method] = {
   "ssgd": _method.Method(
     "synchronous SGD: the mean of the gradients in every step",
-    _synchronous.ssgd,
+    _compressed_gradients.ssgd,
   ),
   "local_sgd": _method.Method(
     "H local steps, then the mean of the parameters", _local_sgd.local_sgd,

@@ -16,7 +16,6 @@ from jdist.models import (
   _functional,
   _layers,
   _lenet,
-  _mlp,
   _resnet,
   _transformer,
   _vgg,
@@ -41,7 +40,7 @@ def _vgg_of(*convs: int) -> Callable[..., nnx.Module]:
 # and raises a ValueError for arguments that it cannot take. A new family is a
 # file with factories, and a line here for each of them.
 _FACTORIES: dict[str, Callable[..., nnx.Module]] = {
-  "mlp": _mlp.MLP,
+  "mlp": _lenet.MLP,
   "lenet": _lenet.LeNet,
   "cnn": _lenet.CNN,
   "alexnet": _alexnet.AlexNet,

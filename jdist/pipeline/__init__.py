@@ -24,10 +24,10 @@ from jdist.pipeline.processes._device_part import ProcessState as ProcessState
 from jdist.pipeline.processes._peers import connect as connect
 from jdist.pipeline.processes._peers import Peers as Peers
 from jdist.pipeline.processes._stage_process import StageProcess as StageProcess
+from jdist.pipeline.runtime._device_program import whole_model as whole_model
 from jdist.pipeline.runtime._grid import TickTimes as TickTimes
 from jdist.pipeline.runtime._one_program import OneProgram as OneProgram
 from jdist.pipeline.runtime._stages import cut_layers as cut_layers
-from jdist.pipeline.runtime._whole_model import whole_model as whole_model
 from jdist.pipeline.schedule._asynchronous_tables import ours as ours
 from jdist.pipeline.schedule._asynchronous_tables import zb_h2 as zb_h2
 from jdist.pipeline.schedule._asynchronous_tables import zb_v as zb_v

@@ -58,9 +58,7 @@ from jdist.server.gradients._learner import ServerLearner as ServerLearner
 from jdist.server.gradients._learner import ServerModel as ServerModel
 from jdist.server.gradients._learner import WorkerLearner as WorkerLearner
 from jdist.server.h_ps._bit_plans import BitPlans as BitPlans
-from jdist.server.h_ps._h_ps import (
-  BalancedBatches as BalancedBatches,
-)
+from jdist.server.h_ps._h_ps import BalancedBatches as BalancedBatches
 from jdist.server.h_ps._h_ps import h_ps as h_ps
 from jdist.server.h_ps._h_ps import HPS as HPS
 from jdist.server.h_ps._local_step import LocalStep as LocalStep

@@ -5,17 +5,15 @@ share such a function for Optax chains, in `experiments/optax_chains`, and
 tables of rows in `experiments/studies`.
 """
 
-from jdist.training.comparison._differences import accuracy as accuracy
-from jdist.training.comparison._differences import Difference as Difference
-from jdist.training.comparison._differences import mean as mean
-from jdist.training.comparison._differences import (
-  mean_and_spread as mean_and_spread,
-)
-from jdist.training.comparison._differences import (
-  paired_difference as paired_difference,
-)
 from jdist.training.comparison._plot import picture as picture
 from jdist.training.comparison._plot import plot_comparison as plot_comparison
+from jdist.training.comparison._rows import accuracy as accuracy
+from jdist.training.comparison._rows import Difference as Difference
+from jdist.training.comparison._rows import mean as mean
+from jdist.training.comparison._rows import mean_and_spread as mean_and_spread
+from jdist.training.comparison._rows import (
+  paired_difference as paired_difference,
+)
 from jdist.training.comparison._rows import Row as Row
 from jdist.training.comparison._rows import Rows as Rows
 from jdist.training.comparison._rows import Trial as Trial

@@ -16,7 +16,7 @@ from optax import contrib
 
 import jdist
 from jdist import models, pipeline, transforms
-from jdist.pipeline.runtime import _whole_model
+from jdist.pipeline.runtime import _device_program
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
 
@@ -370,7 +370,7 @@ def test_rounds_and_predictions_inside_raise():
 @pytest.mark.parametrize("devices", [1, 3])
 def test_state_of_any_size_is_cut_and_joined(devices):
   arrays = types.SimpleNamespace(num_devices=devices)
-  layout = _whole_model.Layout((), arrays, "stage")
+  layout = _device_program.Layout((), arrays, "stage")
   state = {
     "seven": jnp.arange(7.0),
     "four": jnp.ones((2, 2)),
