@@ -407,6 +407,9 @@ def _row(x: jax.Array, worker: int) -> jax.Array:
   """Returns row `worker` of an array, which this process must hold."""
   if not isinstance(x, jax.Array) or x.is_fully_addressable:
     return x[worker]
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    words = _row(jax.random.key_data(x), worker)
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
   parts: dict[tuple[tuple[int, int], ...], jax.Array] = {}
   for shard in x.addressable_shards:
     # Slices have no hash before Python 3.12, bounds do.

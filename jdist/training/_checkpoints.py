@@ -136,24 +136,23 @@ class Checkpoints:
     Args:
       step: The number of the step, from 0. `restore` finds the highest one.
       state: Any tree of arrays `[workers, ...]`, including typed PRNG keys.
-      shared: A tree of bools, true for leaves that are equal on all workers,
-        which are stored once. By default they are what methods' states declare.
+      shared: A bool for each leaf, or for each subtree, true for leaves that
+        are equal on all workers, which are stored once. By default they are
+        what methods' states declare.
       metadata: JSON values, which `restore` returns.
 
     Raises:
       OSError: If this checkpoint, or the one before it, cannot be written, for
         instance because the disk is full. The last complete one stays.
       RuntimeError: If a leaf that should be equal on all workers is not.
-      ValueError: If JSON cannot hold the metadata, or another run has leased
-        the directory.
+      ValueError: If JSON cannot hold the metadata, `shared` does not fit the
+        state, or another run has leased the directory.
     """
     checks.check_int("step", step, 0)
     _run_metadata.check_is_json(metadata)
     self.wait()
     names, leaves = _named(state)
-    if shared is None:
-      shared = _train_state.shared_leaves(state)
-    flags = jax.tree.leaves(shared)
+    flags = _train_state.shared_flags(shared, state)
     self._check_equal(names, leaves, flags)
     arrays, entries = {}, []
     for number, (name, leaf, once) in enumerate(

@@ -229,3 +229,20 @@ def silent_step_error(argument: str, num_workers: int) -> ValueError:
     "instance `jdist.ssgd(optimizer, axis=workers.axis)`, or pass "
     "`independent=True` if that is meant."
   )
+
+
+def shared_flags(shared: PyTree, state: PyTree) -> list[bool]:
+  """Returns a bool for each leaf of a state, by `shared_leaves` with None."""
+  if shared is None:
+    return jax.tree.leaves(shared_leaves(state))
+  try:
+    flags = jax.tree.leaves(jax.tree.broadcast(shared, state))
+  except ValueError as error:
+    flags = [str(error).partition("\n")[0]]
+  wrong = [x for x in flags if not isinstance(x, bool | np.bool_)]
+  if wrong:
+    raise ValueError(
+      "`shared` must be a bool, or a tree of bools like `state` or its upper "
+      f"part, got {checks.show(wrong[0])}. Leave it out for states of jdist."
+    )
+  return flags

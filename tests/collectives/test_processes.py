@@ -81,6 +81,8 @@ def speak(workers_per_device):
   keys = team.replicate(jax.random.key(0))
   words = team.gather(team.jit(jax.random.key_data)(keys))
   assert len({row.tobytes() for row in words}) == num_workers
+  own = jax.random.key_data(team.view(keys))
+  assert own.tobytes() == words[team.local_workers[0]].tobytes()
   try:
     team.gather(keys)
   except ValueError as error:

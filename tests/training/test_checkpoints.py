@@ -368,3 +368,25 @@ def test_directory_of_another_living_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is in use by run other"):
       checkpoints.claim()
   assert [path.name for path in tmp_path.iterdir()] == ["lease.json"]
+
+
+@pytest.mark.parametrize(
+  "shared", [{"a": True}, [True], "yes", {"a": 1, "b": 0}], ids=str
+)
+def test_shared_that_does_not_fit_the_state_is_refused(tmp_path, shared):
+  team = collectives.workers(2, substrate="vmap")
+  state = team.replicate({"a": jnp.ones(2), "b": {"c": jnp.zeros(1)}})
+  with (
+    training.Checkpoints(tmp_path, team) as checkpoints,
+    _refusals.refused("shared", "a tree of bools"),
+  ):
+    checkpoints.save(1, state, shared=shared)
+
+
+def test_one_bool_stands_for_a_subtree(tmp_path):
+  team = collectives.workers(2, substrate="vmap")
+  state = team.replicate({"a": jnp.ones(2), "b": {"c": jnp.zeros(1)}})
+  with training.Checkpoints(tmp_path, team) as checkpoints:
+    checkpoints.save(1, state, shared={"a": False, "b": True})
+  found = [x["shared"] for x in _manifest(tmp_path)["leaves"]]
+  assert found == [False, True]
