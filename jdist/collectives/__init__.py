@@ -28,8 +28,8 @@ from jdist.collectives._exchange import gather as gather
 from jdist.collectives._exchange import pack_bytes as pack_bytes
 from jdist.collectives._exchange import reduce_scatter as reduce_scatter
 from jdist.collectives._exchange import unpack_bytes as unpack_bytes
-from jdist.collectives._fingerprint import fingerprint as fingerprint
 from jdist.collectives._leaf_order import check_order as check_order
+from jdist.collectives._leaf_order import fingerprint as fingerprint
 from jdist.collectives._leaf_order import leaf_order as leaf_order
 from jdist.collectives._leaf_order import leaf_paths as leaf_paths
 from jdist.collectives._leaf_order import Order as Order

@@ -12,12 +12,12 @@ from jdist.data._augmentation import random_crop as random_crop
 from jdist.data._augmentation import random_flip as random_flip
 from jdist.data._batches import Batches as Batches
 from jdist.data._batches import evaluation_batches as evaluation_batches
-from jdist.data._catalog import NAMES as NAMES
-from jdist.data._catalog import TEXT_NAMES as TEXT_NAMES
 from jdist.data._dataset import Dataset as Dataset
 from jdist.data._dataset import TextDataset as TextDataset
 from jdist.data._load import load as load
 from jdist.data._load import load_text as load_text
+from jdist.data._prepare import NAMES as NAMES
 from jdist.data._prepare import prepare as prepare
+from jdist.data._prepare import TEXT_NAMES as TEXT_NAMES
 from jdist.data._sample_stream import partition as partition
 from jdist.data._sample_stream import SampleStream as SampleStream

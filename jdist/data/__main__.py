@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from jdist.data import _catalog, _load, _prepare
+from jdist.data import _load, _prepare
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,11 +21,11 @@ def main(arguments: list[str] | None = None) -> int:
   names = parser.parse_args(arguments).names
   try:
     for name in names:
-      _catalog.find(name)
+      _prepare.find(name)
     for name in names:
       _prepare.prepare(name)
-      for split in _catalog.SPLITS:
-        if name in _catalog.TEXT_NAMES:
+      for split in _prepare.SPLITS:
+        if name in _prepare.TEXT_NAMES:
           found = f"{len(_load.read_bytes(name, split)):,} bytes"
         else:
           found = f"{len(_load.load(name, split)):,} images"

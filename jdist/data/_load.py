@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jdist import checks, signatures
-from jdist.data import _catalog, _prepare
+from jdist.data import _prepare
 from jdist.data._dataset import Dataset, TextDataset
 from jdist.storage import array_files
 
@@ -60,8 +60,8 @@ def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
   >>> len(digits), digits.images.shape, digits.num_classes
   (1442, (1442, 8, 8, 1), 10)
   """
-  source = _catalog.find(name, _catalog.NAMES)
-  _catalog.check_split(split)
+  source = _prepare.find(name, _prepare.NAMES)
+  _prepare.check_split(split)
   if name == "digits":
     images, labels = _read_digits(split)
   elif name == "synthetic":
@@ -105,7 +105,7 @@ def _read_cached(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Reads a set from the cache, or decodes it."""
   prepared = _prepare.require_prepared(name, download=download)
-  source = _catalog.find(name)
+  source = _prepare.find(name)
   part = source.test_split if split == "test" else split
   images, labels = cached(
     path_of(name, prepared, split),
@@ -165,12 +165,12 @@ def load_text(
   >>> len(text), bytes(text.windows[0]), bytes(text.windows[1])
   (22, b'abcde', b'efghi')
   """
-  _catalog.check_split(split)
+  _prepare.check_split(split)
   test_fraction = checks.check_number(
     "test_fraction", test_fraction, open_low=True, high=1
   )
   name = os.fspath(source)
-  if name in _catalog.TEXT_NAMES:
+  if name in _prepare.TEXT_NAMES:
     found = read_bytes(name, split, download=download)
   else:
     found = _read_file(name, split, test_fraction)
@@ -200,7 +200,7 @@ def read_bytes(name: str, split: str, *, download: bool = False) -> np.ndarray:
 def _read_file(path: str, split: str, test_fraction: float) -> np.ndarray:
   if not pathlib.Path(path).is_file():
     raise ValueError(
-      f"`source` must be one of {', '.join(_catalog.TEXT_NAMES)}, or a file, "
+      f"`source` must be one of {', '.join(_prepare.TEXT_NAMES)}, or a file, "
       f"got {path!r}."
     )
   text = np.frombuffer(pathlib.Path(path).read_bytes(), np.uint8)

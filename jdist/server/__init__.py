@@ -6,6 +6,7 @@ from jdist.server._asynchronous import ASP as ASP
 from jdist.server._asynchronous import dbs as dbs
 from jdist.server._asynchronous import NSoftsync as NSoftsync
 from jdist.server._asynchronous import Ringmaster as Ringmaster
+from jdist.server._asynchronous import SSP as SSP
 from jdist.server._bsp import BSP as BSP
 from jdist.server._message_codec import MessageCodec as MessageCodec
 from jdist.server._messages import Action as Action
@@ -23,7 +24,6 @@ from jdist.server._registry import ProtocolEntry as ProtocolEntry
 from jdist.server._registry import PROTOCOLS as PROTOCOLS
 from jdist.server._server_state import Assignment as Assignment
 from jdist.server._server_state import ServerState as ServerState
-from jdist.server._ssp import SSP as SSP
 from jdist.server._weights import inverse_staleness as inverse_staleness
 from jdist.server._weights import Weighting as Weighting
 from jdist.server.clock._clock_session import ClockSession as ClockSession

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from jdist.server import _asynchronous, _bsp, _protocol, _ssp
+from jdist.server import _asynchronous, _bsp, _protocol
 from jdist.server.decoupled import _decoupled_diloco
 from jdist.server.h_ps import _h_ps
 
@@ -26,7 +26,7 @@ _ENTRIES = (
   ProtocolEntry("asp", _asynchronous.ASP,
     "asynchronous SGD: each gradient is an update",
     "Dean et al., NeurIPS 2012"),
-  ProtocolEntry("ssp", _ssp.SSP,
+  ProtocolEntry("ssp", _asynchronous.SSP,
     "asynchronous, with a bound on the lead over the slowest",
     "Ho et al., NeurIPS 2013"),
   ProtocolEntry("n_softsync", _asynchronous.NSoftsync,

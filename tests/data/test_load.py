@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jdist import data
-from jdist.data import _catalog, _load, _prepare
+from jdist.data import _load, _prepare
 from jdist.storage import sealed_json
 
 BUNDLED = {"digits", "synthetic"}
@@ -96,7 +96,7 @@ def test_train_split_has_the_published_order(name, shape, labels):
 
 
 STATED = [
-  name for name, source in _catalog.SOURCES.items() if source.mean is not None
+  name for name, source in _prepare.SOURCES.items() if source.mean is not None
 ]
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from jdist import data
 from jdist.data import __main__ as command
-from jdist.data import _catalog, _prepare
+from jdist.data import _prepare
 from tests import _refusals
 from tests.data import _prepared
 
@@ -117,7 +117,7 @@ def test_load_refuses_texts_and_load_text_refuses_images():
     data.load("tiny_shakespeare")
   assert "tiny_shakespeare" in data.TEXT_NAMES
   assert not set(data.NAMES) & set(data.TEXT_NAMES)
-  assert set(data.NAMES) | set(data.TEXT_NAMES) == set(_catalog.SOURCES)
+  assert set(data.NAMES) | set(data.TEXT_NAMES) == set(_prepare.SOURCES)
 
 
 def test_prepared_text_is_decoded_once(tmp_path, monkeypatch, capsys):
