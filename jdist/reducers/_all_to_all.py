@@ -10,8 +10,8 @@ granules would be mostly padding.  Each leaf is put where it takes the fewest
 bits:
 
 - in a bucket of its own, padded up to N granules;
-- in a bucket that small leaves share, where each begins at a granule, unless
-  that saves less than an eighth of the bits.  It is for codecs that encode
+- in a bucket that small leaves share, where each begins at a granule; larger
+  ones if that saves an eighth of the bits.  It is for codecs that encode
   granules independently (twice the granules, twice the bits): with one scale
   for a whole array a large neighbour would round a small leaf to zero;
 - in a bucket that is sent exactly.
@@ -34,6 +34,8 @@ PyTree: TypeAlias = Any
 OwnerFeedback: TypeAlias = bool | Literal["own_share"]
 _NumBits: TypeAlias = Callable[[jax.ShapeDtypeStruct], int]
 _exact_bits: _NumBits = codecs.Dense().num_bits
+# Entries of a leaf that is worth a bucket of its own.
+_SMALL = 2**18
 
 
 class RowLayout(NamedTuple):
@@ -265,9 +267,11 @@ def _place(
   fewest = num_rows * bits(padded(num_rows * granule) // num_rows)
   place: Literal["own", "shared"] = "own"
   # A codec with a header, or one scale for an array, fails this test.
-  if num_rows > 1 and bits(2 * granule) == 2 * bits(granule):
+  if bits(2 * granule) == 2 * bits(granule):
     shared = bits(padded(granule))
-    if fewest > 1.125 * shared:
+    # Each small leaf would be encoded by kernels of its own, which cost their
+    # launch; a large one is copied into a bucket only if that saves bits.
+    if fewest > 1.125 * shared or like.size < _SMALL:
       place, fewest = "shared", shared
   return "exact" if fewest >= _exact_bits(like) else place
 

@@ -25,15 +25,14 @@ def structs(*shapes, dtype="float32"):
   return [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes]
 
 
-def test_three_ways_by_hand():
+def test_three_ways_by_hand(monkeypatch):
+  monkeypatch.setattr(_all_to_all, "_SMALL", 100)
   likes = structs((1000,), (9,), (2,), (5, 5), (33,), (1,))
   assert layout_of(likes) == [
     # 1000 in 4 rows of 32 blocks: 2.4 % of padding.
     ((0,), (0,), 256, False),
-    # 25 take 4 blocks either way.
-    ((3,), (0,), 8, False),
-    # Begun at blocks; 33 entries take 5 blocks there and 8 in rows.
-    ((1, 4), (0, 16), 16, False),
+    # Begun at blocks: 9 entries take 2 blocks, 25 take 4 and 33 take 5.
+    ((1, 3, 4), (0, 16, 48), 24, False),
     # 2 entries are 64 bits, and a block of them would be 96.
     ((2, 5), (0, 2), 1, True),
   ]
