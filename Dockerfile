@@ -1,0 +1,11 @@
+# The image of a training run on CPUs, or with EXTRA=train,cuda13 on NVIDIA GPUs:
+#   docker build -t jdist .
+#   docker build -t jdist-cuda --build-arg EXTRA=train,cuda13 .
+FROM python:3.13-slim
+ARG EXTRA=train
+WORKDIR /src
+COPY . .
+RUN pip install --no-cache-dir ".[${EXTRA}]" && useradd --create-home jdist
+USER jdist
+WORKDIR /home/jdist
+ENTRYPOINT ["jdist"]
