@@ -43,6 +43,7 @@ _MAY_USE = {
     "training",
   },
   "profiling": {"cluster", "collectives", "training"},
+  "advice": {"cluster", "collectives", "training", "transforms"},
   "prediction": {"collectives", "models", "storage", "training"},
   "pipeline": {
     "channel",

@@ -274,19 +274,6 @@ def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
   picture.savefig(path, dpi=150)
 
 
-def filled(page: str, parts: dict[str, str]) -> str:
-  """Returns a page with new text between the markers of each part."""
-  for name, text in parts.items():
-    first, last = f"<!-- rows: {name} -->", f"<!-- end: {name} -->"
-    before, _, rest = page.partition(first)
-    inside, found, after = rest.partition(last)
-    if not found:
-      raise ValueError(f"`page` must have {first} and {last}.")
-    del inside
-    page = f"{before}{first}\n{text}\n{last}{after}"
-  return page
-
-
 def parts_of(rows: Sequence[Row]) -> dict[str, str]:
   """Returns what the rows say, by the name of its place on the page."""
   return {
@@ -306,7 +293,7 @@ def main() -> int:
   parts = parts_of(rows)
   print("\n\n".join(parts.values()))
   page = FOLDER / "README.md"
-  new = filled(page.read_text(), parts)
+  new = studies.filled(page.read_text(), parts)
   if check:
     return int(new != page.read_text())
   page.write_text(new)

@@ -18,6 +18,7 @@ from studies._report import mean_accuracy as mean_accuracy
 from studies._report import Runs as Runs
 from studies._report import runs_at as runs_at
 from studies._report import tuned_rates as tuned_rates
+from studies._tables import filled as filled
 from studies._tables import group as group
 from studies._tables import loss as loss
 from studies._tables import mean_curve as mean_curve

@@ -31,6 +31,28 @@ def table(titles: str, lines: Iterable[str | Iterable[object]]) -> str:
   return "\n".join([f"| {titles} |", rule, *(f"| {row} |" for row in rows)])
 
 
+def filled(page: str, parts: dict[str, str]) -> str:
+  r"""Returns a page with new text between the markers of each part.
+
+  Args:
+    page: A page with lines `<!-- rows: NAME -->` and `<!-- end: NAME -->`.
+    parts: The text of each part, by its name.
+
+  >>> page = "<!-- rows: a -->\nold\n<!-- end: a -->"
+  >>> filled(page, {"a": "new"}).splitlines()[1]
+  'new'
+  """
+  for name, text in parts.items():
+    first, last = f"<!-- rows: {name} -->", f"<!-- end: {name} -->"
+    before, _, rest = page.partition(first)
+    inside, found, after = rest.partition(last)
+    if not found:
+      raise ValueError(f"`page` must have {first} and {last}.")
+    del inside
+    page = f"{before}{first}\n{text}\n{last}{after}"
+  return page
+
+
 def group(
   rows: Iterable[comparison.Row], key: Callable[[comparison.Row], Key]
 ) -> dict[Key, list[comparison.Row]]:

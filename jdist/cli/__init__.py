@@ -22,6 +22,8 @@ _COMMANDS: dict[str, tuple[type[Any], str, str]] = {
             "train one model with one method"),
   "compare": (_commands.Compare, "_compare.compare",
               "compare methods: one table, one picture"),
+  "advise": (_commands.Advise, "programs._advise.advise",
+             "whether communicating less pays on a link"),
   "overlap": (_commands.Overlap, "programs._overlap.overlap",
               "what hides communication on GPUs"),
   "bytes": (_commands.Bytes, "programs._bytes.count",

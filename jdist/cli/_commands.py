@@ -84,6 +84,29 @@ class Compare(_groups.LinkOptions, _groups.Common):
 
 
 @dataclasses.dataclass(frozen=True)
+class Advise(_groups.ProcessOptions, _groups.LinkOptions, _groups.Common):
+  """Measures one worker's step and the encoding of messages on this machine,
+  counts what each method sends, and predicts how long a step takes on a link,
+  below which bandwidth a method pays, and whether any pays at all. Started in
+  several processes, one a host, it measures the link between them.
+  """
+
+  step: Annotated[str | None, tyro.conf.arg(metavar="MODULE:FUNCTION")] = None
+  """Function of one's own in place of model and data set, which returns
+  `loss_fn, params, batch` of one worker, as `training.make_step` takes them,
+  and batch statistics if there are any."""
+
+  learning_rate: float = option(0.1, within=POSITIVE)
+  """Rate of the measured optimizer, which has no effect on times."""
+
+  slowdown: float = option(1.0, within="[1, inf)")
+  """How much longer the slowest machine computes than this one."""
+
+  limit_s: float = option(60.0, within=POSITIVE)
+  """Seconds after which no further measurement begins."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Overlap(
   _groups.RateOptions,
   _groups.StageOptions,

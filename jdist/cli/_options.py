@@ -239,3 +239,47 @@ def check_used(
     f"{'does' if len(chosen) == 1 else 'do'} not use "
     f"{'it' if len(unused) == 1 else 'them'}: {'; '.join(parts)}."
   )
+
+
+def join_processes(
+  options: Any,
+  num_devices: int,
+  common: Callable[[], dict[str, object]] = dict,
+) -> None:
+  """Joins the processes of the run, if there are several.
+
+  All must have the same `common` options.
+  """
+  # Imported here, because help and errors should not wait for JAX.
+  from jdist import collectives
+
+  number, own = options.num_processes, options.process_id
+  if options.coordinator_address is None:
+    if (number, own) != (None, None):
+      raise ValueError(
+        "`--coordinator-address` must be given with `--num-processes` and "
+        "`--process-id`: the host:port of process 0."
+      )
+    return
+  # JAX reads all three from the environment of Slurm or MPI.
+  if options.coordinator_address == "auto":
+    collectives.start_processes()
+    return
+  if number is None or own is None:
+    raise ValueError(
+      "`--num-processes` and `--process-id` must be given with "
+      "`--coordinator-address`, unless that is `auto`."
+    )
+  if own >= number:
+    raise ValueError(
+      f"`--process-id` must be from 0 to {number - 1}, got {own}."
+    )
+  check_workers(options.workers, number)
+  collectives.start_processes(
+    options.coordinator_address,
+    number,
+    own,
+    # On CPUs the devices are virtual, and each process makes its part.
+    cpu_devices_per_process=num_devices // number,
+    options=common(),
+  )

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jdist import collectives, data, training
+from jdist import data, training
 from jdist.cli import (
   _commands,
   _methods,
@@ -24,10 +24,11 @@ def train(options: _commands.Train) -> None:
   options = _workload.named(options)
   _methods.check("--method", options, (options.method,))
   _workload.check(options)
+  common = functools.partial(_common, options)
   # Processes are joined after all checks of options, and before JAX looks for
   # devices, which the data and the model need.
   if options.stages is None:
-    _join(options, options.workers)
+    _options.join_processes(options, options.workers, common)
     programs: Any = _workload.Prepared(
       _workload.build(options), options, options.method, options.learning_rate
     )
@@ -35,7 +36,7 @@ def train(options: _commands.Train) -> None:
     from jdist.cli.pipelines import _pipeline_run
 
     table = _pipeline_run.check(options)
-    _join(options, options.workers * options.stages)
+    _options.join_processes(options, options.workers * options.stages, common)
     programs = _pipeline_run.prepare(options, table)
   run(options, programs)
 
@@ -125,40 +126,6 @@ def _save_model(
     facts |= {"mean": train.mean, "std": train.std}
   training.save_model(options.final_params, params, model_state, facts)
   print(f"Model: {options.final_params}")
-
-
-def _join(options: _commands.Train, num_devices: int) -> None:
-  """Joins the processes of the run, if there are several."""
-  number, own = options.num_processes, options.process_id
-  if options.coordinator_address is None:
-    if (number, own) != (None, None):
-      raise ValueError(
-        "`--coordinator-address` must be given with `--num-processes` and "
-        "`--process-id`: the host:port of process 0."
-      )
-    return
-  # JAX reads all three from the environment of Slurm or MPI.
-  if options.coordinator_address == "auto":
-    collectives.start_processes()
-    return
-  if number is None or own is None:
-    raise ValueError(
-      "`--num-processes` and `--process-id` must be given with "
-      "`--coordinator-address`, unless that is `auto`."
-    )
-  if own >= number:
-    raise ValueError(
-      f"`--process-id` must be from 0 to {number - 1}, got {own}."
-    )
-  _options.check_workers(options.workers, number)
-  collectives.start_processes(
-    options.coordinator_address,
-    number,
-    own,
-    # On CPUs the devices are virtual, and each process makes its part.
-    cpu_devices_per_process=num_devices // number,
-    options=_common(options),
-  )
 
 
 def _common(options: _commands.Train) -> dict[str, object]:

@@ -77,15 +77,20 @@ class Link:
     return bits / self.bandwidth_bits_per_s + messages * self.latency_s
 
 
-def ring_messages(num_workers: int) -> int:
-  """Returns the number of consecutive messages of a ring all-reduce.
+def ring_messages(num_workers: int, kind: str = "all-reduce") -> int:
+  """Returns the number of consecutive messages of a collective in a ring.
 
-  >>> ring_messages(8)
-  14
+  Args:
+    num_workers: The number of workers.
+    kind: One of `collectives.Kind`.
+
+  >>> ring_messages(8), ring_messages(8, "all-gather")
+  (14, 7)
   """
   checks.check_int("num_workers", num_workers, 1)
-  # A reduce-scatter and an all-gather have N - 1 steps each.
-  return 2 * (num_workers - 1)
+  # An all-reduce is a reduce-scatter and an all-gather, of N - 1 steps each.
+  steps = {"all-reduce": 2 * (num_workers - 1), "permute": 1}
+  return steps.get(kind, num_workers - 1)
 
 
 @signatures.checked

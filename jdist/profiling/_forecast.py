@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jdist import cluster, collectives, signatures, training
+from jdist import cluster, signatures, training
 from jdist.profiling import _timeline
 
 # The colours are distinct for most kinds of colour vision.
@@ -213,7 +213,8 @@ def forecast(
     elif event.collective is not None:
       sent = event.collective
       start_s = max(now_s, link_free_s)
-      link_free_s = start_s + link.send_s(sent.wire_bytes, _messages(sent))
+      messages = cluster.ring_messages(sent.num_workers, sent.kind)
+      link_free_s = start_s + link.send_s(sent.wire_bytes, messages)
       started[event.name] = len(found), len(kernels)
       found.append(
         SentCollective(
@@ -226,15 +227,6 @@ def forecast(
   for name in list(started):
     now_s = wait(name)
   return Forecast(tuple(found), tuple(kernels))
-
-
-def _messages(collective: collectives.Collective) -> int:
-  """Counts the consecutive messages of a collective in a ring."""
-  # An all-reduce is a reduce-scatter and an all-gather, one after the other.
-  both_ways = cluster.ring_messages(collective.num_workers)
-  if collective.kind == "all-reduce":
-    return both_ways
-  return 1 if collective.kind == "permute" else both_ways // 2
 
 
 @signatures.checked

@@ -1,0 +1,173 @@
+"""Writes the tables of predicted and measured steps, and their picture.
+
+    python experiments/advise/report.py          # README.md and advise.png
+    python experiments/advise/report.py --check  # fails if a number differs
+
+Predictions are the costs that were measured on one core beforehand, on the link
+that a few means found when the steps were measured.
+"""
+
+import argparse
+import pathlib
+import statistics
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import run
+import studies
+
+from jdist import advice, cluster, training
+
+_FOLDER = pathlib.Path(__file__).resolve().parent
+_WITHIN = 0.12
+_REGRET = 0.05
+
+
+def said_of(predicted, row):
+  """Returns what was predicted for the setting of a measured row."""
+  same = ("model", "batch_size", "hosts")
+  costs = {
+    x["method"]: advice.MethodCosts(**x["costs"])
+    for x in predicted
+    if all(x["config"][key] == row["config"][key] for key in same)
+  }
+  ordered = {name: costs[name] for name in run.CHAINS}
+  return advice.Advice(ordered, cluster.Link(**row["link"]))
+
+
+def settings(measured):
+  """Returns the measured rows by model, hosts and rate."""
+  found = studies.group(
+    measured,
+    lambda x: (
+      x["config"]["model"], x["config"]["hosts"], x["config"]["bits_per_s"]
+    ),
+  )  # fmt: skip
+  return dict(sorted(found.items()))
+
+
+def compare(predicted, measured):
+  """Returns a dict for each method of each setting."""
+  found = []
+  for (model, hosts, rate), rows in settings(measured).items():
+    said = said_of(predicted, rows[0])
+    for row in rows:
+      low, middle, high = said.seconds(row["method"])
+      took = statistics.median(row["step_s"])
+      found.append({
+        "model": model, "hosts": hosts, "rate": rate, "method": row["method"],
+        "low": low, "said": middle, "high": high, "took": took,
+        "error": middle / took - 1,
+        "best": said.best, "pays": said.pays(row["method"]),
+      })  # fmt: skip
+  return found
+
+
+def verdict(found):
+  """Returns what the comparison says, as a list."""
+  errors = [abs(x["error"]) for x in found]
+  inside = sum(x["low"] <= x["took"] <= x["high"] for x in found)
+  regrets = []
+  for one in studies.group(
+    found, lambda x: (x["model"], x["hosts"], x["rate"])
+  ).values():
+    took = {x["method"]: x["took"] for x in one}
+    regrets.append(took[one[0]["best"]] / min(took.values()) - 1)
+  wrong = [
+    x for x in found if x["pays"] and x["took"] >= _base(found, x)["took"]
+  ]
+  lines = [
+    f"{len(found)} steps in {len(regrets)} settings: the error of the "
+    f"prediction is {100 * statistics.median(errors):.1f} % in the median and "
+    f"{100 * max(errors):.1f} % at most; "
+    f"{sum(x <= _WITHIN for x in errors)} of {len(errors)} are within "
+    f"{100 * _WITHIN:.0f} %.",
+    f"{inside} of {len(found)} measured steps lie inside the 90 % interval, "
+    "which has the spread of the profile alone.",
+    f"The chosen method takes {100 * statistics.median(regrets):.1f} % longer "
+    f"than the best one in the median and {100 * max(regrets):.1f} % at most; "
+    f"{sum(x <= _REGRET for x in regrets)} of {len(regrets)} choices are "
+    f"within {100 * _REGRET:.0f} %.",
+    f"Of {sum(x['pays'] for x in found)} methods that were said to pay, "
+    f"{len(wrong)} did not.",
+  ]
+  return "\n".join(f"- {line}" for line in lines)
+
+
+def _base(found, one):
+  return next(
+    x
+    for x in found
+    if x["method"] == next(iter(run.CHAINS))
+    and all(x[key] == one[key] for key in ("model", "hosts", "rate"))
+  )
+
+
+def table(found):
+  """Returns a line for each method of each setting."""
+  return studies.table(
+    "model | hosts | Mbit/s | method | predicted, ms | measured, ms | error, %",
+    [
+      (
+        x["model"], x["hosts"], f"{x['rate'] / 1e6:g}", x["method"],
+        f"{1e3 * x['said']:.1f}", f"{1e3 * x['took']:.1f}",
+        f"{100 * x['error']:+.1f}",
+      )
+      for x in found
+    ],
+  )  # fmt: skip
+
+
+def draw(found, path):
+  """Draws predicted against measured steps."""
+  from matplotlib import figure
+
+  picture = figure.Figure(figsize=(6.5, 5), layout="constrained")
+  axes = picture.subplots()
+  colours = (
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#333333", "#e69f00", "#56b4e9",
+    "#999933",
+  )  # fmt: skip
+  for name, colour in zip(run.CHAINS, colours, strict=True):
+    own = [x for x in found if x["method"] == name]
+    axes.scatter(
+      [1e3 * x["took"] for x in own], [1e3 * x["said"] for x in own],
+      s=22, label=name, color=colour,
+    )  # fmt: skip
+  ends = [f(1e3 * x["took"] for x in found) for f in (min, max)]
+  axes.plot(ends, ends, color="black", lw=0.8)
+  for factor in (1 - _WITHIN, 1 + _WITHIN):
+    axes.plot(ends, [factor * x for x in ends], color="#999999", lw=0.6, ls=":")
+  axes.set(
+    xscale="log", yscale="log", xlabel="measured ms a step",
+    ylabel="predicted ms a step",
+  )  # fmt: skip
+  axes.legend(fontsize=8, frameon=False)
+  picture.savefig(path, dpi=150)
+
+
+def main():
+  """Writes the page, or returns 1 if it is not what the rows say."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--check", action="store_true")
+  check = parser.parse_args().check
+  predicted, measured = (
+    training.read_rows(run.RESULTS / f"{name}.jsonl")
+    for name in ("predicted", "measured")
+  )
+  found = compare(predicted, measured)
+  parts = {"verdict": verdict(found), "steps": table(found)}
+  print("\n\n".join(parts.values()))
+  page = _FOLDER / "README.md"
+  new = studies.filled(page.read_text(), parts)
+  if check:
+    return int(new != page.read_text())
+  page.write_text(new)
+  draw(found, run.RESULTS / "advise.png")
+  return 0
+
+
+if __name__ == "__main__":
+  if main():
+    raise SystemExit("The page differs from what the rows say.")

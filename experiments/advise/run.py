@@ -1,0 +1,219 @@
+r"""Predicts step times by `advice.advise`, and measures them over links.
+
+    python experiments/advise/run.py predict --model lenet
+    sudo python scripts/slow_network.py --hosts 2 --rate 100mbit -- \\
+      python experiments/advise/run.py measure --model lenet
+    python experiments/advise/report.py
+
+`predict` runs alone, before any measurement, and writes what each method costs
+a worker. `measure` runs on all hosts: it measures the link by a few means, and
+the steps of all methods in turns. Each host has one core, as in `predict`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import os
+import pathlib
+import statistics
+import time
+
+os.environ["XLA_FLAGS"] = " ".join(
+  (os.environ.get("XLA_FLAGS", ""), "--xla_cpu_multi_thread_eigen=false")
+)
+
+import jax
+import numpy as np
+import optax
+
+import jdist
+from jdist import (
+  advice,
+  cluster,
+  codecs,
+  collectives,
+  methods,
+  models,
+  reducers,
+  training,
+  transforms,
+)
+from jdist.transforms import intervals
+
+RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+INTERVAL = 8
+_STREAM_STEPS = (1, 2, 4, 8)
+_SHAPES = {"lenet": (28, 28, 1), "cnn": (32, 32, 3), "mlp": (28, 28, 1)}
+_BLOCKS = 7
+
+
+def sgd():
+  return optax.sgd(0.01, momentum=0.9, nesterov=True)
+
+
+def int4():
+  return jdist.Compression(codecs.Quantize(4), reducers.ErrorFeedback())
+
+
+def msdpu(axis, compression=None):
+  late = transforms.Delayed(carry=None, stream=transforms.Stream())
+  return methods.msdpu(
+    sgd(), intervals.fixed(INTERVAL), 0.01, axis=axis, overlap=late,
+    compression=compression,
+  )  # fmt: skip
+
+
+CHAINS = {
+  "ssgd": (lambda axis: methods.ssgd(sgd(), axis=axis), 1),
+  "ssgd int4": (
+    lambda axis: methods.ssgd(sgd(), axis=axis, compression=int4()), 1
+  ),
+  "powersgd": (lambda axis: methods.powersgd(sgd(), axis=axis), 1),
+  "topk_sgd": (lambda axis: methods.topk_sgd(sgd(), axis=axis), 1),
+  "local_sgd": (
+    lambda axis: methods.local_sgd(sgd(), INTERVAL, axis=axis), INTERVAL
+  ),
+  "diloco int4": (
+    lambda axis: methods.diloco(
+      sgd(), INTERVAL, axis=axis, compression=int4()
+    ),
+    INTERVAL,
+  ),
+  "msdpu streamed": (msdpu, INTERVAL),
+  "msdpu streamed int4": (lambda axis: msdpu(axis, int4()), INTERVAL),
+}  # fmt: skip
+
+
+def problem(options):
+  """Returns the model, its loss and one worker's batch."""
+  shape = _SHAPES[options.model]
+  model = models.build(options.model, input_shape=shape, num_classes=10, seed=0)
+  random = np.random.default_rng(0)
+  batch = {
+    "image": random.normal(size=(options.batch_size, *shape)).astype(
+      np.float32
+    ),
+    "label": random.integers(0, 10, options.batch_size).astype(np.int32),
+  }
+  return model, training.classification_loss(model.apply), batch
+
+
+def predict(options):
+  """Measures one worker's costs on one core of this machine."""
+  # All hosts of a measurement have one core each.
+  os.sched_setaffinity(0, {0})
+  model, loss_fn, batch = problem(options)
+  found = advice.advise(
+    loss_fn, model.params, batch, CHAINS, cluster.Link(1e9),
+    num_workers=options.hosts, optimizer=sgd(), model_state=model.state,
+    limit_s=options.limit_s,
+  )  # fmt: skip
+  rows = [
+    training.make_row(
+      vars(options), 0, method=name, costs=dataclasses.asdict(costs)
+    )
+    for name, costs in found.costs.items()
+  ]
+  training.append_rows(RESULTS / "predicted.jsonl", rows)
+  for name, costs in found.costs.items():
+    print(
+      f"{name}: {1e3 * statistics.median(costs.step_s):.2f} ms and "
+      f"{1e3 * statistics.median(costs.extra_s):.2f} ms more, "
+      f"{costs.round_bytes / 1e3:.1f} kB a round"
+    )
+
+
+class Turn:
+  """A method's steps, a round after the other, as `Trainer` takes them."""
+
+  def __init__(self, workers, make, model, loss_fn, batch):
+    optimizer = make(workers.axis)
+    self.state = training.init_state(
+      workers, optimizer, model.params, model.state
+    )
+    self.batch = workers.place(
+      jax.tree.map(lambda x: np.stack([x] * len(workers.local_workers)), batch)
+    )
+    step = training.make_step(loss_fn, optimizer, axis=workers.axis)
+
+    @functools.cache
+    def program(control):
+      return workers.jit(functools.partial(step, control=control))
+
+    streams = transforms.streams(self.state.opt_state)
+    self.program = program
+    self.host = training.RoundHost(
+      workers,
+      self.state.opt_state,
+      stream_steps=_STREAM_STEPS if streams else (),
+    )
+
+  def take(self):
+    """Runs a round of the longest interval; returns a step's seconds."""
+    started_s = time.perf_counter()
+    for _ in range(INTERVAL):
+      program = self.program(self.host.control())
+      self.state, metrics = program(self.state, self.batch)
+      self.host.follow(self.state.opt_state)
+      jax.block_until_ready(metrics)
+    jax.block_until_ready(self.state)
+    return (time.perf_counter() - started_s) / INTERVAL
+
+
+def measure(options):
+  """Measures the link and all methods, on each host of the network."""
+  number = int(os.environ["JDIST_PROCESS"])
+  os.sched_setaffinity(0, {number % (os.cpu_count() or 1)})
+  collectives.start_processes(
+    os.environ["JDIST_COORDINATOR"], options.hosts, number,
+    cpu_devices_per_process=1,
+  )  # fmt: skip
+  workers = jdist.workers(options.hosts)
+  link = advice.measure_link(workers)
+  model, loss_fn, batch = problem(options)
+  turns = {
+    name: Turn(workers, make, model, loss_fn, batch)
+    for name, (make, _) in CHAINS.items()
+  }
+  seconds = {name: [] for name in turns}
+  for block in range(_BLOCKS + 2):
+    for name, turn in turns.items():
+      taken_s = turn.take()
+      if block > 1:  # A late method's first messages come in its second round.
+        seconds[name].append(taken_s)
+  if number:
+    return
+  rate = float(os.environ["JDIST_BITS_PER_S"])
+  rows = [
+    training.make_row(
+      vars(options) | {"bits_per_s": rate}, 0, method=name, step_s=taken,
+      link=dataclasses.asdict(link),
+    )
+    for name, taken in seconds.items()
+  ]  # fmt: skip
+  training.append_rows(RESULTS / "measured.jsonl", rows)
+  print(
+    f"{rate / 1e6:g} Mbit/s: means reach "
+    f"{link.bandwidth_bits_per_s / 1e6:.1f} Mbit/s, "
+    f"{1e3 * link.latency_s:.2f} ms a message"
+  )
+  for name, taken in seconds.items():
+    print(f"{name}: {1e3 * statistics.median(taken):.2f} ms a step")
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("what", choices=("predict", "measure"))
+  parser.add_argument("--model", choices=tuple(_SHAPES), default="lenet")
+  parser.add_argument("--batch-size", type=int, default=32,
+                      help="images of a worker in a step")  # fmt: skip
+  parser.add_argument("--hosts", type=int, default=2)
+  parser.add_argument("--limit-s", type=float, default=60.0)
+  options = parser.parse_args()
+  what = {"predict": predict, "measure": measure}[options.what]
+  del options.what
+  what(options)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,6 @@
+"""Whether a method pays on a link, predicted from measurements here."""
+
+from jdist.advice._advise import Advice as Advice
+from jdist.advice._advise import advise as advise
+from jdist.advice._advise import measure_link as measure_link
+from jdist.advice._advise import MethodCosts as MethodCosts

@@ -1,0 +1,409 @@
+"""Predicts on which links a method takes less time than synchronous SGD."""
+
+import collections as counting
+import dataclasses
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdist import checks, cluster, collectives, signatures, training, transforms
+
+PyTree = Any
+Chain = Callable[[collectives.Axis], optax.GradientTransformation]
+# The states of all measured workers are on one device.
+_MEASURED_BYTES = 2**30
+# Numbers of updates in which a streamed message may be sent.
+_STREAM_STEPS = (1, 2, 4, 8, 16)
+# Logarithms of bits a second, between which all links lie.
+_SLOWEST, _FASTEST = math.log(1e3), math.log(1e15)
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodCosts:
+  r"""What a method costs a worker.
+
+  On a link the mean step of a round of H steps takes
+
+  .. math:: t = c + x + \tfrac{1}{H} \max(0, s - d \, c)
+
+  where s are the seconds of a round's messages (`cluster.Link.send_s`).
+
+  Attributes:
+    interval: The steps of a round, H; 1 for a method without rounds.
+    step_s: The seconds c of a step that sends nothing, one for each block of
+      measurements.
+    extra_s: The seconds x that the method adds to a step here, encoding and
+      decoding included, in the same blocks.
+    round_bytes: The bytes that a worker sends in a round.
+    round_messages: The consecutive messages in which it sends them.
+    hidden_steps: The steps d under which they are sent.
+  """
+
+  interval: int
+  step_s: tuple[float, ...]
+  extra_s: tuple[float, ...]
+  round_bytes: float
+  round_messages: int
+  hidden_steps: int
+
+  def exposed_s(self, link: cluster.Link, step_s: float) -> float:
+    """Returns the seconds for which a mean step waits for messages."""
+    sent_s = link.send_s(self.round_bytes, self.round_messages)
+    return max(0.0, sent_s - self.hidden_steps * step_s) / self.interval
+
+  def seconds(
+    self, link: cluster.Link, slowdown: float = 1.0
+  ) -> tuple[float, float, float]:
+    """Returns a mean step's seconds: the 5 % quantile, median and 95 % one.
+
+    Args:
+      link: The link of each worker.
+      slowdown: How much longer the slowest worker computes than this machine,
+        for which all others wait.
+    """
+    own = slowdown * np.array(self.step_s)
+    extra = np.maximum(0.0, slowdown * np.array(self.extra_s))
+    exposed = [self.exposed_s(link, step_s) for step_s in own]
+    found = np.quantile(own + extra + exposed, (0.05, 0.5, 0.95))
+    low, middle, high = found.tolist()
+    return low, middle, high
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+  """The predicted times of methods for one model, machine and link.
+
+  Attributes:
+    costs: The costs of each method; others are compared with the first one.
+    link: The link of each worker.
+    slowdown: How much longer the slowest worker computes than this machine.
+  """
+
+  costs: Mapping[str, MethodCosts]
+  link: cluster.Link
+  slowdown: float = 1.0
+
+  @property
+  def base(self) -> str:
+    """The method with which others are compared."""
+    return next(iter(self.costs))
+
+  @property
+  def step_s(self) -> float:
+    """The seconds of a step without any communication."""
+    return self.slowdown * statistics.median(self.costs[self.base].step_s)
+
+  def seconds(
+    self, name: str, link: cluster.Link | None = None
+  ) -> tuple[float, float, float]:
+    """Returns a method's seconds of a mean step, as `MethodCosts.seconds`."""
+    return self.costs[name].seconds(link or self.link, self.slowdown)
+
+  def exposed_share(self, name: str) -> float:
+    """Returns the part of a mean step in which a worker waits for messages."""
+    waits = self.costs[name].exposed_s(self.link, self.step_s)
+    return waits / self.seconds(name)[1]
+
+  def pays(self, name: str) -> bool:
+    """Returns whether a method's step is shorter than the base's.
+
+    Their intervals must not overlap: within the noise it does not pay.
+    """
+    return self.seconds(name)[2] < self.seconds(self.base)[0]
+
+  @property
+  def best(self) -> str:
+    """The method with the shortest step; the base unless another one pays."""
+    paying = [name for name in self.costs if self.pays(name)]
+    return min(paying or [self.base], key=lambda name: self.seconds(name)[1])
+
+  def pays_below(self, name: str) -> float | None:
+    """Returns the bandwidth below which a method's step is the shorter one.
+
+    Returns:
+      Bits a second with the latency of the link; infinity if it pays on every
+      link, and None if on none.
+    """
+
+    def costs(link: cluster.Link) -> bool:
+      return self.seconds(name, link)[1] >= self.seconds(self.base, link)[1]
+
+    rate = self._first(costs)
+    return None if rate == 0 else math.inf if rate is None else rate
+
+  def rate_for(self, name: str, utilization: float) -> float | None:
+    """Returns the lowest bandwidth at which a method reaches a utilization.
+
+    Args:
+      name: The method's name.
+      utilization: The part of a mean step in which the model's own step is
+        computed, in (0, 1].
+
+    Returns:
+      Bits a second with the latency of the link; 0 if it is reached on every
+      link, and None if on none.
+    """
+    checks.check_number("utilization", utilization, high=1, open_low=True)
+    aim_s = self.step_s / utilization
+    return self._first(lambda link: self.seconds(name, link)[1] <= aim_s)
+
+  def _first(self, holds: Callable[[cluster.Link], bool]) -> float | None:
+    """Returns the lowest rate at which something holds that holds above it."""
+
+    def at(log_rate: float) -> bool:
+      rate = math.exp(log_rate)
+      return holds(dataclasses.replace(self.link, bandwidth_bits_per_s=rate))
+
+    low, high = _SLOWEST, _FASTEST
+    if at(low):
+      return 0.0
+    if not at(high):
+      return None
+    for _ in range(40):
+      middle = (low + high) / 2
+      low, high = (low, middle) if at(middle) else (middle, high)
+    return math.exp(high)
+
+
+@signatures.checked
+def advise(
+  loss_fn: Callable[..., Any],
+  params: signatures.Arrays,
+  batch: signatures.Arrays,
+  chains: Mapping[str, tuple[Chain, int]],
+  link: cluster.Link,
+  *,
+  num_workers: int,
+  optimizer: optax.GradientTransformation,
+  model_state: signatures.Arrays = None,
+  slowdown: float = 1.0,
+  limit_s: float = 60.0,
+) -> Advice:
+  """Measures one worker's step here, and predicts it on a link.
+
+  The step, and each method's own updates with their encoding and decoding, run
+  on this machine and take turns. Bytes are counted from the traced updates.
+  Accuracy is not predicted.
+
+  Args:
+    loss_fn: As of `training.make_step`.
+    params: One worker's parameters.
+    batch: One worker's batch.
+    chains: A function from the workers' axis to the chain, and the steps of a
+      round, for each method; the first method is the base of comparisons.
+    link: The link of each worker, with the rate that collectives reach on it.
+    num_workers: The number of machines, one worker each, 2 or more.
+    optimizer: The worker's optimizer inside all chains.
+    model_state: One worker's batch statistics.
+    slowdown: How much longer the slowest machine computes than this one, 1 or
+      more.
+    limit_s: The seconds after which no further block of measurements begins;
+      there are three at least and nine at most.
+
+  Raises:
+    ValueError: If an argument is not as described.
+  """
+  optimizer = transforms.lenient(checks.check_optimizer("optimizer", optimizer))
+  checks.check_int("num_workers", num_workers, 2)
+  checks.check_number("slowdown", slowdown, low=1)
+  checks.check_number("limit_s", limit_s, open_low=True)
+  if not chains:
+    raise ValueError("`chains` must have a method at least, got none.")
+  started_s = time.monotonic()
+  state = {} if model_state is None else model_state
+  gradient = training.make_gradient(loss_fn)
+
+  @jax.jit
+  def step(params: PyTree, opt_state: PyTree, batch: PyTree) -> Any:
+    found = gradient(params, state, batch, jax.random.key(0))
+    updates, opt_state = optimizer.update(
+      found.grads, opt_state, params, loss=found.loss, value=found.loss
+    )
+    return optax.apply_updates(params, updates), opt_state, found.grads
+
+  given = params, jax.jit(optimizer.init)(params), batch
+  _, _, grads = step(*given)
+  # As many workers as fit run their updates on this device.
+  size = sum(x.nbytes for x in jax.tree.leaves(grads))
+  held = max(2, min(num_workers, _MEASURED_BYTES // max(1, 8 * size)))
+  team = collectives.workers(held, substrate="vmap")
+  alone = _Updates(team, lambda axis: optimizer, 1, grads, params)
+  measured = {
+    name: _Updates(team, make, interval, grads, params)
+    for name, (make, interval) in chains.items()
+  }
+  once_s = _seconds(step, given, 1)
+  # A turn lasts long enough for the clock.
+  count = max(1, min(20, math.ceil(0.05 / once_s)))
+  blocks: list[list[float]] = []
+  while len(blocks) < 10:
+    row = [_seconds(step, given, count), alone.seconds()]
+    blocks.append(row + [one.seconds() for one in measured.values()])
+    if len(blocks) > 3 and time.monotonic() - started_s > limit_s:
+      break
+  # The first block warms up.
+  step_s, plain_s, *own = np.array(blocks[1:]).T
+  return Advice(
+    {
+      name: MethodCosts(
+        one.interval,
+        tuple(step_s.tolist()),
+        tuple((own_s - plain_s).tolist()),
+        *_sent(chains[name][0], one.controls, params, num_workers),
+        one.hidden_steps,
+      )
+      for (name, one), own_s in zip(measured.items(), own, strict=True)
+    },
+    link,
+    slowdown,
+  )
+
+
+def _seconds(
+  function: Callable[..., Any], given: tuple[Any, ...], count: int
+) -> float:
+  started_s = time.perf_counter()
+  for _ in range(count):
+    jax.block_until_ready(function(*given))
+  return (time.perf_counter() - started_s) / count
+
+
+class _Updates:
+  """The updates of all workers' chain, of whole rounds, on one device."""
+
+  def __init__(
+    self,
+    team: collectives.Workers,
+    make: Chain,
+    interval: int,
+    grads: PyTree,
+    params: PyTree,
+  ):
+    self.interval, self._team = interval, team
+    optimizer = transforms.lenient(make(team.axis))
+    self._params, self._grads = team.replicate(params), team.replicate(grads)
+    self._state = team.jit(optimizer.init)(self._params)
+    streams = transforms.streams(self._state)
+
+    @functools.cache
+    def program(control: transforms.Control) -> Callable[..., Any]:
+      return team.jit(functools.partial(_update, optimizer, control))
+
+    self._program = program
+    self._host = training.RoundHost(
+      team, self._state, stream_steps=_STREAM_STEPS if streams else ()
+    )
+    # A message is in flight from the second round on.
+    self.seconds()
+    self.seconds()
+    self.hidden_steps = 0
+    if streams:
+      ahead: Any = transforms.rounds_ahead(self._state)
+      window = int(np.max(np.asarray(team.view(ahead))[..., 0, 0]))
+      self.hidden_steps = window if window > 0 else interval
+
+  def seconds(self) -> float:
+    """Runs a round and returns one worker's mean seconds of an update."""
+    params, self.controls = self._params, []
+    started_s = time.perf_counter()
+    for _ in range(self.interval):
+      control = self._host.control()
+      self.controls.append(control)
+      params, self._state = self._program(control)(
+        self._grads, self._state, params
+      )
+      self._host.follow(self._state)
+    jax.block_until_ready((params, self._state))
+    taken_s = time.perf_counter() - started_s
+    return taken_s / self.interval / self._team.num_workers
+
+
+def _update(
+  optimizer: optax.GradientTransformationExtraArgs,
+  control: transforms.Control,
+  grads: PyTree,
+  state: PyTree,
+  params: PyTree,
+) -> tuple[PyTree, PyTree]:
+  loss = jnp.zeros(())
+  updates, state = optimizer.update(
+    grads, state, params, loss=loss, value=loss, control=control
+  )
+  return transforms.apply_updates(params, updates, state), state
+
+
+def _sent(
+  make: Chain,
+  controls: Sequence[transforms.Control],
+  params: PyTree,
+  num_workers: int,
+) -> tuple[float, int]:
+  """Counts the bytes and messages of a round, given its updates."""
+  optimizer = transforms.lenient(make("worker"))
+  num_bytes, messages = 0.0, 0
+  for control, count in counting.Counter(controls).items():
+
+    def step(params: PyTree, control: transforms.Control = control) -> Any:
+      # Bytes do not depend on numbers: the parameters serve as gradients.
+      state = optimizer.init(params)
+      return _update(optimizer, control, params, state, params)
+
+    kinds = set()
+    for one in collectives.traffic(
+      step, params, axis="worker", num_workers=num_workers
+    ).collectives:
+      # A conditional's branch is taken once a round, if the device ends it.
+      times = 1 if one.conditional else count
+      num_bytes += times * one.wire_bytes
+      kinds.add((one.kind, times))
+    # Compilers merge collectives of one kind into one message.
+    messages += sum(
+      times * cluster.ring_messages(num_workers, kind) for kind, times in kinds
+    )
+  return num_bytes, messages
+
+
+def measure_link(
+  workers: collectives.Workers, *, repeats: int = 5
+) -> cluster.Link:
+  """Measures the latency and the rate that a mean over all workers reaches.
+
+  The mean of a few numbers takes the latency of a ring's messages, and by two
+  longer ones the rate is found. Every process calls it.
+
+  Args:
+    workers: One worker in each of several processes.
+    repeats: Measurements of each size, of which the median counts.
+
+  Raises:
+    ValueError: If all workers are in this process.
+  """
+  checks.check_int("repeats", repeats, 1)
+  if jax.process_count() == 1:
+    raise ValueError(
+      "`workers` must be in several processes, got one: there is no link to "
+      "measure. State its bandwidth and latency."
+    )
+  mean = workers.jit(functools.partial(collectives.mean, axis=workers.axis))
+  seconds = {}
+  for size in (16, 1 << 18, 1 << 20):
+    rows = np.zeros((len(workers.local_workers), size), np.float32)
+    given = (workers.place(rows),)
+    _seconds(mean, given, 1)
+    taken = [_seconds(mean, given, 1) for _ in range(repeats)]
+    seconds[size] = statistics.median(taken)
+  count = workers.num_workers
+  (short, short_s), (long, long_s) = list(seconds.items())[1:]
+  sent = 32 * (long - short) * 2 * (count - 1) / count
+  return cluster.Link(
+    sent / max(long_s - short_s, 1e-9),
+    seconds[16] / cluster.ring_messages(count),
+  )

@@ -1,0 +1,120 @@
+"""Whether a method pays: the equation by hand, and measurements of a model."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist import advice, cluster, codecs, methods, reducers
+
+SGD = optax.sgd(0.1, momentum=0.9)
+NOT_LATE = advice.MethodCosts(1, (0.1, 0.1, 0.1), (0.0, 0.0, 0.0), 1e6, 0, 0)
+
+
+def loss_fn(params, model_state, batch, key):
+  del key
+  return jnp.mean((batch @ params["w"]) ** 2), (model_state, {})
+
+
+def advise(**changes):
+  int4 = jdist.Compression(codecs.Quantize(4), reducers.ErrorFeedback())
+  late = jdist.transforms.Delayed(stream=jdist.transforms.Stream())
+  given = {
+    "loss_fn": loss_fn,
+    "params": {"w": jnp.ones((64, 64))},
+    "batch": jnp.ones((8, 64)),
+    "chains": {
+      "ssgd": (lambda axis: methods.ssgd(SGD, axis=axis), 1),
+      "int4": (
+        lambda axis: methods.ssgd(SGD, axis=axis, compression=int4),
+        1,
+      ),
+      "local": (lambda axis: methods.local_sgd(SGD, 4, axis=axis), 4),
+      "streamed": (
+        lambda axis: methods.local_sgd(SGD, 4, axis=axis, overlap=late),
+        4,
+      ),
+    },
+    "link": cluster.Link(1e6),
+    "num_workers": 4,
+    "optimizer": SGD,
+    "limit_s": 1e-3,
+  }
+  return advice.advise(**given | changes)
+
+
+def test_step_is_computation_and_what_is_not_hidden():
+  link = cluster.Link(8e6, latency_s=0.01)  # A megabyte takes a second.
+  costs = advice.MethodCosts(4, (0.1, 0.2, 0.3), (0.02,) * 3, 1e6, 10, 3)
+  # A round sends for 1.1 s, of which three steps hide 0.6 s.
+  assert costs.exposed_s(link, 0.2) == pytest.approx((1.1 - 0.6) / 4)
+  assert costs.seconds(link)[1] == pytest.approx(0.2 + 0.02 + 0.125)
+  # On a machine of half the speed they hide all of it.
+  assert costs.seconds(link, 2.0)[1] == pytest.approx(0.44)
+
+
+def test_bandwidths_are_where_times_meet():
+  costs = {
+    "ssgd": NOT_LATE,
+    "int4": advice.MethodCosts(1, (0.1,) * 3, (0.05,) * 3, 1e5, 0, 0),
+    "worse": advice.MethodCosts(1, (0.1,) * 3, (0.05,) * 3, 2e6, 0, 0),
+    "free": advice.MethodCosts(1, (0.1,) * 3, (0.0,) * 3, 0.0, 0, 0),
+  }
+  found = advice.Advice(costs, cluster.Link(1e9))
+  # 8 (1e6 - 1e5) bits take the 0.05 s that the codec takes.
+  assert found.pays_below("int4") == pytest.approx(8 * 9e5 / 0.05, rel=1e-4)
+  assert found.pays_below("worse") is None
+  assert found.pays_below("free") > 1e14
+  # Half of a step is 0.1 s of messages.
+  assert found.rate_for("ssgd", 0.5) == pytest.approx(8e7, rel=1e-4)
+  assert found.rate_for("int4", 0.9) is None
+  assert found.rate_for("free", 0.99) == 0.0
+  assert (found.best, found.pays("int4")) == ("free", False)
+
+
+def test_it_says_no_on_a_fast_link_and_yes_on_a_slow_one():
+  slow = advise()
+  assert slow.pays("local")
+  assert slow.best != "ssgd"
+  fast = advice.Advice(slow.costs, cluster.Link(math.inf))
+  assert not any(map(fast.pays, ("int4", "local")))
+
+
+def test_bytes_are_those_of_the_traced_updates():
+  costs = advise().costs
+  sent = 2 * 3 / 4 * 4 * 64 * 64
+  for name in ("ssgd", "local", "streamed"):
+    assert costs[name].round_bytes == pytest.approx(sent, rel=0.01), name
+  assert costs["int4"].round_bytes < sent / 7
+  hidden = {name: x.hidden_steps for name, x in costs.items()}
+  assert hidden == {"ssgd": 0, "int4": 0, "local": 0, "streamed": 4}
+  assert all(np.isfinite(x.extra_s).all() for x in costs.values())
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"num_workers": 1},
+    {"slowdown": 0.5},
+    {"limit_s": 0},
+    {"chains": {}},
+    {"optimizer": 0.1},
+    {"link": 100},
+    {"loss_fn": None},
+  ],
+  ids=str,
+)
+def test_wrong_argument_is_named(changes):
+  (name,) = changes
+  with pytest.raises(ValueError, match=f"`{name}`"):
+    advise(**changes)
+
+
+def test_a_link_within_one_process_is_refused():
+  with pytest.raises(
+    ValueError, match="`workers` must be in several processes"
+  ):
+    advice.measure_link(jdist.workers(2, substrate="vmap"))

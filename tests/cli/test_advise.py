@@ -1,0 +1,81 @@
+"""`jdist advise`: a step of one's own, its verdict, and bad options."""
+
+import json
+import sys
+
+import pytest
+
+from jdist import cli
+
+MODULE = """
+import jax.numpy as jnp
+
+def loss_fn(params, model_state, batch, key):
+  return jnp.mean((batch @ params) ** 2), (model_state, {})
+
+def make():
+  return loss_fn, jnp.ones((64, 64)), jnp.ones((8, 64))
+
+def short():
+  return loss_fn, jnp.ones((64, 64))
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path, monkeypatch):
+  (tmp_path / "own_step.py").write_text(MODULE)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  yield
+  sys.modules.pop("own_step", None)
+
+
+def advise(capsys, *words):
+  status = cli.main(["advise", *words])
+  return status, capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+  "whole",
+  [False, pytest.param(True, marks=pytest.mark.slow)],
+  ids=["two_methods", "all"],
+)
+def test_own_step_is_advised_by_link(whole, capsys, monkeypatch, tmp_path):
+  if not whole:
+    from jdist.cli.programs import _advise
+
+    monkeypatch.setattr(_advise, "_CHOICES", _advise._CHOICES[:2])
+  words = (
+    "--step", "own_step:make", "--workers", "4", "--limit-s", "0.001",
+    "--latency-ms", "0", "--output", str(tmp_path / "out"),
+  )  # fmt: skip
+  status, said = advise(capsys, *words, "--bandwidth-mbit-per-s", "0.1")
+  assert status == 0, said.err
+  assert "Yes: " in said.out
+  assert "jdist train --method" in said.out
+  rows = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
+  found = {row["method"]: row for row in map(json.loads, rows)}
+  # A ring of four sends 1.5 times the 16 kB.
+  assert found["ssgd"]["costs"]["round_bytes"] == pytest.approx(24576, rel=0.01)
+  assert found["ssgd int4"]["pays"]
+  assert len(found) == (8 if whole else 2)
+
+
+@pytest.mark.parametrize(
+  ("words", "named"),
+  [
+    (("--step", "own_step"), "there is no colon"),
+    (("--step", "own_step:absent"), "absent"),
+    (("--step", "no_such_module:make"), "no_such_module"),
+    (("--step", "own_step:short"), "`loss_fn, params, batch`"),
+    (("--bandwidth-mbit-per-s", "0"), "`--bandwidth-mbit-per-s`"),
+    (("--slowdown", "0.5"), "`--slowdown`"),
+    (("--workers", "1"), "num_workers"),
+    (("--model", "resnet9"), "`--model`"),
+  ],
+  ids=lambda x: x if isinstance(x, str) else " ".join(x),
+)
+def test_bad_input_is_refused_in_one_line(words, named, capsys):
+  status, said = advise(capsys, *words)
+  assert status == 2
+  assert named in said.err
+  assert len(said.err.strip().splitlines()) == 1
