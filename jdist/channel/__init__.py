@@ -11,6 +11,4 @@ from jdist.channel._identity import Identity as Identity
 from jdist.channel._identity import identity as identity
 from jdist.channel._identity import private_directory as private_directory
 from jdist.channel._identity import RUN_DIRECTORY as RUN_DIRECTORY
-from jdist.channel._identity import RUN_ID as RUN_ID
 from jdist.channel._identity import run_id as run_id
-from jdist.channel._identity import SECRET as SECRET

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-RUN_ID, SECRET = "JDIST_RUN_ID", "JDIST_SECRET"
+_RUN_ID, _SECRET = "JDIST_RUN_ID", "JDIST_SECRET"
 # A directory of the launcher's for sockets, which it removes in the end.
 RUN_DIRECTORY = "JDIST_RUN_DIRECTORY"
 
@@ -38,6 +38,10 @@ class Identity(NamedTuple):
     words = f"jdist\0{self.run_id}\0{purpose}"
     return hmac.digest(self.secret, words.encode(), "sha256")
 
+  def environment(self) -> dict[str, str]:
+    """Returns the variables that give this identity to a process."""
+    return {_RUN_ID: self.run_id, _SECRET: self.secret.decode()}
+
 
 def draw() -> Identity:
   """Returns the identity of a new run."""
@@ -47,7 +51,7 @@ def draw() -> Identity:
 def run_id() -> str:
   """Returns the id of this process's run, which is drawn unless it is given."""
   if not _run_ids:
-    adopt(os.environ.get(RUN_ID) or draw().run_id)
+    adopt(os.environ.get(_RUN_ID) or draw().run_id)
   return _run_ids[-1]
 
 
@@ -66,8 +70,8 @@ def identity() -> Identity:
   Raises:
     OSError: If no secret is given, and none can be kept in a file.
   """
-  secret = os.environ.get(SECRET, "").encode() or _kept_secret()
-  return Identity(os.environ.get(RUN_ID, ""), secret)
+  secret = os.environ.get(_SECRET, "").encode() or _kept_secret()
+  return Identity(os.environ.get(_RUN_ID, ""), secret)
 
 
 def private_directory(path: pathlib.Path) -> pathlib.Path:
@@ -100,7 +104,7 @@ def _kept_secret() -> bytes:
   except OSError as error:
     raise OSError(
       f"{path} cannot keep the secret of your runs: {error.strerror}. Set "
-      f"`{SECRET}` to the same long random text for every process."
+      f"`{_SECRET}` to the same long random text for every process."
     ) from error
 
 

@@ -9,7 +9,7 @@ from jdist import channel
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-  for name in (channel.SECRET, channel.RUN_ID):
+  for name in channel.draw().environment():
     monkeypatch.delenv(name, raising=False)
   monkeypatch.setenv("HOME", str(tmp_path))
   channel.identity.cache_clear()
@@ -29,8 +29,8 @@ def test_secret_is_drawn_once_and_readable_by_its_owner_alone(home):
 
 
 def test_given_secret_and_run_id_are_used(home, monkeypatch):
-  monkeypatch.setenv(channel.SECRET, "given")
-  monkeypatch.setenv(channel.RUN_ID, "7")
+  for name, value in channel.Identity("7", b"given").environment().items():
+    monkeypatch.setenv(name, value)
   assert channel.identity() == channel.Identity("7", b"given")
   assert not list(home.iterdir())
 

@@ -65,8 +65,7 @@ class LocalRun:
 
   def run(self) -> int:
     """Runs until it has trained or no restart helps; returns the status."""
-    failures = 0
-    run_id, secret = channel.draw()
+    failures, identity = 0, channel.draw().environment()
     with (
       self._signals(),
       tempfile.TemporaryDirectory(prefix="jdist-") as folder,
@@ -74,8 +73,7 @@ class LocalRun:
       self._environment = {
         **_compiled(),
         **os.environ,
-        channel.RUN_ID: run_id,
-        channel.SECRET: secret.decode(),
+        **identity,
         # What killed processes leave behind goes with the run.
         channel.RUN_DIRECTORY: folder,
       }
