@@ -109,9 +109,7 @@ def predict(options):
     limit_s=options.limit_s,
   )  # fmt: skip
   rows = [
-    training.make_row(
-      vars(options), 0, method=name, costs=dataclasses.asdict(costs)
-    )
+    training.make_row(vars(options), 0, method=name, costs=costs._asdict())
     for name, costs in found.costs.items()
   ]
   training.append_rows(RESULTS / "predicted.jsonl", rows)

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +26,8 @@ _STREAM_STEPS = (1, 2, 4, 8, 16)
 _SLOWEST, _FASTEST = math.log(1e3), math.log(1e15)
 
 
-@dataclasses.dataclass(frozen=True)
-class MethodCosts:
-  r"""What a method costs a worker.
-
-  On a link the mean step of a round of H steps takes
-
-  .. math:: t = c + x + \tfrac{1}{H} \max(0, s - d \, c)
-
-  where s are the seconds of a round's messages (`cluster.Link.send_s`).
+class MethodCosts(NamedTuple):
+  """What a method costs a worker; `Advice` has the equation.
 
   Attributes:
     interval: The steps of a round, H; 1 for a method without rounds.
@@ -48,43 +41,28 @@ class MethodCosts:
   """
 
   interval: int
-  step_s: tuple[float, ...]
-  extra_s: tuple[float, ...]
+  step_s: Sequence[float]
+  extra_s: Sequence[float]
   round_bytes: float
   round_messages: int
   hidden_steps: int
 
-  def exposed_s(self, link: cluster.Link, step_s: float) -> float:
-    """Returns the seconds for which a mean step waits for messages."""
-    sent_s = link.send_s(self.round_bytes, self.round_messages)
-    return max(0.0, sent_s - self.hidden_steps * step_s) / self.interval
-
-  def seconds(
-    self, link: cluster.Link, slowdown: float = 1.0
-  ) -> tuple[float, float, float]:
-    """Returns a mean step's seconds: the 5 % quantile, median and 95 % one.
-
-    Args:
-      link: The link of each worker.
-      slowdown: How much longer the slowest worker computes than this machine,
-        for which all others wait.
-    """
-    own = slowdown * np.array(self.step_s)
-    extra = np.maximum(0.0, slowdown * np.array(self.extra_s))
-    exposed = [self.exposed_s(link, step_s) for step_s in own]
-    found = np.quantile(own + extra + exposed, (0.05, 0.5, 0.95))
-    low, middle, high = found.tolist()
-    return low, middle, high
-
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-  """The predicted times of methods for one model, machine and link.
+  r"""The predicted times of methods for one model, machine and link.
+
+  The mean step of a round of H steps takes
+
+  .. math:: t = c + x + \tfrac{1}{H} \max(0, s - d \, c)
+
+  where s are the seconds of a round's messages (`cluster.Link.send_s`), and c
+  and x are those of the slowest machine.
 
   Attributes:
     costs: The costs of each method; others are compared with the first one.
     link: The link of each worker.
-    slowdown: How much longer the slowest worker computes than this machine.
+    slowdown: How much longer the slowest machine computes than this one.
   """
 
   costs: Mapping[str, MethodCosts]
@@ -101,16 +79,21 @@ class Advice:
     """The seconds of a step without any communication."""
     return self.slowdown * statistics.median(self.costs[self.base].step_s)
 
+  def exposed_s(self, name: str, link: cluster.Link | None = None) -> float:
+    """Returns the seconds for which a mean step waits for messages."""
+    own, link = self.costs[name], link or self.link
+    sent_s = link.send_s(own.round_bytes, own.round_messages)
+    return max(0.0, sent_s - own.hidden_steps * self.step_s) / own.interval
+
   def seconds(
     self, name: str, link: cluster.Link | None = None
   ) -> tuple[float, float, float]:
-    """Returns a method's seconds of a mean step, as `MethodCosts.seconds`."""
-    return self.costs[name].seconds(link or self.link, self.slowdown)
-
-  def exposed_share(self, name: str) -> float:
-    """Returns the part of a mean step in which a worker waits for messages."""
-    waits = self.costs[name].exposed_s(self.link, self.step_s)
-    return waits / self.seconds(name)[1]
+    """Returns a mean step's seconds: the 5 % quantile, median and 95 % one."""
+    own = self.costs[name]
+    computed = np.array(own.step_s) + np.maximum(0.0, own.extra_s)
+    found = self.slowdown * computed + self.exposed_s(name, link)
+    low, middle, high = np.quantile(found, (0.05, 0.5, 0.95)).tolist()
+    return low, middle, high
 
   def pays(self, name: str) -> bool:
     """Returns whether a method's step is shorter than the base's.
@@ -163,10 +146,8 @@ class Advice:
       return holds(dataclasses.replace(self.link, bandwidth_bits_per_s=rate))
 
     low, high = _SLOWEST, _FASTEST
-    if at(low):
-      return 0.0
-    if not at(high):
-      return None
+    if at(low) or not at(high):
+      return 0.0 if at(low) else None
     for _ in range(40):
       middle = (low + high) / 2
       low, high = (low, middle) if at(middle) else (middle, high)
@@ -185,7 +166,7 @@ def advise(
   optimizer: optax.GradientTransformation,
   model_state: signatures.Arrays = None,
   slowdown: float = 1.0,
-  limit_s: float = 60.0,
+  limit_s: signatures.PositiveFloat = 60.0,
 ) -> Advice:
   """Measures one worker's step here, and predicts it on a link.
 
@@ -214,7 +195,6 @@ def advise(
   optimizer = transforms.lenient(checks.check_optimizer("optimizer", optimizer))
   checks.check_int("num_workers", num_workers, 2)
   checks.check_number("slowdown", slowdown, low=1)
-  checks.check_number("limit_s", limit_s, open_low=True)
   if not chains:
     raise ValueError("`chains` must have a method at least, got none.")
   started_s = time.monotonic()
@@ -240,9 +220,8 @@ def advise(
     name: _Updates(team, make, interval, grads, params)
     for name, (make, interval) in chains.items()
   }
-  once_s = _seconds(step, given, 1)
   # A turn lasts long enough for the clock.
-  count = max(1, min(20, math.ceil(0.05 / once_s)))
+  count = max(1, min(20, math.ceil(0.05 / _seconds(step, given, 1))))
   blocks: list[list[float]] = []
   while len(blocks) < 10:
     row = [_seconds(step, given, count), alone.seconds()]
@@ -251,25 +230,20 @@ def advise(
       break
   # The first block warms up.
   step_s, plain_s, *own = np.array(blocks[1:]).T
-  return Advice(
-    {
-      name: MethodCosts(
-        one.interval,
-        tuple(step_s.tolist()),
-        tuple((own_s - plain_s).tolist()),
-        *_sent(chains[name][0], one.controls, params, num_workers),
-        one.hidden_steps,
-      )
-      for (name, one), own_s in zip(measured.items(), own, strict=True)
-    },
-    link,
-    slowdown,
-  )
+  costs = {
+    name: MethodCosts(
+      one.interval,
+      step_s.tolist(),
+      (own_s - plain_s).tolist(),
+      *_sent(chains[name][0], one.controls, params, num_workers),
+      one.hidden_steps,
+    )
+    for (name, one), own_s in zip(measured.items(), own, strict=True)
+  }
+  return Advice(costs, link, slowdown)
 
 
-def _seconds(
-  function: Callable[..., Any], given: tuple[Any, ...], count: int
-) -> float:
+def _seconds(function: Callable[..., Any], given: Any, count: int) -> float:
   started_s = time.perf_counter()
   for _ in range(count):
     jax.block_until_ready(function(*given))
@@ -292,12 +266,9 @@ class _Updates:
     self._params, self._grads = team.replicate(params), team.replicate(grads)
     self._state = team.jit(optimizer.init)(self._params)
     streams = transforms.streams(self._state)
-
-    @functools.cache
-    def program(control: transforms.Control) -> Callable[..., Any]:
-      return team.jit(functools.partial(_update, optimizer, control))
-
-    self._program = program
+    self._program = functools.cache(
+      lambda control: team.jit(functools.partial(_update, optimizer, control))
+    )
     self._host = training.RoundHost(
       team, self._state, stream_steps=_STREAM_STEPS if streams else ()
     )
@@ -317,9 +288,8 @@ class _Updates:
     for _ in range(self.interval):
       control = self._host.control()
       self.controls.append(control)
-      params, self._state = self._program(control)(
-        self._grads, self._state, params
-      )
+      program = self._program(control)
+      params, self._state = program(self._grads, self._state, params)
       self._host.follow(self._state)
     jax.block_until_ready((params, self._state))
     taken_s = time.perf_counter() - started_s
@@ -341,32 +311,27 @@ def _update(
 
 
 def _sent(
-  make: Chain,
-  controls: Sequence[transforms.Control],
-  params: PyTree,
-  num_workers: int,
+  make: Chain, controls: Sequence[Any], params: PyTree, num_workers: int
 ) -> tuple[float, int]:
   """Counts the bytes and messages of a round, given its updates."""
   optimizer = transforms.lenient(make("worker"))
   num_bytes, messages = 0.0, 0
   for control, count in counting.Counter(controls).items():
 
-    def step(params: PyTree, control: transforms.Control = control) -> Any:
+    def step(params: PyTree, control: Any = control) -> Any:
       # Bytes do not depend on numbers: the parameters serve as gradients.
-      state = optimizer.init(params)
-      return _update(optimizer, control, params, state, params)
+      return _update(optimizer, control, params, optimizer.init(params), params)
 
-    kinds = set()
-    for one in collectives.traffic(
+    sent = collectives.traffic(
       step, params, axis="worker", num_workers=num_workers
-    ).collectives:
-      # A conditional's branch is taken once a round, if the device ends it.
-      times = 1 if one.conditional else count
-      num_bytes += times * one.wire_bytes
-      kinds.add((one.kind, times))
+    ).collectives
+    # A conditional's branch is taken once a round, if the device ends it.
+    times = [1 if one.conditional else count for one in sent]
+    num_bytes += sum(n * x.wire_bytes for n, x in zip(times, sent, strict=True))
     # Compilers merge collectives of one kind into one message.
+    kinds = {(n, x.kind) for n, x in zip(times, sent, strict=True)}
     messages += sum(
-      times * cluster.ring_messages(num_workers, kind) for kind, times in kinds
+      n * cluster.ring_messages(num_workers, kind) for n, kind in kinds
     )
   return num_bytes, messages
 
@@ -393,17 +358,16 @@ def measure_link(
       "measure. State its bandwidth and latency."
     )
   mean = workers.jit(functools.partial(collectives.mean, axis=workers.axis))
-  seconds = {}
-  for size in (16, 1 << 18, 1 << 20):
+
+  def seconds(size: int) -> float:
     rows = np.zeros((len(workers.local_workers), size), np.float32)
     given = (workers.place(rows),)
     _seconds(mean, given, 1)
-    taken = [_seconds(mean, given, 1) for _ in range(repeats)]
-    seconds[size] = statistics.median(taken)
-  count = workers.num_workers
-  (short, short_s), (long, long_s) = list(seconds.items())[1:]
-  sent = 32 * (long - short) * 2 * (count - 1) / count
+    return statistics.median(_seconds(mean, given, 1) for _ in range(repeats))
+
+  count, short, long = workers.num_workers, 1 << 18, 1 << 20
+  sent_bits = 32 * (long - short) * 2 * (count - 1) / count
   return cluster.Link(
-    sent / max(long_s - short_s, 1e-9),
-    seconds[16] / cluster.ring_messages(count),
+    sent_bits / max(seconds(long) - seconds(short), 1e-9),
+    seconds(16) / cluster.ring_messages(count),
   )

@@ -84,7 +84,7 @@ class Compare(_groups.LinkOptions, _groups.Common):
 
 
 @dataclasses.dataclass(frozen=True)
-class Advise(_groups.ProcessOptions, _groups.LinkOptions, _groups.Common):
+class Advise(_groups.ProcessOptions, _groups.LinkOptions, _groups.ModelOptions):
   """Measures one worker's step and the encoding of messages on this machine,
   counts what each method sends, and predicts how long a step takes on a link,
   below which bandwidth a method pays, and whether any pays at all. Started in
@@ -96,14 +96,26 @@ class Advise(_groups.ProcessOptions, _groups.LinkOptions, _groups.Common):
   `loss_fn, params, batch` of one worker, as `training.make_step` takes them,
   and batch statistics if there are any."""
 
-  learning_rate: float = option(0.1, within=POSITIVE)
-  """Rate of the measured optimizer, which has no effect on times."""
+  workers: int = option(8, within="[2, inf)")
+  """Number of machines, one worker each."""
+
+  batch_size: int = option(128, within=COUNT)
+  """Samples of all workers together in a step."""
+
+  interval: int = option(8, within=COUNT)
+  """Local steps of a round, H, of methods that have rounds."""
+
+  optimizer: Literal["sgd", "adamw"] = "sgd"
+  """Optimizer of each worker; sgd uses Nesterov momentum."""
 
   slowdown: float = option(1.0, within="[1, inf)")
   """How much longer the slowest machine computes than this one."""
 
   limit_s: float = option(60.0, within=POSITIVE)
   """Seconds after which no further measurement begins."""
+
+  output: _groups.Directory = None
+  """Directory for rows (default: none are written)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -327,7 +327,7 @@ class LinkOptions:
   """Link of the modelled times."""
 
   bandwidth_mbit_per_s: float = option(100.0, within=POSITIVE)
-  """Bandwidth of each machine's link, for the modelled time in the picture."""
+  """Bandwidth of each machine's link."""
 
   latency_ms: float = option(1.0, within=NOT_NEGATIVE)
   """Latency of that link, for each message."""

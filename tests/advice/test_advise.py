@@ -49,11 +49,13 @@ def advise(**changes):
 def test_step_is_computation_and_what_is_not_hidden():
   link = cluster.Link(8e6, latency_s=0.01)  # A megabyte takes a second.
   costs = advice.MethodCosts(4, (0.1, 0.2, 0.3), (0.02,) * 3, 1e6, 10, 3)
+  found = advice.Advice({"late": costs}, link)
   # A round sends for 1.1 s, of which three steps hide 0.6 s.
-  assert costs.exposed_s(link, 0.2) == pytest.approx((1.1 - 0.6) / 4)
-  assert costs.seconds(link)[1] == pytest.approx(0.2 + 0.02 + 0.125)
+  assert found.exposed_s("late") == pytest.approx((1.1 - 0.6) / 4)
+  assert found.seconds("late")[1] == pytest.approx(0.2 + 0.02 + 0.125)
   # On a machine of half the speed they hide all of it.
-  assert costs.seconds(link, 2.0)[1] == pytest.approx(0.44)
+  slow = advice.Advice({"late": costs}, link, 2.0)
+  assert slow.seconds("late")[1] == pytest.approx(0.44)
 
 
 def test_bandwidths_are_where_times_meet():

@@ -63,13 +63,13 @@ def test_own_step_is_advised_by_link(whole, capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
   ("words", "named"),
   [
-    (("--step", "own_step"), "there is no colon"),
+    (("--step", "own_step"), "`--step` must be MODULE:FUNCTION"),
     (("--step", "own_step:absent"), "absent"),
     (("--step", "no_such_module:make"), "no_such_module"),
     (("--step", "own_step:short"), "`loss_fn, params, batch`"),
     (("--bandwidth-mbit-per-s", "0"), "`--bandwidth-mbit-per-s`"),
     (("--slowdown", "0.5"), "`--slowdown`"),
-    (("--workers", "1"), "num_workers"),
+    (("--workers", "1"), "`--workers`"),
     (("--model", "resnet9"), "`--model`"),
   ],
   ids=lambda x: x if isinstance(x, str) else " ".join(x),

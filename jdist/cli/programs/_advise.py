@@ -6,15 +6,15 @@ import importlib
 import math
 import multiprocessing
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
 
 from jdist import advice, cluster, collectives, methods, training
-from jdist.cli import _commands, _methods, _options, _output, _workload
+from jdist.cli import _commands, _groups, _methods, _options, _output, _workload
 
 _INT4 = {"codec": "int4", "feedback": "error"}
 _STREAMED: dict[str, Any] = {"interval_policy": "fixed", "stream": True}
@@ -32,17 +32,11 @@ _CHOICES: tuple[tuple[str, dict[str, Any]], ...] = (
 _UTILIZATIONS = (0.5, 0.75, 0.9, 0.95, 0.99)
 
 
-class Task(NamedTuple):
-  """One worker's loss, parameters, batch and batch statistics."""
-
-  loss_fn: Callable[..., Any]
-  params: Any
-  batch: Any
-  model_state: Any = None
-
-
 def advise(options: _commands.Advise) -> None:
   """Measures a step, and prints what each method would take on the link."""
+  common = _groups.Common(
+    **{x: y for x, y in vars(options).items() if hasattr(_groups.Common, x)}
+  )
   link = cluster.Link(
     options.bandwidth_mbit_per_s * 1e6, options.latency_ms / 1e3
   )
@@ -51,33 +45,41 @@ def advise(options: _commands.Advise) -> None:
     spawn = multiprocessing.get_context("spawn")
     with futures.ProcessPoolExecutor(1, spawn) as pool:
       link = pool.submit(_measured, options).result()
-  task = _named(options) if options.step is None else _own(options.step)
-  commands, chains = {}, {}
-  for name, more in _CHOICES:
-    label, command, chain = _choice(options, name, more)
-    commands[label], chains[label] = command, chain
+  task = _named(common) if options.step is None else _own(options.step)
+  loss_fn, params, batch, *state = task
+  chains = {
+    _label(name, more, options.interval): _chain(name, more, common)
+    for name, more in _CHOICES
+  }
   found = advice.advise(
-    task.loss_fn,
-    task.params,
-    task.batch,
-    chains,
-    link,
+    loss_fn, params, batch, chains, link,
     num_workers=options.workers,
-    optimizer=_methods.optimizer_of(options, _run(options)),
-    model_state=task.model_state,
+    optimizer=_methods.optimizer_of(common, _run(common)),
+    model_state=state[0] if state else None,
     slowdown=options.slowdown,
     limit_s=options.limit_s,
-  )
+  )  # fmt: skip
   if options.process_id:
     return  # All processes measure the link, and the first one reports.
   console = _output.console()
-  console.print(_times(found, options))
+  console.print(_times(found, options.workers))
   console.print(_rates(found))
-  for line in _verdict(found, commands):
-    print(line)
+  print(_verdict(found))
+  name, more = _CHOICES[list(chains).index(found.best)]
+  print("  " + " ".join(_command(name, more, options)))
   if options.output is not None:
     output = _output.output_directory(options.output, "advise")
-    training.append_rows(output / "rows.jsonl", _rows(options, found))
+    config = dataclasses.asdict(options)
+    training.append_rows(
+      output / "rows.jsonl",
+      [
+        training.make_row(
+          config, 0, method=name, predicted_s=found.seconds(name),
+          pays=found.pays(name), costs=costs._asdict(),
+        )
+        for name, costs in found.costs.items()
+      ],
+    )  # fmt: skip
     _output.print_files(output)
 
 
@@ -86,28 +88,23 @@ def _measured(options: _commands.Advise) -> cluster.Link:
   return advice.measure_link(collectives.workers(options.workers))
 
 
-def _named(options: _commands.Advise) -> Task:
-  """Returns the task of a model and data set, as `jdist train` has it."""
+def _named(options: _groups.Common) -> tuple[Any, ...]:
+  """Returns the parts of a model's step, as `jdist train` has it."""
   options = _workload.named(options)
   _workload.check(options)
   vmap = functools.partial(
     collectives.workers, options.workers, substrate="vmap"
   )
   workload = _workload.build(options, vmap)
-  model = workload.model(0)
-  batch = jax.tree.map(
-    lambda x: x[0], next(workload.batches(seed=0).iterate(0))
-  )
-  loss_fn = workload.loss(model.apply)
-  return Task(loss_fn, model.params, batch, model.state)
+  model, batches = workload.model(0), workload.batches(seed=0)
+  batch = jax.tree.map(lambda x: x[0], next(batches.iterate(0)))
+  return workload.loss(model.apply), model.params, batch, model.state
 
 
-def _own(name: str) -> Task:
-  """Calls MODULE:FUNCTION, which returns the parts of a task."""
-  module, colon, attribute = name.partition(":")
+def _own(name: str) -> tuple[Any, ...]:
+  """Calls MODULE:FUNCTION, which returns the parts of a step."""
+  module, _, attribute = name.partition(":")
   try:
-    if not colon:
-      raise ValueError("there is no colon")
     function = getattr(importlib.import_module(module), attribute)
   except (ImportError, AttributeError, ValueError) as error:
     raise ValueError(
@@ -121,87 +118,85 @@ def _own(name: str) -> Task:
       f"batch, model_state` of one worker, got {type(found).__name__} from "
       f"{name}."
     )
-  return Task(*found)
+  return found
 
 
-def _run(options: _commands.Advise) -> methods.Run:
+def _run(options: _groups.Common) -> methods.Run:
   # The run must be longer than any round, of which the last is cut short.
-  rate = optax.constant_schedule(options.learning_rate)
-  return _methods.run_of(options, 1_000_000, 0, rate)
+  # The rate has no effect on times.
+  return _methods.run_of(options, 10**6, 0, optax.constant_schedule(0.1))
 
 
-def _choice(
-  options: _commands.Advise, name: str, more: dict[str, Any]
-) -> tuple[str, str, tuple[Callable[..., Any], int]]:
-  """Returns a choice's label, its command and its chain."""
-  chosen = dataclasses.replace(options, **more)
-  rounds = methods.registry[name].in_rounds
-  interval = options.interval if rounds else 1
-  parts = [name, f"H={interval}" if rounds else "", more.get("codec", "")]
-  parts.append("streamed" if "stream" in more else "")
-  words = ["jdist train", f"--method {name}"]
+def _label(name: str, more: dict[str, Any], interval: int) -> str:
+  rounds = f"H={interval}" if methods.registry[name].in_rounds else ""
+  streamed = "streamed" if "stream" in more else ""
+  return " ".join(filter(None, (name, rounds, more.get("codec"), streamed)))
+
+
+def _chain(
+  name: str, more: dict[str, Any], common: _groups.Common
+) -> tuple[Callable[..., optax.GradientTransformation], int]:
+  """Returns a function of the axis to a method's chain, and its round."""
+  chosen = dataclasses.replace(common, **more)
+  build = functools.partial(_methods.build_method, name, chosen, _run(chosen))
+  return build, common.interval if methods.registry[name].in_rounds else 1
+
+
+def _command(
+  name: str, more: dict[str, Any], options: _commands.Advise
+) -> list[str]:
+  """Returns the words of the command that trains with a choice."""
+  words = ["jdist train"]
   if options.step is None:
-    words.insert(1, f"--preset {options.preset} --model {options.model}")
-  words += [f"--interval {interval}"] if rounds else []
-  words += [
-    f"--{key.replace('_', '-')}" + ("" if value is True else f" {value}")
+    words.append(f"--preset {options.preset} --model {options.model}")
+  words.append(f"--method {name}")
+  if methods.registry[name].in_rounds:
+    words.append(f"--interval {options.interval}")
+  return words + [
+    _options.word(key) + ("" if value is True else f" {value}")
     for key, value in more.items()
   ]
 
-  def chain(axis: collectives.Axis) -> optax.GradientTransformation:
-    return _methods.build_method(name, chosen, _run(chosen), axis)
 
-  return " ".join(filter(None, parts)), " ".join(words), (chain, interval)
+def _times(found: advice.Advice, workers: int) -> Any:
+  def line(name: str) -> list[str]:
+    costs, (low, middle, high) = found.costs[name], found.seconds(name)
+    extra_s = found.slowdown * statistics.median(costs.extra_s)
+    return [
+      name,
+      f"{1e3 * middle:.4g}",
+      f"{50 * (high - low) / middle:.0f}",
+      f"{found.seconds(found.base)[1] / middle:.2f}x",
+      f"{100 * found.exposed_s(name) / middle:.0f}",
+      f"{costs.round_bytes / costs.interval / 1e3:,.1f}",
+      f"{1e3 * extra_s:.3g}",
+      "-" if name == found.base else "yes" if found.pays(name) else "no",
+      _megabits(found.pays_below(name)),
+    ]
 
-
-def _times(found: advice.Advice, options: _commands.Advise) -> Any:
-  base_s = found.seconds(found.base)[1]
-
-  def spread(name: str) -> str:
-    low, middle, high = found.seconds(name)
-    return f"{50 * (high - low) / middle:.0f}"
-
-  def sent_kb(name: str) -> float:
-    return found.costs[name].round_bytes / found.costs[name].interval / 1e3
-
-  def extra_ms(name: str) -> float:
-    return 1e3 * found.slowdown * statistics.median(found.costs[name].extra_s)
-
-  columns: dict[str, Callable[[str], str]] = {
-    "method": str,
-    "ms a step": lambda x: f"{1e3 * found.seconds(x)[1]:.4g}",
-    "± %": spread,
-    "faster": lambda x: f"{base_s / found.seconds(x)[1]:.2f}x",
-    "waits %": lambda x: f"{100 * found.exposed_share(x):.0f}",
-    "kB a step": lambda x: f"{sent_kb(x):,.1f}",
-    "adds ms": lambda x: f"{extra_ms(x):.3g}",
-    "pays": lambda x: (
-      "-" if x == found.base else "yes" if found.pays(x) else "no"
-    ),
-    "below Mbit/s": lambda x: _megabits(found.pays_below(x)),
-  }
-  rate, latency = found.link.bandwidth_bits_per_s, found.link.latency_s
+  titles = (
+    "method", "ms a step", "± %", "faster", "waits %", "kB a step", "adds ms",
+    "pays", "below Mbit/s",
+  )  # fmt: skip
+  rate, latency_s = found.link.bandwidth_bits_per_s, found.link.latency_s
   return _output.table(
-    f"{options.workers} workers, links of {rate / 1e6:.4g} Mbit/s and "
-    f"{1e3 * latency:.3g} ms: predicted times, from measurements here",
+    f"{workers} workers, links of {rate / 1e6:.4g} Mbit/s and "
+    f"{1e3 * latency_s:.3g} ms: predicted times, from measurements here",
     "± is half of a 90 % interval. Waits: the share of a step in which a "
     "worker waits for messages. Adds: what the method computes itself. Below: "
     "the bandwidth below which it pays. Accuracy is unknown here: see "
     "docs/methods.md.",
-    columns,
-    found.costs,
+    {x: lambda *line, i=i: line[i] for i, x in enumerate(titles)},
+    (tuple(line(name)) for name in found.costs),
   )
 
 
 def _rates(found: advice.Advice) -> Any:
-  def rate(name: str, part: float) -> str:
-    return _megabits(found.rate_for(name, part))
-
   columns: dict[str, Callable[[str], str]] = {"method": str}
-  columns |= {
-    f"{100 * part:g} %": functools.partial(rate, part=part)
-    for part in _UTILIZATIONS
-  }
+  for part in _UTILIZATIONS:
+    columns[f"{100 * part:g} %"] = lambda name, part=part: _megabits(
+      found.rate_for(name, part)
+    )
   return _output.table(
     "Mbit/s at which so much of a step is the model's own computation",
     "A dash: on no link, since the method itself computes too long.",
@@ -216,31 +211,13 @@ def _megabits(rate: float | None) -> str:
   return "any" if rate in (0, math.inf) else f"{rate / 1e6:,.3g}"
 
 
-def _verdict(found: advice.Advice, commands: dict[str, str]) -> Iterator[str]:
-  best = found.best
-  if best == found.base:
-    yield (
+def _verdict(found: advice.Advice) -> str:
+  if found.best == found.base:
+    return (
       "No: on this link no method is faster than synchronous SGD beyond the "
       "spread of the measurements."
     )
-  else:
-    gain = found.seconds(found.base)[1] / found.seconds(best)[1]
-    yield f"Yes: {best} takes {gain:.2f} times less time than {found.base}."
-  yield f"  {commands[best]}"
-
-
-def _rows(
-  options: _commands.Advise, found: advice.Advice
-) -> list[dict[str, Any]]:
-  return [
-    training.make_row(
-      dataclasses.asdict(options),
-      0,
-      method=name,
-      predicted_s=found.seconds(name),
-      pays=found.pays(name),
-      pays_below_bits_per_s=found.pays_below(name),
-      costs=dataclasses.asdict(costs),
-    )
-    for name, costs in found.costs.items()
-  ]
+  gain = found.seconds(found.base)[1] / found.seconds(found.best)[1]
+  return (
+    f"Yes: {found.best} takes {gain:.2f} times less time than {found.base}."
+  )
