@@ -121,7 +121,6 @@ class Advise(_groups.ProcessOptions, _groups.LinkOptions, _groups.ModelOptions):
 @dataclasses.dataclass(frozen=True)
 class Overlap(
   _groups.RateOptions,
-  _groups.StageOptions,
   _groups.CompilerOptions,
   _groups.MeanOptions,
 ):

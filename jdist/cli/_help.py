@@ -55,7 +55,10 @@ _EXAMPLES = {
   jdist overlap --methods msdpu --model resnet50 --topology 8xh200
   jdist overlap --methods ssgd local_sgd msdpu    one line each
   jdist overlap --topology 2x8xh100 --interval 32
-  jdist overlap --methods ssgd --stages 4 --table gpipe   a pipeline's messages
+""",
+  "advise": """
+  jdist advise --preset mnist --model lenet --bandwidth-mbit-per-s 100
+  jdist advise --step my_model:make --workers 4   a step of your own
 """,
   "bytes": """
   jdist bytes --methods ssgd topk_sgd powersgd --model resnet18 --workers 8

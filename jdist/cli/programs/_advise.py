@@ -192,11 +192,12 @@ def _times(found: advice.Advice, workers: int) -> Any:
 
 
 def _rates(found: advice.Advice) -> Any:
+  def rate(part: float, name: str) -> str:
+    return _megabits(found.rate_for(name, part))
+
   columns: dict[str, Callable[[str], str]] = {"method": str}
   for part in _UTILIZATIONS:
-    columns[f"{100 * part:g} %"] = lambda name, part=part: _megabits(
-      found.rate_for(name, part)
-    )
+    columns[f"{100 * part:g} %"] = functools.partial(rate, part)
   return _output.table(
     "Mbit/s at which so much of a step is the model's own computation",
     "A dash: on no link, since the method itself computes too long.",

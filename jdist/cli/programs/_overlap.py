@@ -7,7 +7,7 @@ import jax
 
 from jdist import cluster, collectives, models, profiling, training, transforms
 from jdist.cli import _commands, _output
-from jdist.cli.programs import _overlap_inputs, _overlap_report, _stages_overlap
+from jdist.cli.programs import _overlap_inputs, _overlap_report
 
 _COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"
 
@@ -15,8 +15,6 @@ _COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"
 def overlap(options: _commands.Overlap) -> None:
   """Compiles and reads programs, and writes a table, rows and a picture."""
   topology, device, link = _overlap_inputs.check(options)
-  if options.stages is not None:
-    table = _stages_overlap.check(options, topology)
   # XLA reads these rates from its flags when JAX starts.
   if options.tell_compiler:
     profiling.set_link_rates(link.bandwidth_bits_per_s, link.latency_s)
@@ -27,9 +25,6 @@ def overlap(options: _commands.Overlap) -> None:
   # JAX cannot load a cached program for devices that are not present.
   jax.config.update("jax_enable_compilation_cache", False)
   profiling.check_compiler()
-  if options.stages is not None:
-    _stages_overlap.overlap(options, table, topology, device)
-    return
   training.pyplot()
   task = _overlap_inputs.make_task(options)
   workers = collectives.workers(topology.num_gpus, mesh=topology.mesh())

@@ -38,18 +38,15 @@ IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """A model and one GPU's batch as shapes, with losses.
+  """A model and one GPU's batch as shapes, with its loss.
 
-  A pipeline's last stage takes the `output_loss`, and its first one the
-  `inputs` of a batch. The `unit` is the plural noun for samples.
+  The `unit` is the plural noun for samples.
   """
 
   model: models.Model
   loss: Callable[..., Any]
   batch: dict[str, jax.ShapeDtypeStruct]
   unit: str
-  output_loss: Callable[..., Any]
-  inputs: str | Callable[..., Any]
 
 
 def check(
@@ -127,18 +124,14 @@ def make_task(options: _commands.Overlap) -> Task:
     # Inputs and labels are two arrays, since shapes cannot be shifted by one.
     loss = _next_token_loss(model, dtype)
     batch = {"tokens": tokens, "next": tokens}
-    return Task(model, loss, batch, "sequences", _next_tokens, "tokens")
+    return Task(model, loss, batch, "sequences")
   model, shape = image_model(options.model, options.image_size, **norm)
   batch = {
     "image": jax.ShapeDtypeStruct((size, *shape), jnp.float32),
     "label": jax.ShapeDtypeStruct((size,), jnp.int32),
   }
   loss = training.classification_loss(model.apply, compute_dtype=dtype)
-
-  def images(batch: Any) -> jax.Array:
-    return batch["image"].astype(dtype)
-
-  return Task(model, loss, batch, "images", training.label_loss, images)
+  return Task(model, loss, batch, "images")
 
 
 def image_model(
