@@ -86,6 +86,7 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
     ("late_sends.py", "report"),
   ),
   "records": (("report.py", "--check"),),
+  "advise": (("report.py", "--check"),),
 }
 
 _NUMBER = r"[-+−]?\d[\d,]*\.\d+"
