@@ -8,6 +8,10 @@ from typing import Literal
 from jdist import checks, signatures
 
 Hop = tuple[str, str]
+# The kinds of `collectives.Kind`.
+_COLLECTIVES = (
+  "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute",
+)  # fmt: skip
 
 
 @signatures.checked
@@ -88,6 +92,7 @@ def ring_messages(num_workers: int, kind: str = "all-reduce") -> int:
   (14, 7)
   """
   checks.check_int("num_workers", num_workers, 1)
+  checks.check_choice("kind", kind, _COLLECTIVES)
   # An all-reduce is a reduce-scatter and an all-gather, of N - 1 steps each.
   steps = {"all-reduce": 2 * (num_workers - 1), "permute": 1}
   return steps.get(kind, num_workers - 1)

@@ -19,8 +19,8 @@ _ROOT = pathlib.Path(__file__).parent.parent.parent
 _BAD = [
   (
     "trian",
-    "the command must be one of train, compare, overlap, bytes, simulate, "
-    "pipeline, launch, got",
+    "the command must be one of train, compare, advise, overlap, bytes, "
+    "simulate, pipeline, launch, got",
   ),
   ("train --method sgd", "`--method` must be one of ssgd"),
   ("compare --methods ssgd sgd", "`--methods` must be one of ssgd"),

@@ -72,10 +72,10 @@ def test_page_says_what_the_rows_say(run, monkeypatch):
   folder = _loading.FOLDER / "records"
   parts = report.parts_of(report.read(folder / "results" / "ladder.jsonl"))
   page = (folder / "README.md").read_text()
-  assert report.filled(page, parts) == page
+  assert report.studies.filled(page, parts) == page
   # A changed digit is found.
   changed = page.replace("| 802.9 |", "| 802.8 |")
-  assert report.filled(changed, parts) == page != changed
+  assert report.studies.filled(changed, parts) == page != changed
 
 
 def test_best_point_has_the_lowest_mean_and_no_run_that_diverged(run):
