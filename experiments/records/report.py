@@ -75,8 +75,8 @@ def difference(
 def chosen(rows: Sequence[Row]) -> dict[int, str]:
   """Returns each rung's method.
 
-  Of several it is the one of the lowest mean loss of the tuning seeds there, or
-  at 400x where the rung was not tuned.
+  The method with the lowest mean loss of the tuning seeds is taken; where a
+  rung was not tuned, the losses of 400x decide.
   """
   tuning = by_run(of(rows, "tuning"))
   found: dict[int, tuple[float, str]] = {}

@@ -1,4 +1,4 @@
-"""Whether a method pays on a link, predicted from measurements here."""
+"""Advice on methods and links, predicted from measurements on this machine."""
 
 from jdist.advice._advise import Advice as Advice
 from jdist.advice._advise import advise as advise

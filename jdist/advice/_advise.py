@@ -27,7 +27,7 @@ _SLOWEST, _FASTEST = math.log(1e3), math.log(1e15)
 
 
 class MethodCosts(NamedTuple):
-  """What a method costs a worker; `Advice` has the equation.
+  """The costs of a method for a worker; `Advice` has the equation.
 
   Attributes:
     interval: The steps of a round, H; 1 for a method without rounds.
@@ -62,7 +62,7 @@ class Advice:
   Attributes:
     costs: The costs of each method; others are compared with the first one.
     link: The link of each worker.
-    slowdown: How much longer the slowest machine computes than this one.
+    slowdown: The seconds of the slowest machine in those of this one.
   """
 
   costs: Mapping[str, MethodCosts]
@@ -336,8 +336,9 @@ def _sent(
   return num_bytes, messages
 
 
+@signatures.checked
 def measure_link(
-  workers: collectives.Workers, *, repeats: int = 5
+  workers: collectives.Workers, *, repeats: signatures.PositiveInt = 5
 ) -> cluster.Link:
   """Measures the latency and the rate that a mean over all workers reaches.
 
@@ -351,7 +352,6 @@ def measure_link(
   Raises:
     ValueError: If all workers are in this process.
   """
-  checks.check_int("repeats", repeats, 1)
   if jax.process_count() == 1:
     raise ValueError(
       "`workers` must be in several processes, got one: there is no link to "

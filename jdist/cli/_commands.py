@@ -109,7 +109,7 @@ class Advise(_groups.ProcessOptions, _groups.LinkOptions, _groups.ModelOptions):
   """Optimizer of each worker; sgd uses Nesterov momentum."""
 
   slowdown: float = option(1.0, within="[1, inf)")
-  """How much longer the slowest machine computes than this one."""
+  """Seconds that the slowest machine computes in one second of this one."""
 
   limit_s: float = option(60.0, within=POSITIVE)
   """Seconds after which no further measurement begins."""

@@ -33,6 +33,8 @@ class OwnLoop(server.FragmentRunner):
   A step must not donate the parameters, of which a message may be made.
   """
 
+  takes_own_steps = True
+
   def connect(self, channel: server.Channel, name: str, depth: int) -> None:
     """Sets the connection to the server."""
     self._loop = server.WorkerLoop(channel, name, self, depth=depth)

@@ -1,4 +1,4 @@
-"""Whether a method pays: the equation by hand, and measurements of a model."""
+"""The equation of advice by hand, and measurements of a model."""
 
 import math
 
@@ -120,3 +120,8 @@ def test_a_link_within_one_process_is_refused():
     ValueError, match="`workers` must be in several processes"
   ):
     advice.measure_link(jdist.workers(2, substrate="vmap"))
+
+
+def test_a_link_is_measured_between_workers():
+  with pytest.raises(ValueError, match="`workers` must be"):
+    advice.measure_link(4)

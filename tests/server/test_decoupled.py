@@ -19,6 +19,7 @@ from jdist import (
   transforms,
 )
 from jdist.server import _messages
+from tests import _refusals
 from tests.server import _fragment_pair
 from tests.server import test_gradients as gradients
 
@@ -388,3 +389,11 @@ def test_window_follows_a_mean_of_measured_times():
   (timer,) = rule.receive(state, 8.0, push("c", 4, seconds=8.0))
   # Of four learners a new time counts a quarter: 0.75 * 4 s + 0.25 * 8 s.
   assert timer.after_s == pytest.approx(5.0)
+
+
+def test_learner_that_steps_itself_needs_samples():
+  with _refusals.refused("samples", "a source of batches"):
+    server.FragmentRunner(
+      lambda *_: None, optax.sgd(0.1), {"w": np.zeros(2)}, None,
+      number=0, num_workers=2,
+    )  # fmt: skip

@@ -74,7 +74,7 @@ class TiedLeaves:
 
   @property
   def exist(self) -> bool:
-    """Whether there are any tied leaves."""
+    """Returns whether any leaves are tied."""
     return bool(self._leaves)
 
   def sum(self, grads: PyTree) -> PyTree:

@@ -81,6 +81,9 @@ class FragmentRunner:
   # As of `ServerLedger`.
   decoded = False
 
+  # Whether a subclass takes the local steps, and needs no samples.
+  takes_own_steps = False
+
   def __init__(
     self,
     loss_fn: Callable[..., Any],
@@ -98,6 +101,11 @@ class FragmentRunner:
     interval: signatures.PositiveInt = 1,
     mix: float | None = None,
   ):
+    if samples is None and not self.takes_own_steps:
+      raise ValueError(
+        "`samples` must be a source of batches, got None. Only a learner that "
+        "is given its local steps needs none."
+      )
     if mix is not None:
       checks.check_number("mix", mix, high=1.0)
     self._interval, self._mix = interval, mix
@@ -288,7 +296,7 @@ class FragmentRunner:
     The samples are their position, their number and the padded size.
     """
     start, count, size = samples
-    assert self._samples is not None, "`samples` must be given for own steps"
+    assert self._samples is not None  # `__init__` has refused it.
     batch = self._samples.batch(self._number, start, count, size=size)
     anchor = jax.tree.unflatten(self._structure, state.anchor)
     params, opt_state, model_state, loss = self._programs[0](

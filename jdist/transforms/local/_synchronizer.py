@@ -331,7 +331,7 @@ class Synchronizer:
     if residuals and self.compression is not None:
       begun = jnp.ones_like(begun)
     rule: Any = type(getattr(self.rule, "rule", self.rule))
-    # Whether the rule settles in another way than it moves.
+    # Some rules settle in another way than they move.
     relaxes = rule.settle is not _round.SyncRule.settle
     if self.rule.apart and (self.late is None or relaxes):
       # The workers keep a distance from the anchor between rounds, too.
