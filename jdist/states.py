@@ -92,7 +92,7 @@ def declare(
     A decorator of the class.
 
   Raises:
-    ValueError: when an argument names an unknown field, or a law is unknown.
+    ValueError: If an argument names an unknown field, or a law is unknown.
 
   >>> from typing import NamedTuple
   >>> @declare(shared=("step",))
@@ -148,7 +148,7 @@ class Laws:
   A state keeps them, so that all that read it agree.
 
   Attributes:
-    named: names of leaves, or of what holds them, and their laws.
+    named: Names of leaves, or of what holds them, and their laws.
   """
 
   named: tuple[tuple[str, Law], ...] = ()
@@ -160,13 +160,13 @@ def exceptions(
   """Returns the laws of a model's state that its types do not show.
 
   Args:
-    tree: the model's first state.  A float that is infinite at the beginning,
+    tree: The model's first state.  A float that is infinite at the beginning,
       as a mask of an attention, is a constant.
-    given: laws by the names of leaves, or of what holds them ("norm.mask",
+    given: Laws by the names of leaves, or of what holds them ("norm.mask",
       "norm"), as a user gives them; they come before what is inferred.
 
   Raises:
-    ValueError: when a law is unknown, or a name is that of no leaf.
+    ValueError: If a law is unknown, or a name is that of no leaf.
 
   >>> exceptions({"mask": jnp.array([0.0, -jnp.inf]), "mean": jnp.zeros(2)})
   Laws(named=(('mask', 'constant'),))
@@ -200,10 +200,10 @@ def find_laws(
   keys, and raw ones that are called so, are random, and integers count.
 
   Args:
-    tree: the state of an optimizer or of a model, or its shapes.
-    floats: the law of real and complex numbers of which nothing is known:
+    tree: The state of an optimizer or of a model, or its shapes.
+    floats: The law of real and complex numbers of which nothing is known:
       "moment" for optimizers, "statistic" for models.
-    laws: exceptions by name.
+    laws: Exceptions by name.
 
   >>> find_laws({"key": jax.random.key(0), "mean": jnp.zeros(2)}, "statistic")
   {'key': 'random', 'mean': 'statistic'}

@@ -51,7 +51,7 @@ def named(options: _Common) -> _Common:
   Rows and checkpoints then identify the text, wherever its file is.
 
   Raises:
-    ValueError: when both are given, or there is no such file.
+    ValueError: If both are given, or there is no such file.
   """
   if options.text is None:
     return options

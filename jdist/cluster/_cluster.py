@@ -35,7 +35,7 @@ class Cluster:
       topology's.
 
   Raises:
-    ValueError: when names are not unique, or no route links a machine with the
+    ValueError: If names are not unique, or no route links a machine with the
       server.
   """
 
@@ -68,7 +68,7 @@ class Cluster:
     """Returns a machine.
 
     Raises:
-      ValueError: when no machine has this name.
+      ValueError: If no machine has this name.
     """
     for node in self.nodes:
       if node.name == name:
@@ -171,9 +171,9 @@ def load_cluster(
     The cluster and the profile, or None.
 
   Raises:
-    ValueError: when the file is not TOML, has an unknown key, or a value is out
+    ValueError: If the file is not TOML, has an unknown key, or a value is out
       of its range; the message names the file and the table.
-    FileNotFoundError: when the file does not exist.
+    FileNotFoundError: If the file does not exist.
   """
   path = pathlib.Path(path)
   try:

@@ -109,7 +109,7 @@ class Topology:
     links: Links by their two ends, each pair once; full duplex.
 
   Raises:
-    ValueError: when a pair occurs twice, or both ends of a link are equal.
+    ValueError: If a pair occurs twice, or both ends of a link are equal.
 
   >>> link = Link(bandwidth_bits_per_s=1e9)
   >>> star({"a": link, "b": link}, "switch").route("a", "b")
@@ -143,7 +143,7 @@ class Topology:
     """Returns the link between two neighbours.
 
     Raises:
-      ValueError: when there is no such link.
+      ValueError: If there is no such link.
     """
     found = self.links.get((one, other)) or self.links.get((other, one))
     if found is None:
@@ -154,7 +154,7 @@ class Topology:
     """Returns the hops of a message; a message to its sender has none.
 
     Raises:
-      ValueError: when no route exists.
+      ValueError: If no route exists.
     """
     trees = self._trees  # type: ignore[attr-defined]
     # Routes between a server and all workers, in both directions, are paths of

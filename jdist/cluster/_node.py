@@ -19,7 +19,7 @@ class Slowdown:
     end_s: The end; infinity by default.
 
   Raises:
-    ValueError: when a time or the factor is out of its range.
+    ValueError: If a time or the factor is out of its range.
   """
 
   start_s: float
@@ -42,7 +42,7 @@ class Outage:
     end_s: The time of the return; infinity by default.
 
   Raises:
-    ValueError: when a time is out of its range.
+    ValueError: If a time is out of its range.
   """
 
   start_s: float
@@ -72,7 +72,7 @@ class Node:
     outages: Times in which the machine is unavailable, in order.
 
   Raises:
-    ValueError: when an argument is out of its range.
+    ValueError: If an argument is out of its range.
   """
 
   name: str

@@ -27,7 +27,7 @@ class Profile:
     name: The model's name in reports.
 
   Raises:
-    ValueError: when a cost is negative, or a batch takes no time.
+    ValueError: If a cost is negative, or a batch takes no time.
 
   >>> Profile(seconds_per_sample=0.01, seconds_per_batch=0.1).compute_s(10)
   0.2
@@ -87,7 +87,7 @@ class Profile:
       **costs: The other fields.
 
     Raises:
-      ValueError: with fewer than two sizes.
+      ValueError: With fewer than two sizes.
 
     >>> found = Profile.fit([10, 20, 40], [0.2, 0.3, 0.5])
     >>> round(found.seconds_per_sample, 6), round(found.seconds_per_batch, 6)

@@ -190,7 +190,7 @@ def plot_trace(
     The path.
 
   Raises:
-    ValueError: when the trace has no spans.
+    ValueError: If the trace has no spans.
   """
   # The figure class, and not pyplot, which would keep every figure alive.
   import matplotlib.figure

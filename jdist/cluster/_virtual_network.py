@@ -251,7 +251,7 @@ class Network:
       An event of SimPy that happens when the message arrives.
 
     Raises:
-      ValueError: when no route exists.
+      ValueError: If no route exists.
     """
     environment, trace = self._environment, self._trace
     if self._topology is None:

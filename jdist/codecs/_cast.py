@@ -42,7 +42,7 @@ class Cast(_random.Rounding):
       nearest, which is better with error feedback.
 
   Raises:
-    ValueError: for another dtype, and for float16 with stochastic rounding.
+    ValueError: For another dtype, and for float16 with stochastic rounding.
 
   >>> payload, state = Cast("float16").encode(jnp.array([1.5, -1e9]))
   >>> payload.tolist()

@@ -61,7 +61,7 @@ class Quantize(_blocks.Blocked, _random.Rounding):
       unbiased to 2**-17 steps (2**-10 with 16 bits).
 
   Raises:
-    ValueError: when a setting is out of range.
+    ValueError: If a setting is out of range.
 
   >>> codec = Quantize(bits=4, block=2)
   >>> payload, state = codec.encode(jnp.array([7.0, -3.0, 0.0]))

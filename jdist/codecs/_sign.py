@@ -43,7 +43,7 @@ class Sign(_blocks.Blocked):
       where 16 bits for the array mark it as finite.
 
   Raises:
-    ValueError: for another scale, or a block that does not fill whole bytes.
+    ValueError: For another scale, or a block that does not fill whole bytes.
 
   >>> codec = Sign()
   >>> payload, state = codec.encode(jnp.array([3.0, -1.0, 0.0]))
@@ -119,7 +119,7 @@ class Ternary(_blocks.Blocked, _random.Rounding):
     rounding: `"stochastic"` as in the paper, or `"nearest"`.
 
   Raises:
-    ValueError: for another rounding, or a block that is not a positive int.
+    ValueError: For another rounding, or a block that is not a positive int.
 
   >>> codec = Ternary(rounding="nearest")
   >>> payload, state = codec.encode(jnp.array([2.0, -1.5, 0.5]))

@@ -155,10 +155,10 @@ def check_local(
   axis that is not bound, and no axis or a part of it where several workers run.
 
   Args:
-    tree: this worker's, its gradients for instance.
-    axis: the workers' axis.
-    what: the name of the tree in errors.
-    like: the parameters, if they are known.
+    tree: This worker's, its gradients for instance.
+    axis: The workers' axis.
+    what: The name of the tree in errors.
+    like: The parameters, if they are known.
   """
   # Under `shard_map` the gradient with respect to parameters that are *shared*
   # over the axis is already **summed** over it.  A mean of it would send
@@ -374,7 +374,7 @@ def model_parts(axis: Axis) -> Iterator[None]:
   pipeline, whose devices hold the leaves of their own stages.
 
   Args:
-    axis: the axis of the devices of one model; None where each holds all of it.
+    axis: The axis of the devices of one model; None where each holds all of it.
 
   >>> def update(gradient):
   ...   with model_parts("stage"):

@@ -32,9 +32,9 @@ class Piece(NamedTuple):
   """A range of elements of a leaf, or of one device's part of the leaf.
 
   Attributes:
-    leaf: the leaf's number in the tree, from 0.
-    start: the first element.
-    stop: one past the last element.
+    leaf: The leaf's number in the tree, from 0.
+    start: The first element.
+    stop: One past the last element.
   """
 
   leaf: int
@@ -52,12 +52,12 @@ class Bucket:
   """Pieces of one kind in one buffer, `[num_rows, row_size]`.
 
   Attributes:
-    dtype: the dtype of all pieces.
-    pieces: the pieces, in the order of the buffer.
-    offsets: where each piece begins in the flattened buffer.
-    num_rows: the number of rows.
-    row_size: the elements of a row; those that no piece fills are zero.
-    axes: the mesh axes, other than the workers', over which the leaves are
+    dtype: The dtype of all pieces.
+    pieces: The pieces, in the order of the buffer.
+    offsets: Where each piece begins in the flattened buffer.
+    num_rows: The number of rows.
+    row_size: The elements of a row; those that no piece fills are zero.
+    axes: The mesh axes, other than the workers', over which the leaves are
       split.  The buffers of all devices are stacked along the rows.
   """
 
@@ -81,11 +81,11 @@ class Bucket:
     """Places pieces in a buffer.
 
     Args:
-      pieces: the pieces, at least one.
-      dtype: the dtype of all of them.
-      num_rows: the rows of the buffer.
-      granule: pieces and rows begin at multiples of so many elements.
-      axes: the mesh axes over which the pieces' leaves are split.
+      pieces: The pieces, at least one.
+      dtype: The dtype of all of them.
+      num_rows: The rows of the buffer.
+      granule: Pieces and rows begin at multiples of so many elements.
+      axes: The mesh axes over which the pieces' leaves are split.
 
     >>> Bucket.of([Piece(0, 0, 3), Piece(1, 0, 2)], "int8", granule=4).offsets
     (0, 4)
@@ -105,7 +105,7 @@ class Bucket:
     """Copies pieces of leaves into the buffer.
 
     Args:
-      leaves: one device's parts of the leaves, by number.
+      leaves: One device's parts of the leaves, by number.
     """
     # A leaf that fills the buffer is reshaped only, which copies nothing.
     ends = (*self.offsets[1:], self.num_rows * self.row_size)
@@ -134,11 +134,11 @@ class Buckets:
   """The buckets of a tree; made by `Buckets.of`.
 
   Attributes:
-    buckets: the buckets, the most urgent one first.
-    paths: the path of each leaf of the tree, for instance `dense/kernel`.
-    shapes: the shape of each leaf.
-    dtypes: the name of the dtype of each leaf.
-    specs: how each leaf is split over the mesh's axes other than the workers'.
+    buckets: The buckets, the most urgent one first.
+    paths: The path of each leaf of the tree, for instance `dense/kernel`.
+    shapes: The shape of each leaf.
+    dtypes: The name of the dtype of each leaf.
+    specs: How each leaf is split over the mesh's axes other than the workers'.
   """
 
   buckets: tuple[Bucket, ...]
@@ -166,22 +166,22 @@ class Buckets:
     neighbours in the order only.  Leaves without elements are in none.
 
     Args:
-      tree: one worker's arrays or `jax.ShapeDtypeStruct`.
+      tree: One worker's arrays or `jax.ShapeDtypeStruct`.
       order: `"front_first"` is the order of the tree's leaves, and
         `"back_first"` its reverse, in which gradients become ready.  A function
         from a leaf's path, such as `"layer10/kernel"`, to a key sorts by it:
         dict keys sort **alphabetically** (`layer10` before `layer2`).  A
         sequence has the number of each leaf once.
-      max_bytes: the largest size of a bucket; None makes one for each kind.
-      num_rows: the number of rows of a buffer, which is padded with zeros.
-      max_row_bytes: the largest size of a row; a buffer has a multiple of
+      max_bytes: The largest size of a bucket; None makes one for each kind.
+      num_rows: The number of rows of a buffer, which is padded with zeros.
+      max_row_bytes: The largest size of a row; a buffer has a multiple of
         `num_rows` rows where that is needed.
-      specs: how leaves are split over the mesh's axes other than the workers',
+      specs: How leaves are split over the mesh's axes other than the workers',
         a tree of PartitionSpec, for use in a step, where the mesh is known.
         Every device packs its own parts.
 
     Raises:
-      ValueError: when an argument is not as described.
+      ValueError: If an argument is not as described.
 
     >>> dense = {"bias": jnp.zeros(5), "kernel": jnp.zeros((3, 5))}
     >>> tree = {"conv": jnp.zeros((4, 10)), "dense": dense}
@@ -266,14 +266,14 @@ class Buckets:
     """Copies a tree into the buffers.
 
     Args:
-      tree: arrays of the shapes and dtypes for which the buckets were made.
+      tree: Arrays of the shapes and dtypes for which the buckets were made.
 
     Returns:
       A buffer for each bucket, `[num_rows, row_size]`; for a worker that is
       itself sharded `[shards * num_rows, row_size]`.
 
     Raises:
-      ValueError: when the tree has other shapes or dtypes.
+      ValueError: If the tree has other shapes or dtypes.
 
     >>> tree = [jnp.array([1, 2]), jnp.array(3), jnp.array([[4, 5], [6, 7]])]
     >>> [x.tolist() for x in Buckets.of(tree, max_bytes=12).pack(tree)]
@@ -305,14 +305,14 @@ class Buckets:
     """Copies buffers back into a tree; undoes `pack`.
 
     Args:
-      buffers: shaped as `pack` makes them; of any dtype, which the leaves then
+      buffers: Shaped as `pack` makes them; of any dtype, which the leaves then
         have.
-      like: the tree for which the buckets were made, arrays or
+      like: The tree for which the buckets were made, arrays or
         `jax.ShapeDtypeStruct`.  Only the values of leaves that are in no bucket
         are used; those of a shape are zeros.
 
     Raises:
-      ValueError: when buffers or `like` do not fit the buckets.
+      ValueError: If buffers or `like` do not fit the buckets.
 
     >>> tree = [jnp.array([1, 2]), jnp.array(3), jnp.array([[4, 5], [6, 7]])]
     >>> buckets = Buckets.of(tree, max_bytes=12)

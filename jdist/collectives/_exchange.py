@@ -62,12 +62,12 @@ def reduce_scatter(tree: PyTree, axis: _axis.Axis) -> PyTree:
   `gather` of the result is `mean`; each of the two sends half of its bytes.
 
   Args:
-    tree: floats [workers, ...]; every worker has values for all rows, and gets
+    tree: Floats [workers, ...]; every worker has values for all rows, and gets
       the mean of one row, [...].
-    axis: the workers' axis.
+    axis: The workers' axis.
 
   Raises:
-    ValueError: when a leaf's first dimension is not the number of workers.
+    ValueError: If a leaf's first dimension is not the number of workers.
 
   >>> jax.vmap(lambda x: reduce_scatter(x, "worker"), axis_name="worker")(
   ...   jnp.array([[1.0, 2.0], [3.0, 6.0]])
@@ -113,14 +113,14 @@ def all_to_all(tree: PyTree, axis: _axis.Axis) -> PyTree:
   """Sends row j of every leaf to worker j: an all-to-all.
 
   Args:
-    tree: arrays [workers, ...]; row j is what this worker sends to worker j.
-    axis: the workers' axis.
+    tree: Arrays [workers, ...]; row j is what this worker sends to worker j.
+    axis: The workers' axis.
 
   Returns:
     Arrays [workers, ...]; row i is what worker i sent to this one.
 
   Raises:
-    ValueError: when a leaf's first dimension is not the number of workers.
+    ValueError: If a leaf's first dimension is not the number of workers.
 
   >>> jax.vmap(lambda x: all_to_all(x, "worker"), axis_name="worker")(
   ...   jnp.array([[11, 12], [21, 22]])
@@ -151,8 +151,8 @@ def pack_bytes(tree: PyTree, *, num_leading: int = 0) -> tuple[jax.Array, ...]:
   """Packs small arrays into one buffer of bytes.
 
   Args:
-    tree: arrays [..., *shape] of any dtypes of whole bytes.
-    num_leading: how many leading dimensions all arrays share and keep, for
+    tree: Arrays [..., *shape] of any dtypes of whole bytes.
+    num_leading: How many leading dimensions all arrays share and keep, for
       instance 1 for a row for each worker.
 
   Returns:
@@ -179,10 +179,10 @@ def unpack_bytes(
   """Undoes `pack_bytes`, also after leading dimensions were added or changed.
 
   Args:
-    buffers: what `pack_bytes` returned, perhaps gathered since.
-    like: the packed tree, arrays or `jax.ShapeDtypeStruct`, without its leading
+    buffers: What `pack_bytes` returned, perhaps gathered since.
+    like: The packed tree, arrays or `jax.ShapeDtypeStruct`, without its leading
       dimensions.
-    rows: the number of rows that were packed, if there was a dimension of
+    rows: The number of rows that were packed, if there was a dimension of
       them; the size of an array is that of all its rows.
 
   >>> tree = {"codes": jnp.uint8([7, 8]), "scale": jnp.float32(1.0)}

@@ -21,10 +21,10 @@ def spec_leaves(
 
   Args:
     specs: a tree of PartitionSpec, like the parameters.
-    tree: the parameters; None if they are not known, which skips the count.
+    tree: The parameters; None if they are not known, which skips the count.
 
   Raises:
-    ValueError: unless there is one spec for each leaf.
+    ValueError: Unless there is one spec for each leaf.
   """
   leaves = jax.tree.leaves(
     specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
@@ -89,10 +89,10 @@ def map_shards(
 
   Args:
     function: a function of one device's parts.
-    axes: the mesh axes over which they are split; with none the function is
+    axes: The mesh axes over which they are split; with none the function is
       returned as it is.
-    in_specs: the specs of its arguments, as in `jax.shard_map`.
-    out_specs: the specs of its results.
+    in_specs: The specs of its arguments, as in `jax.shard_map`.
+    out_specs: The specs of its results.
   """
   names = set(axes)
   if not names:

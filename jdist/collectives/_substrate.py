@@ -60,12 +60,12 @@ def make_mesh(
   inputs; the workers' runner needs automatic ones.
 
   Args:
-    shape: the number of devices along each axis, for instance `(4, 2)`.
-    names: the name of each axis, for instance `("worker", "fsdp")`.
-    devices: the devices to use, by default all of the process.
+    shape: The number of devices along each axis, for instance `(4, 2)`.
+    names: The name of each axis, for instance `("worker", "fsdp")`.
+    devices: The devices to use, by default all of the process.
 
   Raises:
-    ValueError: when names and sizes do not match or there are too few devices.
+    ValueError: If names and sizes do not match or there are too few devices.
   """
   shape = [
     checks.check_int("shape", x, 1)
@@ -122,17 +122,17 @@ def workers(
   under `vmap`.
 
   Args:
-    num_workers: the number of workers, over all processes.
+    num_workers: The number of workers, over all processes.
     substrate: `"auto"`, `"none"` (one worker), `"vmap"` (all on one device)
       or `"shard_map"`.
-    mesh: the user's mesh, whose axis `axis` the workers share; its other axes
+    mesh: The user's mesh, whose axis `axis` the workers share; its other axes
       stay automatic, so that a worker may itself be sharded.  Explicit axes,
       which `jax.make_mesh` makes by default, become automatic: place arrays on
       the mesh of the workers, by `replicate`, `place` and `shard`.
-    axis: the name of the workers' axis.
+    axis: The name of the workers' axis.
 
   Raises:
-    ValueError: when the workers cannot be spread over the devices.
+    ValueError: If the workers cannot be spread over the devices.
 
   >>> import numpy as np
   >>> from jdist import collectives

@@ -47,9 +47,9 @@ class Phase:
   """The steps in which a branch of a conditional is taken.
 
   Attributes:
-    start: the first step, from 0.
-    stop: the first step after the phase; None for a phase without end.
-    unit: whether steps are counted, or rounds, for a conditional at a round's
+    start: The first step, from 0.
+    stop: The first step after the phase; None for a phase without end.
+    unit: Whether steps are counted, or rounds, for a conditional at a round's
       end.
   """
 
@@ -125,11 +125,11 @@ def phase(
   steps.  A wrapper that skips steps (`optax.apply_if_finite`) shifts the count.
 
   Args:
-    start: the first time, from 0.
-    stop: the first time after the phase; None for a phase without end.
+    start: The first time, from 0.
+    stop: The first time after the phase; None for a phase without end.
 
   Raises:
-    ValueError: unless 0 <= start < stop.
+    ValueError: Unless 0 <= start < stop.
 
   >>> step = lambda x, is_first: jax.lax.cond(is_first, warm, go_on, x)
   >>> def warm(x):
@@ -164,13 +164,13 @@ class Collective:
   """One collective operation of one worker.
 
   Attributes:
-    kind: the operation.
-    payload_bytes: bytes of this worker's operands.
-    num_workers: the number of workers that take part.
-    conditional: whether it stands in a conditional, and so does not run in
+    kind: The operation.
+    payload_bytes: Bytes of this worker's operands.
+    num_workers: The number of workers that take part.
+    conditional: Whether it stands in a conditional, and so does not run in
       every step.
-    count: how often it runs when it does (the length of a loop).
-    phase: the steps in which its branch of the conditional is taken, if known;
+    count: How often it runs when it does (the length of a loop).
+    phase: The steps in which its branch of the conditional is taken, if known;
       None for a branch that is taken once a round.
   """
 
@@ -280,12 +280,12 @@ def traffic(
   the workers that run on each device of such an axis count for each.
 
   Args:
-    step: one worker's step.
-    *args: its arguments, arrays or `jax.ShapeDtypeStruct`, without a leading
+    step: One worker's step.
+    *args: Its arguments, arrays or `jax.ShapeDtypeStruct`, without a leading
       axis of workers.  Nothing is computed.
-    axis: the axis of the step's collectives.
-    num_workers: the number of machines, one a worker.
-    inner_axes: the mesh's other axes, which a step's own `shard_map` may name,
+    axis: The axis of the step's collectives.
+    num_workers: The number of machines, one a worker.
+    inner_axes: The mesh's other axes, which a step's own `shard_map` may name,
       and their sizes.
 
   >>> from jdist import collectives
@@ -323,7 +323,7 @@ def communicates(function: Callable[..., Any], *args: Any) -> bool:
 
   Args:
     function: a function of one worker, called inside `Workers.jit`.
-    *args: its arguments.
+    *args: Its arguments.
 
   >>> from jdist import collectives
   >>> step = lambda x: communicates(lambda x: collectives.mean(x, "worker"), x)
@@ -358,10 +358,10 @@ class _Place(NamedTuple):
   """The place of an equation in a program.
 
   Attributes:
-    conditional: whether it is in a conditional.
-    rare: whether that is one whose branch names no phase.
-    phase: the phase of the branch around it, counted in steps of the run.
-    before: the place of the innermost conditional, until its branch names a
+    conditional: Whether it is in a conditional.
+    rare: Whether that is one whose branch names no phase.
+    phase: The phase of the branch around it, counted in steps of the run.
+    before: The place of the innermost conditional, until its branch names a
       phase.
   """
 

@@ -54,10 +54,10 @@ class Workers:
   """The workers of a run and their substrate; made by `workers`.
 
   Attributes:
-    num_workers: the number of workers, over all processes.
+    num_workers: The number of workers, over all processes.
     substrate: `"none"`, `"vmap"` or `"shard_map"`.
-    axis: the axis that a step passes to `jdist.collectives`.
-    mesh: the devices of `"shard_map"`, else None.
+    axis: The axis that a step passes to `jdist.collectives`.
+    mesh: The devices of `"shard_map"`, else None.
   """
 
   num_workers: int
@@ -143,10 +143,10 @@ class Workers:
     """Compiles one worker's step into one program for all workers.
 
     Args:
-      step: takes and returns pytrees of one worker's arrays, without the
+      step: Takes and returns pytrees of one worker's arrays, without the
         leading axis of workers; communicates over `self.axis`.
-      donate_argnums: the arguments whose memory the results may reuse.
-      out_specs: how the results are split over the mesh's other axes: a
+      donate_argnums: The arguments whose memory the results may reuse.
+      out_specs: How the results are split over the mesh's other axes: a
         `PartitionSpec`, or None where the compiler may choose, for each result
         or for whole subtrees.  A step that returns a state should give it,
         `(team.specs(state), None)`: otherwise the compiler may split a leaf
@@ -243,10 +243,10 @@ class Workers:
     numbers where there are several.
 
     Args:
-      tree: one worker's arrays, equal in all processes.
-      specs: how the arrays are split over the mesh's other axes: one
+      tree: One worker's arrays, equal in all processes.
+      specs: How the arrays are split over the mesh's other axes: one
         `PartitionSpec` for all, or a tree of them like `tree`.
-      laws: the laws of leaves that `jdist.states` does not infer, by their
+      laws: The laws of leaves that `jdist.states` does not infer, by their
         names; a "constant" key is equal on all workers.
     """
     checks.check_arrays("tree", tree)
@@ -284,7 +284,7 @@ class Workers:
     """Puts arrays that already have their axis of workers onto the devices.
 
     Args:
-      tree: host arrays `[local workers, ...]`, the rows of `local_workers`,
+      tree: Host arrays `[local workers, ...]`, the rows of `local_workers`,
         which become `[workers, ...]`.  They are copied, and may be refilled.
     """
     rows = len(self.local_workers)
@@ -315,7 +315,7 @@ class Workers:
     """Splits a batch evenly over the workers and places it.
 
     Args:
-      batch: arrays `[workers * n, ...]`; on several processes this process's
+      batch: Arrays `[workers * n, ...]`; on several processes this process's
         part, `[local workers * n, ...]`.
 
     Returns:

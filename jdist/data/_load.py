@@ -51,9 +51,9 @@ def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
       a network and TensorFlow. Default False.
 
   Raises:
-    ValueError: when the name or split is unknown.
-    FileNotFoundError: when the set is not prepared; names the command.
-    ImportError: when a package is missing; names what to install.
+    ValueError: If the name or split is unknown.
+    FileNotFoundError: If the set is not prepared; names the command.
+    ImportError: If a package is missing; names what to install.
 
   >>> from jdist import data
   >>> digits = data.load("digits")
@@ -154,9 +154,9 @@ def load_text(
     download: Whether to prepare a missing set first, as in `load`.
 
   Raises:
-    ValueError: when the text or split is unknown, or shorter than a window.
-    FileNotFoundError: when the set is not prepared; names the command.
-    ImportError: when a package is missing; names what to install.
+    ValueError: If the text or split is unknown, or shorter than a window.
+    FileNotFoundError: If the set is not prepared; names the command.
+    ImportError: If a package is missing; names what to install.
 
   >>> import tempfile
   >>> with tempfile.NamedTemporaryFile() as file:

@@ -160,8 +160,8 @@ def prepare(name: str) -> None:
     name: A name of `load` or `load_text`.
 
   Raises:
-    ImportError: when TensorFlow or TensorFlow Datasets is not installed.
-    ConnectionError: when the server does not answer within seconds.
+    ImportError: If TensorFlow or TensorFlow Datasets is not installed.
+    ConnectionError: If the server does not answer within seconds.
   """
   source = find(name)
   if not source.tfds_name or find_prepared(source.tfds_name):

@@ -50,7 +50,7 @@ def partition(
     The indices of each worker's samples, int64, ascending.
 
   Raises:
-    ValueError: when an argument is out of range.
+    ValueError: If an argument is out of range.
 
   >>> labels = np.array([0, 0, 0, 1, 1, 1])
   >>> [len(part) for part in partition(labels, 4, seed=0)]
@@ -190,7 +190,7 @@ class SampleStream:
     part_sizes: Samples of each worker's part, or of the whole set if shared.
 
   Raises:
-    ValueError: when an argument is out of range.
+    ValueError: If an argument is out of range.
 
   >>> from jdist import data
   >>> samples = data.SampleStream(data.load("digits"), 2, seed=0)

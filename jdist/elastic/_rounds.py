@@ -120,25 +120,25 @@ class Rounds:
   with its process, as is the progress that it had not pushed.
 
   Args:
-    method: the transformation of a method with rounds, for instance
+    method: The transformation of a method with rounds, for instance
       `methods.diloco(optimizer, 8, axis=None)`; its axis is not used.
-    params: the first parameters.
-    workers: the names of all workers that may take part.
-    samples: samples of a worker's local step, or an allocation such as
+    params: The first parameters.
+    workers: The names of all workers that may take part.
+    samples: Samples of a worker's local step, or an allocation such as
       `server.SpeedBatches`.
-    quorum: part of the members whose pushes a merge waits for.
-    grace: the longest wait for the others, in times of a round.  With 1, the
+    quorum: Part of the members whose pushes a merge waits for.
+    grace: The longest wait for the others, in times of a round.  With 1, the
       default, a worker that has joined within a round takes part in its merge.
-    timeout_s: seconds without a push after which a worker counts as lost.
-    model_state: the first batch statistics, if any.
-    seed: seed of the random numbers in losses and codecs.
+    timeout_s: Seconds without a push after which a worker counts as lost.
+    model_state: The first batch statistics, if any.
+    seed: Seed of the random numbers in losses and codecs.
 
   Attributes:
-    protocol: the protocol, for `server.Simulation` and `server.replay`.
-    workers: the names.
+    protocol: The protocol, for `server.Simulation` and `server.replay`.
+    workers: The names.
 
   Raises:
-    ValueError: when an argument is wrong, or the method has a part that a
+    ValueError: If an argument is wrong, or the method has a part that a
       server cannot run between tasks.
   """
 
@@ -203,12 +203,12 @@ class Rounds:
     """Returns the learner of a worker.
 
     Args:
-      name: its name.
-      loss_fn: as of `training.make_step`.
-      samples: the source of its batches; None if local steps take them.
-      params: the first parameters on its devices, where they are sharded.
-      sizes: sizes to which batches are padded; the allocation's if None.
-      kind: the class of the learner, `FragmentRunner`.
+      name: Its name.
+      loss_fn: As of `training.make_step`.
+      samples: The source of its batches; None if local steps take them.
+      params: The first parameters on its devices, where they are sharded.
+      sizes: Sizes to which batches are padded; the allocation's if None.
+      kind: The class of the learner, `FragmentRunner`.
     """
     checks.check_choice("name", name, self.workers)
     batches = self.protocol.batches
@@ -256,11 +256,11 @@ class Rounds:
 
     Args:
       engine: `server.ThreadEngine()` or `server.RayEngine(...)`.
-      work: what a worker does with its connection and its name, by `work` or
+      work: What a worker does with its connection and its name, by `work` or
         `loop`.
       record: a file for all messages, which `server.replay` reads.
-      shared: whether all workers take from one stream of samples.
-      **options: those of `server.LiveSession`.
+      shared: Whether all workers take from one stream of samples.
+      **options: Those of `server.LiveSession`.
     """
     plan = server.LivePlan(
       workers=self.workers, record=record, versions=server.versions()

@@ -87,7 +87,7 @@ def functional(module: nnx.Module) -> Model:
       `module(images, mask=mask)`. It is copied and never changed.
 
   Raises:
-    ValueError: from `apply`, when training passes a mask to a module that has
+    ValueError: From `apply`, when training passes a mask to a module that has
       state but takes no mask.
 
   >>> import jax.numpy as jnp

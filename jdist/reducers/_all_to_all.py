@@ -42,9 +42,9 @@ class RowLayout(NamedTuple):
   """The buckets of a tree, with one row for each worker.
 
   Attributes:
-    buckets: the buckets.
-    exact: which of them are sent without the codec.
-    draws: the codec's `key`.
+    buckets: The buckets.
+    exact: Which of them are sent without the codec.
+    draws: The codec's `key`.
   """
 
   buckets: collectives.Buckets
@@ -57,7 +57,7 @@ class AllToAllState(NamedTuple):
   """State of `AllToAll`, each worker its own; `()` without residuals.
 
   Attributes:
-    residual: the part that the owner of a row has not sent yet, in units of the
+    residual: The part that the owner of a row has not sent yet, in units of the
       mean, float32 [row] for each encoded bucket.
   """
 

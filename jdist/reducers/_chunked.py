@@ -34,16 +34,16 @@ class Chunked(_reducer.Reducer):
   those of a chunk and not of a leaf.
 
   Attributes:
-    reducer: the reducer of a chunk, which is a vector, for instance
+    reducer: The reducer of a chunk, which is a vector, for instance
       `compressed(codecs.Quantize(4))`.
-    max_bytes: the largest size of a chunk before it is encoded; 4 MiB by
+    max_bytes: The largest size of a chunk before it is encoded; 4 MiB by
       default.
     multiple: m, the number of steps in which a whole tree is sent, or a
       multiple of all such numbers, so that every step sends equally many
       chunks.
 
   Raises:
-    ValueError: when built, for settings out of range and for a reducer that
+    ValueError: If built, for settings out of range and for a reducer that
       needs whole leaves.
 
   >>> halves = Chunked(_reducer.Exact(), multiple=2)

@@ -57,13 +57,13 @@ def compressed(
   the owner's residual that would not be finite become zero.
 
   Args:
-    codec: the encoding.  Its random numbers have their own key for each leaf,
+    codec: The encoding.  Its random numbers have their own key for each leaf,
       row, worker (unless they share it) and owner.
-    wire: how payloads are sent.  None chooses `"sum"` for a linear codec,
+    wire: How payloads are sent.  None chooses `"sum"` for a linear codec,
       `"gather"` for a sparse one (N - 1 payloads for each worker), and
       `"all_to_all"` otherwise, which takes codecs without state only.
       `"all_to_all"` sums a linear codec of 16 bits in float32.
-    owner_feedback: what happens to the part that an owner leaves out, in an
+    owner_feedback: What happens to the part that an owner leaves out, in an
       all-to-all only.  With True (default) the owner keeps it, e, which costs
       1/N of the tree in float32 a worker.  With `"own_share"` it is subtracted
       N times from the owner's share: no state is needed, and the error feedback
@@ -71,7 +71,7 @@ def compressed(
       With False it is lost, and the law does not hold.
 
   Raises:
-    ValueError: when built, for a wire that does not suit the codec or has no
+    ValueError: If built, for a wire that does not suit the codec or has no
       owners; at `init`, for a leaf that does not suit the codec or has no
       floats.  `PerLeaf` sends such leaves in another way.
 

@@ -27,10 +27,10 @@ class CompressionState(NamedTuple):
   """State of a `Compression`.
 
   Attributes:
-    step: the number of means so far, int32 scalar, equal on all workers, from
+    step: The number of means so far, int32 scalar, equal on all workers, from
       which the random numbers of the next one are drawn.
-    reducer: the reducer's state.
-    feedback: the feedback's state, `()` without one.
+    reducer: The reducer's state.
+    feedback: The feedback's state, `()` without one.
   """
 
   step: jax.Array
@@ -48,18 +48,18 @@ class Compression:
   `workers.jit(optimizer.init)(params)`.
 
   Attributes:
-    reducer: how the mean is taken; a codec becomes
+    reducer: How the mean is taken; a codec becomes
       `reducers.compressed(codec)`.
-    feedback: how the part of a tree that is not sent is used later:
+    feedback: How the part of a tree that is not sent is used later:
       `ErrorFeedback()`, `EF21()`, `MomentumCorrection()`; None drops it.
       `MajorityVote` leaves nothing out and takes `Smoothing()` or None.
-    seed: the seed of codecs that draw random numbers; None is 0.
-    specs: for workers that are themselves sharded, `Workers.specs(params)`:
+    seed: The seed of codecs that draw random numbers; None is 0.
+    specs: For workers that are themselves sharded, `Workers.specs(params)`:
       every device then reduces its own shards, with its part of a feedback's
       state.  With None the compiler gathers leaves first.
 
   Raises:
-    ValueError: when an argument is of another kind, or the feedback does not
+    ValueError: If an argument is of another kind, or the feedback does not
       suit the reducer; when the state is made, and the reducer does not suit
       the parameters.
 
@@ -247,11 +247,11 @@ def mean_of(
   """Takes the workers' mean of a tree, compressed or not; collective.
 
   Args:
-    compression: how the mean of `tree` is taken; None takes it exactly.
-    tree: this worker's.
+    compression: How the mean of `tree` is taken; None takes it exactly.
+    tree: This worker's.
     exact: a few numbers whose mean is taken exactly in any case.
-    state: the compression's; `()` without one.
-    axis: the workers' axis.
+    state: The compression's; `()` without one.
+    axis: The workers' axis.
 
   Returns:
     The means of both trees, and the new state.

@@ -31,7 +31,7 @@ class Feedback(abc.ABC):
   """The interface of feedback, which keeps what a message leaves out.
 
   Attributes:
-    keeps_rest: whether its state depends on `own_share`.  Such a feedback needs
+    keeps_rest: Whether its state depends on `own_share`.  Such a feedback needs
       a reducer whose mean is that of the shares (`Reducer.averages`) and that
       leaves out less than the tree (`Reducer.contractive`).
   """
@@ -43,7 +43,7 @@ class Feedback(abc.ABC):
     """Returns the first state, a NamedTuple of arrays.
 
     Args:
-      like: one worker's tree of floats, arrays or `jax.ShapeDtypeStruct`.
+      like: One worker's tree of floats, arrays or `jax.ShapeDtypeStruct`.
     """
 
   @abc.abstractmethod
@@ -57,10 +57,10 @@ class Feedback(abc.ABC):
     """Returns the result, equal on all workers, and the state.
 
     Args:
-      mean: the workers' mean of `own_share`, equal on all workers.
-      own_share: the part of `wanted` that this worker has sent.
-      wanted: the tree that `prepare` returned.
-      state: the state that `prepare` returned.
+      mean: The workers' mean of `own_share`, equal on all workers.
+      own_share: The part of `wanted` that this worker has sent.
+      wanted: The tree that `prepare` returned.
+      state: The state that `prepare` returned.
     """
 
   def keep_cast(self, left: PyTree, state: PyTree) -> PyTree:
@@ -85,8 +85,8 @@ class Feedback(abc.ABC):
     Around it the residuals of a feedback that keeps the rest would grow.
 
     Args:
-      name: the name of the argument.
-      compressor: the codec or reducer around which the feedback is.
+      name: The name of the argument.
+      compressor: The codec or reducer around which the feedback is.
     """
     return ValueError(
       f"`{name}` must leave out less than there is with {self}, which adds it "
@@ -153,8 +153,8 @@ class ErrorFeedbackState(NamedTuple):
   """State of `ErrorFeedback`.
 
   Attributes:
-    residual: the part that has not been sent yet.
-    nonfinite: the number of rounds after which it was not finite.
+    residual: The part that has not been sent yet.
+    nonfinite: The number of rounds after which it was not finite.
   """
 
   residual: PyTree
@@ -179,7 +179,7 @@ class ErrorFeedback(Residual):
       SparseLoCo's, 0.999 DeMo's momentum.  0 is no feedback.
 
   Raises:
-    ValueError: when `decay` is out of its range.
+    ValueError: If `decay` is out of its range.
 
   >>> import jax.numpy as jnp
   >>> feedback = ErrorFeedback()
@@ -244,9 +244,9 @@ class EF21State(NamedTuple):
   """State of `EF21`.
 
   Attributes:
-    own: the estimate of this worker's tree that the others have.
-    mean: the mean of all workers' `own`, equal on all workers.
-    nonfinite: the number of rounds in which something was not finite.
+    own: The estimate of this worker's tree that the others have.
+    mean: The mean of all workers' `own`, equal on all workers.
+    nonfinite: The number of rounds in which something was not finite.
   """
 
   own: PyTree

@@ -18,9 +18,9 @@ class HierarchicalState(NamedTuple):
   """State of `Hierarchical`.
 
   Attributes:
-    inner: the inner reducer's state.  With `parts` it is a pair with the outer
+    inner: The inner reducer's state.  With `parts` it is a pair with the outer
       reducer's state of this worker's part, a dict by dtype.
-    outer: the outer reducer's state, equal on all workers of a host; `()` with
+    outer: The outer reducer's state, equal on all workers of a host; `()` with
       `parts`.
   """
 
@@ -57,13 +57,13 @@ class Hierarchical(_reducer.Reducer):
   Parts are the chunks of `Chunked`.
 
   Args:
-    inner: the reducer over the first name, for instance `Exact()`.
-    outer: the reducer over the second name, for instance
+    inner: The reducer over the first name, for instance `Exact()`.
+    outer: The reducer over the second name, for instance
       `compressed(codecs.Quantize(4))`; with several parts it must take vectors.
     parts: n; with 1, the default, every device sends all of h.
 
   Raises:
-    ValueError: when built, for an argument that is no reducer, for `parts`
+    ValueError: If built, for an argument that is no reducer, for `parts`
       below 1 and an outer reducer that does not suit them; at `init` and
       `reduce`, for an axis that is a single name (None is one worker on each
       level), and if several parts are not as many as the workers of a host.

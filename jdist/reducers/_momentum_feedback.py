@@ -17,9 +17,9 @@ class MomentumCorrectionState(NamedTuple):
   """State of `MomentumCorrection`.
 
   Attributes:
-    momentum: the momentum u.
-    residual: the part v that has not been sent yet.
-    nonfinite: the number of rounds after which one of them was not finite.
+    momentum: The momentum u.
+    residual: The part v that has not been sent yet.
+    nonfinite: The number of rounds after which one of them was not finite.
   """
 
   momentum: PyTree
@@ -45,12 +45,12 @@ class MomentumCorrection(_feedback.Residual):
 
   Attributes:
     momentum: m in [0, 1]; the paper uses 0.9.
-    nesterov: whether the momentum is Nesterov's.
-    mask: whether the momentum of sent entries is set to zero, the paper's
+    nesterov: Whether the momentum is Nesterov's.
+    mask: Whether the momentum of sent entries is set to zero, the paper's
       momentum factor masking.
 
   Raises:
-    ValueError: when `momentum` is out of its range.
+    ValueError: If `momentum` is out of its range.
 
   >>> import jax.numpy as jnp
   >>> feedback = MomentumCorrection(0.5)
@@ -129,8 +129,8 @@ class SmoothingState(NamedTuple):
   """State of `Smoothing`.
 
   Attributes:
-    momentum: the momentum m.
-    nonfinite: the number of rounds after which it was not finite.
+    momentum: The momentum m.
+    nonfinite: The number of rounds after which it was not finite.
   """
 
   momentum: PyTree
@@ -152,7 +152,7 @@ class Smoothing(_feedback.Feedback):
     momentum: mu in [0, 1]; 0 sends the tree itself, in float32.
 
   Raises:
-    ValueError: when `momentum` is out of its range.
+    ValueError: If `momentum` is out of its range.
 
   References:
     Bernstein et al., signSGD (arXiv 1802.04434), algorithm 2, Signum.

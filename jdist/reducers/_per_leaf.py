@@ -21,12 +21,12 @@ class Rule:
   """Selects leaves for a reducer.
 
   Attributes:
-    reducer: the reducer, which takes all of them together.
+    reducer: The reducer, which takes all of them together.
     path: a glob that the whole path must match (`"*/kernel"`; the path of
       `tree["a"][0]` is `"a/0"`), a compiled pattern that is searched for in it,
       a function of the path and the leaf, or None for every path.
-    min_size: the smallest number of entries of a leaf.
-    min_ndim: the smallest number of dimensions of a leaf.
+    min_size: The smallest number of entries of a leaf.
+    min_ndim: The smallest number of dimensions of a leaf.
   """
 
   reducer: _reducer.Reducer
@@ -79,10 +79,10 @@ class PerLeaf(_reducer.Reducer):
 
   Args:
     rules: a list of `Rule`, of which the first match counts.
-    default: the reducer of all other leaves; `Exact()` also takes integers.
+    default: The reducer of all other leaves; `Exact()` also takes integers.
 
   Raises:
-    ValueError: when an argument is of another kind; at `init`, when a leaf does
+    ValueError: If an argument is of another kind; at `init`, when a leaf does
       not suit its reducer.
 
   >>> small = PerLeaf((Rule(_reducer.Exact(), "*/bias"),))

@@ -25,7 +25,7 @@ class PowerSGDState(NamedTuple):
   """State of `PowerSGD`; equal on all workers.
 
   Attributes:
-    q: the start of the next power iteration, float32 [m, rank] for each
+    q: The start of the next power iteration, float32 [m, rank] for each
       compressed leaf, in the tree's order.
   """
 
@@ -69,12 +69,12 @@ class PowerSGD(_reducer.Reducer):
   Args:
     rank: r, 1 or more.  The paper uses 2, the default, for ResNet-18 on
       CIFAR-10, and 4 for its language model.
-    seed: the seed of the first Q, normal random numbers.
-    factors: the reducer of P (with the leaves that are not compressed) and of
+    seed: The seed of the first Q, normal random numbers.
+    factors: The reducer of P (with the leaves that are not compressed) and of
       Q; None, the default, takes two exact all-reduces.
 
   Raises:
-    ValueError: when built, for a rank below 1 or factors that are not a
+    ValueError: If built, for a rank below 1 or factors that are not a
       reducer; at `init`, for leaves without floats, and for a reducer with a
       state, which would be in terms of an old :math:`\hat P`.
 

@@ -17,11 +17,11 @@ class Reduced(NamedTuple):
   """The result of a reduction.
 
   Attributes:
-    mean: the workers' mean after compression, equal to the bit on all workers,
+    mean: The workers' mean after compression, equal to the bit on all workers,
       in the tree's dtypes.
-    own_share: this worker's contribution to it, float32, or the dtype of
+    own_share: This worker's contribution to it, float32, or the dtype of
       complex numbers.  Error feedback keeps `wanted - own_share`.
-    state: the reducer's new state.
+    state: The reducer's new state.
   """
 
   mean: PyTree
@@ -33,8 +33,8 @@ class Bits(NamedTuple):
   """The bits that a worker sends in one reduction; it receives as many.
 
   Attributes:
-    payload: the bits of one worker's message, counted by its codec.
-    sent: the bits that one worker sends, over a ring or an all-to-all.
+    payload: The bits of one worker's message, counted by its codec.
+    sent: The bits that one worker sends, over a ring or an all-to-all.
   """
 
   payload: int
@@ -105,12 +105,12 @@ class Reducer(abc.ABC):
     """Returns the first state of one worker, a tree of arrays or `()`.
 
     Args:
-      like: one worker's tree, arrays or `jax.ShapeDtypeStruct`.
-      axis: the workers' axis.  It must be bound, because shapes may depend on
+      like: One worker's tree, arrays or `jax.ShapeDtypeStruct`.
+      axis: The workers' axis.  It must be bound, because shapes may depend on
         the number of workers.
 
     Raises:
-      ValueError: when the reducer does not suit the tree, with the reason.
+      ValueError: If the reducer does not suit the tree, with the reason.
     """
 
   @abc.abstractmethod
@@ -120,11 +120,11 @@ class Reducer(abc.ABC):
     """Takes the mean; a collective operation.
 
     Args:
-      tree: this worker's floats.
-      state: this worker's state.
+      tree: This worker's floats.
+      state: This worker's state.
       key: a typed PRNG key, **the same on all workers**.  A reducer folds the
         worker's index in where workers need different numbers.
-      axis: the workers' axis; None for one worker.
+      axis: The workers' axis; None for one worker.
     """
 
   def flush(

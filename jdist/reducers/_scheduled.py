@@ -22,8 +22,8 @@ class ScheduledState(NamedTuple):
   """State of `Scheduled`.
 
   Attributes:
-    step: the number of means so far, int32 scalar, equal on all workers.
-    phases: the state of each reducer.
+    step: The number of means so far, int32 scalar, equal on all workers.
+    phases: The state of each reducer.
   """
 
   step: jax.Array
@@ -41,11 +41,11 @@ class Scheduled(_reducer.Reducer):
   continues.
 
   Attributes:
-    phases: pairs of the first step after the phase, increasing, and the
+    phases: Pairs of the first step after the phase, increasing, and the
       reducer.  The last phase has no end, and its step is None.
 
   Raises:
-    ValueError: when the steps do not increase, or the last one is not None.
+    ValueError: If the steps do not increase, or the last one is not None.
   """
 
   phases: tuple[tuple[int | None, _reducer.Reducer], ...]
@@ -146,8 +146,8 @@ def warm_up(
   Args:
     make: a function from the part of the entries that is sent to a reducer, for
       instance `lambda ratio: reducers.compressed(codecs.TopK(ratio))`.
-    steps_per_phase: the steps of each phase, an epoch in the paper.
-    final_ratio: the part that is sent after the last phase, in (0, 1].  Earlier
+    steps_per_phase: The steps of each phase, an epoch in the paper.
+    final_ratio: The part that is sent after the last phase, in (0, 1].  Earlier
       phases send those of the paper's 25, 6.25, 1.5625 and 0.4 % that are
       larger.
 

@@ -38,12 +38,12 @@ class Sharded(_reducer.Reducer):
   of the leaves that are not split, without that dimension.
 
   Args:
-    reducer: the reducer of all shards.
-    specs: how the leaves are split over the mesh's other axes, a tree of
+    reducer: The reducer of all shards.
+    specs: How the leaves are split over the mesh's other axes, a tree of
       PartitionSpec like the tree (`Workers.specs(params)`).
 
   Raises:
-    ValueError: when built, if `specs` is no tree of specs; at `init`, for a
+    ValueError: If built, if `specs` is no tree of specs; at `init`, for a
       tree of another number of leaves, for axes that the mesh does not have,
       outside a mesh, and if the reducer needs a split leaf whole.
   """
@@ -190,7 +190,7 @@ def split_axes(path: Iterable[Any]) -> tuple[str, ...] | None:
   """Returns the mesh axes over which the rows of a state's leaf are split.
 
   Args:
-    path: the leaf's key path in an optimizer's state.
+    path: The leaf's key path in an optimizer's state.
 
   Returns:
     The axes, `()` for rows that are not split; None for other leaves, which

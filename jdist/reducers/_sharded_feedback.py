@@ -18,9 +18,9 @@ class ShardedFeedbackState(NamedTuple):
   """State of a feedback on shards.
 
   Attributes:
-    trees: the feedback's state, whose trees are split as the parameters are,
+    trees: The feedback's state, whose trees are split as the parameters are,
       with `()` as its `nonfinite`.
-    nonfinite: the number of rounds in which something was not finite, int32
+    nonfinite: The number of rounds in which something was not finite, int32
       [devices], one for each device of a worker, split over them.
   """
 

@@ -23,7 +23,7 @@ class Allocation(Interface):
     """Returns the batch size of each worker.
 
     Args:
-      speeds: samples a second, None where nothing was measured yet.
+      speeds: Samples a second, None where nothing was measured yet.
     """
 
 
@@ -33,10 +33,10 @@ class FixedBatches:
   """Batches of one size for all workers.
 
   Attributes:
-    samples: size of each batch.
+    samples: Size of each batch.
 
   Raises:
-    ValueError: when `samples` is less than 1.
+    ValueError: If `samples` is less than 1.
 
   >>> FixedBatches(32).sizes([1.0, 8.0])
   (32, 32)
@@ -69,13 +69,13 @@ class SpeedBatches:
 
   Attributes:
     total: B, samples of all workers' batches together.
-    period: pushes between two allocations; one for each worker if None.
+    period: Pushes between two allocations; one for each worker if None.
     smoothing: a, in [0, 1).
-    minimum: the smallest batch.
-    maximum: the largest batch, for instance what fits into memory.
+    minimum: The smallest batch.
+    maximum: The largest batch, for instance what fits into memory.
 
   Raises:
-    ValueError: when an argument is out of its range.
+    ValueError: If an argument is out of its range.
 
   References:
     DBS-SGD, performance-aware dynamic batch size.  Reconstruction: the paper
@@ -118,10 +118,10 @@ class SpeedBatches:
     of workers.
 
     Args:
-      speeds: samples a second, None where nothing was measured yet.
-      overheads_s: seconds of each worker's task apart from its samples, if all
+      speeds: Samples a second, None where nothing was measured yet.
+      overheads_s: Seconds of each worker's task apart from its samples, if all
         tasks are to end at the same time; 0 if None.
-      limits: the largest batch of each worker, None for any.
+      limits: The largest batch of each worker, None for any.
 
     >>> SpeedBatches(total=12).sizes([3.0, 1.0], limits=[7, None])
     (7, 5)
@@ -176,7 +176,7 @@ def largest_remainder(
     As many integers as shares, with the sum `total`.
 
   Raises:
-    ValueError: when a share is not positive, or the bounds allow no such sum.
+    ValueError: If a share is not positive, or the bounds allow no such sum.
 
   >>> largest_remainder([8, 4, 2, 1], 16)
   (9, 4, 2, 1)

@@ -24,7 +24,7 @@ class Ringmaster(_protocol.Protocol):
       gradients are noisy.
 
   Raises:
-    ValueError: when `max_staleness` is less than 1.
+    ValueError: If `max_staleness` is less than 1.
 
   References:
     Maranjyan et al., Ringmaster ASGD: The First Asynchronous SGD with Optimal
@@ -76,7 +76,7 @@ class _WithinMemory(ASP):
   """ASGD whose batches are bounded for each worker.
 
   Attributes:
-    limits: the largest batch of each worker; workers without an entry have no
+    limits: The largest batch of each worker; workers without an entry have no
       limit.
   """
 
@@ -117,25 +117,25 @@ def dbs(
   worker's gradients are much staler than another's.
 
   Args:
-    total: samples of all workers' batches together.
-    period: pushes between two allocations; one for each worker if None.
-    smoothing: share of the last speed that a new measurement leaves.
-    minimum: the smallest batch.
-    maximum: the largest batch.
-    limits: the largest batch of each worker, for instance what fits into its
+    total: Samples of all workers' batches together.
+    period: Pushes between two allocations; one for each worker if None.
+    smoothing: Share of the last speed that a new measurement leaves.
+    minimum: The smallest batch.
+    maximum: The largest batch.
+    limits: The largest batch of each worker, for instance what fits into its
       memory; workers without an entry have no limit.
-    rate: the learning rate grows with a worker's batch: `"linear"`,
+    rate: The learning rate grows with a worker's batch: `"linear"`,
       `"square_root"` or `"none"`.
-    parts: part of the data that each worker owns; None if the parts are equal
+    parts: Part of the data that each worker owns; None if the parts are equal
       or all data is shared.
-    inverse_staleness: divides a gradient by its staleness.
-    timeout_s: as of `server.Protocol`.
+    inverse_staleness: Divides a gradient by its staleness.
+    timeout_s: As of `server.Protocol`.
 
   Returns:
     The protocol.
 
   Raises:
-    ValueError: when an argument is out of its range.
+    ValueError: If an argument is out of its range.
 
   References:
     DBS-SGD.  Reconstruction: the abstract names neither the estimate of the
@@ -168,7 +168,7 @@ class SoftsyncState(_server_state.ServerState):
   """The state of `NSoftsync`.
 
   Attributes:
-    collected: gradients since the last update.
+    collected: Gradients since the last update.
   """
 
   collected: list[_server_state.Assignment] = dataclasses.field(
@@ -188,10 +188,10 @@ class NSoftsync(_protocol.Protocol[SoftsyncState]):
   several, and no worker waits: no barrier.
 
   Attributes:
-    n: at least 1.  A larger number than that of members acts as their number.
+    n: At least 1.  A larger number than that of members acts as their number.
 
   Raises:
-    ValueError: when `n` is less than 1.
+    ValueError: If `n` is less than 1.
 
   References:
     Zhang et al., Staleness-aware Async-SGD for Distributed Deep Learning, IJCAI
@@ -248,11 +248,11 @@ class SSPState(_server_state.ServerState):
   """The state of `SSP`.
 
   Attributes:
-    clocks: gradients of each member since it joined, from the clock at which
+    clocks: Gradients of each member since it joined, from the clock at which
       it did.
-    counts: members at each clock.
-    lowest: the least clock of a member.
-    waiting: by their clock, members that are too far ahead.
+    counts: Members at each clock.
+    lowest: The least clock of a member.
+    waiting: By their clock, members that are too far ahead.
   """
 
   clocks: dict[Worker, int] = dataclasses.field(default_factory=dict)
@@ -278,7 +278,7 @@ class SSP(_protocol.Protocol[SSPState]):
       update of its own.
 
   Raises:
-    ValueError: when `bound` is negative.
+    ValueError: If `bound` is negative.
 
   References:
     Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel

@@ -12,14 +12,14 @@ class BSPState(_server_state.ServerState):
   """The state of `BSP`.
 
   Attributes:
-    owing: members whose gradients the update waits for.
-    begun: whether one of them has been given its task.
-    pushes_of_round: gradients of this update so far.
-    waiting: members that are ready for a task of the next update.
-    changed: whether a member has joined since the last restart.
-    restart: number of the timer after which all begin anew; None if there is
+    owing: Members whose gradients the update waits for.
+    begun: Whether one of them has been given its task.
+    pushes_of_round: Gradients of this update so far.
+    waiting: Members that are ready for a task of the next update.
+    changed: Whether a member has joined since the last restart.
+    restart: Number of the timer after which all begin anew; None if there is
       no restart under way.
-    first_task: the first task that was given after the last restart.
+    first_task: The first task that was given after the last restart.
   """
 
   owing: dict[Worker, None] = dataclasses.field(default_factory=dict)
@@ -48,13 +48,13 @@ class BSP(_protocol.Protocol[BSPState]):
   real job's restart if tasks take longer than `restart_s`.
 
   Attributes:
-    backups: number of slowest members for which an update does not wait, and
+    backups: Number of slowest members for which an update does not wait, and
       whose gradients are discarded.
-    restart_s: seconds of a restart of all members after one has left or joined;
+    restart_s: Seconds of a restart of all members after one has left or joined;
       with None the others continue.
 
   Raises:
-    ValueError: when an argument is negative.
+    ValueError: If an argument is negative.
 
   References:
     Valiant, A Bridging Model for Parallel Computation, CACM 1990.

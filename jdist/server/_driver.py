@@ -20,12 +20,12 @@ class NodeTotals:
   """Totals of a machine.
 
   Attributes:
-    updates: its gradients in updates.
-    samples: in them.
-    discarded: its gradients that were not used.
-    ages: its gradients in updates, by their staleness.
-    compute_s: how long it computed, of tasks that have ended.
-    iteration_s: how long its last task took, from the task's parameters on
+    updates: Its gradients in updates.
+    samples: In them.
+    discarded: Its gradients that were not used.
+    ages: Its gradients in updates, by their staleness.
+    compute_s: How long it computed, of tasks that have ended.
+    iteration_s: How long its last task took, from the task's parameters on
       their way to its gradient at the server.
   """
 
@@ -65,15 +65,15 @@ class Driver:
   time passes and where workers are.
 
   Attributes:
-    protocol: the server's protocol.
-    state: the protocol's state.
-    nodes: what each machine did.
-    staleness: gradients in updates, by their staleness.
-    applied_samples: samples whose gradients are in updates.
-    lost_samples: samples of tasks that were given out and not used.
-    refused: pushes that the learner refused, by the reason.
-    pulled_bytes: bytes sent to workers.
-    pushed_bytes: bytes sent to the server.
+    protocol: The server's protocol.
+    state: The protocol's state.
+    nodes: What each machine did.
+    staleness: Gradients in updates, by their staleness.
+    applied_samples: Samples whose gradients are in updates.
+    lost_samples: Samples of tasks that were given out and not used.
+    refused: Pushes that the learner refused, by the reason.
+    pulled_bytes: Bytes sent to workers.
+    pushed_bytes: Bytes sent to the server.
   """
 
   def __init__(
@@ -179,8 +179,8 @@ class Driver:
     """Gives a message to the protocol, and carries out its actions.
 
     Args:
-      message: from a worker, or of a timer.
-      now_s: seconds since the start; the driver's own time if None.
+      message: From a worker, or of a timer.
+      now_s: Seconds since the start; the driver's own time if None.
     """
     worker, gone = None, []
     if not isinstance(message, _FREQUENT):

@@ -18,8 +18,8 @@ class MessageState(NamedTuple):
   """State of a sender.
 
   Attributes:
-    step: messages so far, int32 scalar; random numbers come from it.
-    feedback: the feedback's state, `()` without one.
+    step: Messages so far, int32 scalar; random numbers come from it.
+    feedback: The feedback's state, `()` without one.
   """
 
   step: jax.Array
@@ -36,13 +36,13 @@ class MessageCodec:
   is NaN for the receiver: a byte for each says so.
 
   Attributes:
-    codec: codec of every leaf, or a tuple with one for each.
+    codec: Codec of every leaf, or a tuple with one for each.
     feedback: `reducers.ErrorFeedback`, whose residual is e,
       `MomentumCorrection`, or None.
-    seed: seed of codecs that draw random numbers.
+    seed: Seed of codecs that draw random numbers.
 
   Raises:
-    ValueError: when an argument is of another kind, or the receiver would need
+    ValueError: If an argument is of another kind, or the receiver would need
       more than the message.
 
   >>> message = MessageCodec(codecs.Cast("bfloat16"))

@@ -16,7 +16,7 @@ class Join(NamedTuple):
   """A worker joins, or joins again after it left.
 
   Attributes:
-    worker: its name.
+    worker: Its name.
   """
 
   worker: Worker
@@ -26,7 +26,7 @@ class Leave(NamedTuple):
   """A worker has left, or its failure was detected.
 
   Attributes:
-    worker: its name.
+    worker: Its name.
   """
 
   worker: Worker
@@ -36,7 +36,7 @@ class Pull(NamedTuple):
   """A worker is ready for a task.
 
   Attributes:
-    worker: its name.
+    worker: Its name.
   """
 
   worker: Worker
@@ -46,11 +46,11 @@ class Push(NamedTuple):
   """The server has received the gradient of a task.
 
   Attributes:
-    worker: the name of the worker that computed it.
-    task: the number of the task, from its `Reply`.
-    samples: number of samples over which it is the mean.
-    compute_s: seconds for which the worker computed.
-    waited_s: seconds between the receipt of the parameters and the start.
+    worker: The name of the worker that computed it.
+    task: The number of the task, from its `Reply`.
+    samples: Number of samples over which it is the mean.
+    compute_s: Seconds for which the worker computed.
+    waited_s: Seconds between the receipt of the parameters and the start.
   """
 
   worker: Worker
@@ -64,7 +64,7 @@ class Expired(NamedTuple):
   """A timer has expired.
 
   Attributes:
-    task: the number from the `Timer`.
+    task: The number from the `Timer`.
   """
 
   task: int
@@ -74,19 +74,19 @@ class Reply(NamedTuple):
   """The driver must send the present parameters to a worker, with a task.
 
   Attributes:
-    worker: the receiver.
-    task: the number under which the gradient will be pushed.
-    version: version of the parameters, the number of updates so far.
-    samples: number of samples of the gradient.
-    passes: number of batches into which the samples are cut.  Gradients of
+    worker: The receiver.
+    task: The number under which the gradient will be pushed.
+    version: Version of the parameters, the number of updates so far.
+    samples: Number of samples of the gradient.
+    passes: Number of batches into which the samples are cut.  Gradients of
       batches that memory does not hold at once are accumulated; learners with
       local steps take one step on each.
-    push_plan: number of the plan of bits for the gradient; 0 is exact.
-    pull_plan: number of the plan of bits for the parameters, which sends the
+    push_plan: Number of the plan of bits for the gradient; 0 is exact.
+    pull_plan: Number of the plan of bits for the parameters, which sends the
       difference from what the worker holds.  0 sends every bit, and None sends
       nothing, because the worker holds this version.
-    fragment: number of the fragment to push, if the parameters have fragments.
-    pulled: numbers of the fragments that are sent; None sends all of them, and
+    fragment: Number of the fragment to push, if the parameters have fragments.
+    pulled: Numbers of the fragments that are sent; None sends all of them, and
       the worker begins anew.
   """
 
@@ -116,9 +116,9 @@ class Apply(NamedTuple):
   .. math:: g = \sum_k w_k \, g_k
 
   Attributes:
-    tasks: numbers of the tasks whose gradients are summed.
-    weights: weight w of each gradient.
-    staleness: for each gradient, the number of updates since its parameters
+    tasks: Numbers of the tasks whose gradients are summed.
+    weights: Weight w of each gradient.
+    staleness: For each gradient, the number of updates since its parameters
       were sent.
   """
 
@@ -131,7 +131,7 @@ class Discard(NamedTuple):
   """The driver must drop a gradient.
 
   Attributes:
-    task: the number of its task.
+    task: The number of its task.
     reason: `"late"` if it is too stale for the protocol; `"left"` if its worker
       had left, and has to send `Join` again; `"restart"` if all workers have
       begun anew since its task was given; `"repeated"` if it was pushed before,
@@ -146,8 +146,8 @@ class Timer(NamedTuple):
   """The driver must deliver `Expired` after some time.
 
   Attributes:
-    task: the number for `Expired`: a task's, or one that no task has.
-    after_s: seconds from now.
+    task: The number for `Expired`: a task's, or one that no task has.
+    after_s: Seconds from now.
   """
 
   task: int

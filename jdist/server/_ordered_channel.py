@@ -25,8 +25,8 @@ class OrderedChannel:
 
     Args:
       carried: SimPy's event of the network; None if there is nothing to carry.
-      deliver: is called with the arguments.
-      *arguments: arguments of `deliver`.
+      deliver: Is called with the arguments.
+      *arguments: Arguments of `deliver`.
     """
     under_way = self._under_way
     if carried is None and not under_way:

@@ -43,15 +43,15 @@ class Protocol(Generic[State]):
   messages follow from `depth`, `passes` and `share`.
 
   Attributes:
-    state_type: class attribute, the type of its state: a `ServerState` with
+    state_type: Class attribute, the type of its state: a `ServerState` with
       further fields.
-    batches: allocation of samples to workers; 32 each by default.
-    weighting: weights of gradients in an update; equal ones by default.
-    timeout_s: seconds without a push after which a worker counts as gone; None
+    batches: Allocation of samples to workers; 32 each by default.
+    weighting: Weights of gradients in an update; equal ones by default.
+    timeout_s: Seconds without a push after which a worker counts as gone; None
       waits for ever.
 
   Raises:
-    ValueError: when an argument is not as described.
+    ValueError: If an argument is not as described.
 
   References:
     Dean et al., Large Scale Distributed Deep Networks, NeurIPS 2012: Downpour
@@ -94,10 +94,10 @@ class Protocol(Generic[State]):
     """Returns the state before the first message.
 
     Args:
-      workers: members from the beginning, for which a barrier waits.
+      workers: Members from the beginning, for which a barrier waits.
 
     Raises:
-      ValueError: when a name occurs twice.
+      ValueError: If a name occurs twice.
     """
     state = self.empty_state()
     for worker in workers:
@@ -115,16 +115,16 @@ class Protocol(Generic[State]):
     """Takes a message and returns what has to be done.
 
     Args:
-      state: the state from `init`, which is changed in place: at thousands of
+      state: The state from `init`, which is changed in place: at thousands of
         workers a copy for each message would take most of the time.
-      now_s: the driver's time, from which durations are measured.
-      message: one of `Join`, `Leave`, `Pull`, `Push` and `Expired`.
+      now_s: The driver's time, from which durations are measured.
+      message: One of `Join`, `Leave`, `Pull`, `Push` and `Expired`.
 
     Returns:
       Actions, in the order in which the driver carries them out.
 
     Raises:
-      ValueError: when `message` is none of them.
+      ValueError: If `message` is none of them.
     """
     state.now_s = now_s
     actions: list[Action] = []
@@ -270,13 +270,13 @@ class Protocol(Generic[State]):
     """Sends the parameters to a member, with the number of its samples.
 
     Args:
-      state: the protocol's state.
-      worker: the member's name.
-      actions: the list to which the reply is added.
-      push_plan: as in `server.Reply`.
-      pull_plan: as in `server.Reply`.
-      fragment: as in `server.Reply`.
-      pulled: as in `server.Reply`.
+      state: The protocol's state.
+      worker: The member's name.
+      actions: The list to which the reply is added.
+      push_plan: As in `server.Reply`.
+      pull_plan: As in `server.Reply`.
+      fragment: As in `server.Reply`.
+      pulled: As in `server.Reply`.
 
     Returns:
       The task.
@@ -311,10 +311,10 @@ class Protocol(Generic[State]):
     """Makes an update of pushes.
 
     Args:
-      state: the protocol's state, whose version rises by one.
-      pushes: gradients, at least one.
-      actions: the list to which the update is added.
-      mean: whether the weights, without those of staleness, have the sum 1.
+      state: The protocol's state, whose version rises by one.
+      pushes: Gradients, at least one.
+      actions: The list to which the update is added.
+      mean: Whether the weights, without those of staleness, have the sum 1.
     """
     version, weighting = state.version, self.weighting
     staleness = tuple([version - push.version for push in pushes])

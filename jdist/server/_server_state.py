@@ -10,15 +10,15 @@ class Assignment:
   """A task that is out, or whose gradient waits for an update.
 
   Attributes:
-    task: the number of the task.
-    worker: the name of its worker.
-    version: version of the parameters that were sent.
-    samples: number of samples of its batch.
-    sent_s: time at which it was given.
+    task: The number of the task.
+    worker: The name of its worker.
+    version: Version of the parameters that were sent.
+    samples: Number of samples of its batch.
+    sent_s: Time at which it was given.
     push_plan: `Reply.push_plan`.
     pull_plan: `Reply.pull_plan`.
-    round: number of its update, where that is known beforehand.
-    fragment: number of the fragment that is pushed.
+    round: Number of its update, where that is known beforehand.
+    fragment: Number of the fragment that is pushed.
   """
 
   task: int
@@ -37,12 +37,12 @@ class Member:
   """A worker as its server knows it.
 
   Attributes:
-    rank: number of workers that joined before.
-    samples: size of its next batch.
-    speed: samples a second, smoothed; None before the first push.
-    exchange_s: seconds of an exact pull and an exact push, smoothed; None in
+    rank: Number of workers that joined before.
+    samples: Size of its next batch.
+    speed: Samples a second, smoothed; None before the first push.
+    exchange_s: Seconds of an exact pull and an exact push, smoothed; None in
       protocols that do not measure them.
-    tasks: numbers of its tasks that are out.
+    tasks: Numbers of its tasks that are out.
   """
 
   rank: int
@@ -57,18 +57,18 @@ class ServerState:
   """The state of a protocol, changed in place.
 
   Attributes:
-    version: number of updates so far.
-    now_s: the driver's time at the last message.
-    members: the workers that have joined, by name, in the order of joining.
-    tasks: tasks that are out, by number.
-    next_task: number of the next task.
-    joined: number of joins so far.
-    total_samples: sum of the members' next batches.
-    pushes: pushes so far, without repeated ones and those of workers that had
+    version: Number of updates so far.
+    now_s: The driver's time at the last message.
+    members: The workers that have joined, by name, in the order of joining.
+    tasks: Tasks that are out, by number.
+    next_task: Number of the next task.
+    joined: Number of joins so far.
+    total_samples: Sum of the members' next batches.
+    pushes: Pushes so far, without repeated ones and those of workers that had
       left.
-    applied: number of gradients in updates.
-    discarded: discarded pushes, by the reason.
-    until_allocation: pushes until batches are allocated anew; None if never.
+    applied: Number of gradients in updates.
+    discarded: Discarded pushes, by the reason.
+    until_allocation: Pushes until batches are allocated anew; None if never.
   """
 
   version: int = 0

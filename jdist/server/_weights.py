@@ -35,14 +35,14 @@ class Weighting:
   divides the factors before a by their sum.
 
   Attributes:
-    samples: the power p: `"linear"` is 1, the rate in proportion to the batch;
+    samples: The power p: `"linear"` is 1, the rate in proportion to the batch;
       `"square_root"` is 1/2; `"none"` is 0.
-    parts: part q of the data that each worker owns, where all push equally
+    parts: Part q of the data that each worker owns, where all push equally
       often; None if the parts are equal.
-    staleness: function a of the staleness; 1 if None.
+    staleness: Function a of the staleness; 1 if None.
 
   Raises:
-    ValueError: when an argument is not as described.
+    ValueError: If an argument is not as described.
 
   >>> Weighting("linear").share(samples=48, mean_samples=32)
   1.5
@@ -73,10 +73,10 @@ class Weighting:
     """Returns the weight of each gradient of an update.
 
     Args:
-      pushes: gradients, with `samples` and `worker`.
-      staleness: staleness of each gradient.
-      mean_samples: mean of all workers' batches.
-      mean: whether the weights, without those of staleness, have the sum 1.
+      pushes: Gradients, with `samples` and `worker`.
+      staleness: Staleness of each gradient.
+      mean_samples: Mean of all workers' batches.
+      mean: Whether the weights, without those of staleness, have the sum 1.
     """
     shares = [
       self.share(push.samples, mean_samples, push.worker) for push in pushes
@@ -93,12 +93,12 @@ class Weighting:
     """Returns the weight of a fresh gradient.
 
     Args:
-      samples: size of the gradient's batch.
-      mean_samples: mean size of all workers' batches.
-      worker: name of the worker, which `parts` needs.
+      samples: Size of the gradient's batch.
+      mean_samples: Mean size of all workers' batches.
+      worker: Name of the worker, which `parts` needs.
 
     Raises:
-      ValueError: when the worker has no part.
+      ValueError: If the worker has no part.
     """
     # The weight acts as a factor of the learning rate: a gradient is a mean
     # over its samples, so more samples allow a larger step.

@@ -69,7 +69,7 @@ def save_arrays(
       is the user's.
 
   Raises:
-    ValueError: when a leaf or the body cannot be saved, or the directory holds
+    ValueError: If a leaf or the body cannot be saved, or the directory holds
       something else; nothing is written then.
   """
   sealed_json.check("about", body.get("about"))
@@ -213,8 +213,8 @@ def load_arrays(
   Random keys are returned as their words; `tree_of` makes keys of them.
 
   Raises:
-    FileNotFoundError: when there is nothing.
-    ValueError: when it is something else, and as a `hashes.DamagedError`
+    FileNotFoundError: If there is nothing.
+    ValueError: If it is something else, and as a `hashes.DamagedError`
       when a file is missing or has changed.
   """
   target = folder(directory)
@@ -258,7 +258,7 @@ def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
   """Returns loaded arrays as a tree of the shapes and types of another.
 
   Raises:
-    ValueError: when there are others; it names the first one.
+    ValueError: If there are others; it names the first one.
   """
   leaves = checks.named_leaves(like)
   expected = {name: states.key_words(leaf) for name, leaf in leaves.items()}

@@ -14,7 +14,7 @@ def append(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
   """Appends values to a file, each as a line, in one write.
 
   Raises:
-    OSError: when a line cannot be written, for instance because the disk is
+    OSError: If a line cannot be written, for instance because the disk is
       full.
   """
   path = pathlib.Path(path)
@@ -43,7 +43,7 @@ def read(path: str | os.PathLike[str]) -> Iterator[Any]:
   """Yields the values of all whole lines; a cut-off last line is left out.
 
   Raises:
-    ValueError: when a whole line is not JSON.
+    ValueError: If a whole line is not JSON.
   """
   with pathlib.Path(path).open() as file:
     try:

@@ -29,7 +29,7 @@ def to_plain(value: Any) -> Any:
   other mappings lists of pairs, and sequences lists.
 
   Raises:
-    ValueError: when there is anything else in it.
+    ValueError: If there is anything else in it.
 
   >>> to_plain({3: (1, "a")})
   [[3, [1, 'a']]]
@@ -67,7 +67,7 @@ def from_plain(plain: Any, kind: Any, name: str = "value") -> Any:
     name: What an error calls the value.
 
   Raises:
-    PlainDataError: when a value is not of its type.
+    PlainDataError: If a value is not of its type.
 
   >>> from_plain([[3, [1, "a"]]], dict[int, tuple[int, str]])
   {3: (1, 'a')}

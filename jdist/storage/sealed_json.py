@@ -37,7 +37,7 @@ def read(path: pathlib.Path, *, form: int) -> Any:
   """Returns the body that was given to `write`.
 
   Raises:
-    ValueError: when the file is of another format, and as a DamagedError when
+    ValueError: If the file is of another format, and as a DamagedError when
       it cannot be read or has changed.
   """
   try:

@@ -29,12 +29,12 @@ def evaluation_params(
   that is declared by `states.declare(evaluates="average")`.
 
   Args:
-    state: the optimizer's state.
-    params: the parameters, whose dtypes the result has.
+    state: The optimizer's state.
+    params: The parameters, whose dtypes the result has.
     model_state: a model's statistics, if any.
-    axis: the workers' axis, over which statistics are averaged; the call then
+    axis: The workers' axis, over which statistics are averaged; the call then
       belongs into `workers.jit`.
-    samples: the number of this worker's samples, by which its statistics
+    samples: The number of this worker's samples, by which its statistics
       count; all count alike by default.
     laws: `TrainState.laws`, exceptions to what `states.find_laws` infers.
 

@@ -14,7 +14,7 @@ def find(option: str, name: str) -> server.ProtocolEntry:
   """Returns a protocol of the registry, or of a module as MODULE:NAME.
 
   Raises:
-    ValueError: when there is none.
+    ValueError: If there is none.
   """
   module, colon, attribute = name.partition(":")
   if not colon:

@@ -40,17 +40,17 @@ def start_processes(
 
   Args:
     coordinator_address: `host:port` of process 0.
-    num_processes: the number of processes.
-    process_id: the number of this process, from 0.
-    cpu_devices_per_process: virtual devices of each process without GPUs.
-    timeout_s: the time after which an error names the missing processes.
-    options: values by name that must be the same in all processes, as JSON can
+    num_processes: The number of processes.
+    process_id: The number of this process, from 0.
+    cpu_devices_per_process: Virtual devices of each process without GPUs.
+    timeout_s: The time after which an error names the missing processes.
+    options: Values by name that must be the same in all processes, as JSON can
       hold them.
 
   Raises:
-    OSError: when another run, or another program, has the address.
-    TimeoutError: when process 0 does not answer, or others do not join.
-    ValueError: when the processes disagree about their numbers, versions or
+    OSError: If another run, or another program, has the address.
+    TimeoutError: If process 0 does not answer, or others do not join.
+    ValueError: If the processes disagree about their numbers, versions or
       options.
   """
   _substrate.make_cpu_devices(cpu_devices_per_process)
@@ -94,13 +94,13 @@ def agree(
   at once, and so do processes that JAX has found itself.
 
   Args:
-    subject: what the processes wait for, in words.
-    facts: values by name, as JSON can hold them; for instance a seed.
-    timeout_s: the time after which an error names the missing processes.
+    subject: What the processes wait for, in words.
+    facts: Values by name, as JSON can hold them; for instance a seed.
+    timeout_s: The time after which an error names the missing processes.
 
   Raises:
-    TimeoutError: when not all processes have called it.
-    ValueError: when facts differ; it names the processes and the facts.
+    TimeoutError: If not all processes have called it.
+    ValueError: If facts differ; it names the processes and the facts.
   """
   if found := lifeline():
     found.agree(subject, facts, timeout_s)

@@ -15,7 +15,7 @@ class ClockSession:
     simulation: At its beginning, with a learner.
 
   Raises:
-    ValueError: when the simulation has no learner.
+    ValueError: If the simulation has no learner.
   """
 
   clock: Literal["virtual", "wall"] = "virtual"

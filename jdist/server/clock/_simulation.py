@@ -32,13 +32,13 @@ class Simulation(_driver.Driver):
   jitter from a stream of its own, so that two protocols see the same machines.
 
   Attributes:
-    now_s: virtual seconds since the start.
-    events: steps of the clock so far; one that is made again from the same
+    now_s: Virtual seconds since the start.
+    events: Steps of the clock so far; one that is made again from the same
       arguments and has made as many stands where this one stands.
-    machines: the cluster.
-    profile: what a task costs.
-    trace: what was busy when, if it is noted.
-    learner: the learners of server and workers, if there are any.
+    machines: The cluster.
+    profile: What a task costs.
+    trace: What was busy when, if it is noted.
+    learner: The learners of server and workers, if there are any.
 
   >>> from jdist import cluster, server
   >>> simulation = Simulation(
@@ -67,19 +67,19 @@ class Simulation(_driver.Driver):
     """Makes a simulation at second 0, all machines ready that are there.
 
     Args:
-      machines: the cluster.
-      protocol: the server's.
-      profile: what a task costs.
-      seed: seed of the jitter, >= 0.
-      learner: the learners of server and workers, such as a
+      machines: The cluster.
+      protocol: The server's.
+      profile: What a task costs.
+      seed: Seed of the jitter, >= 0.
+      learner: The learners of server and workers, such as a
         `GradientLearner(...)`; None simulates time alone.
-      trace: timeline of what was busy when, to be filled.
-      detection_s: after so many seconds the server notices a failure.
+      trace: Timeline of what was busy when, to be filled.
+      detection_s: After so many seconds the server notices a failure.
 
     Raises:
-      ValueError: when an argument is not as described, or a machine's memory
+      ValueError: If an argument is not as described, or a machine's memory
         does not hold its first batch.
-      ImportError: when SimPy is not installed.
+      ImportError: If SimPy is not installed.
     """
     try:
       import simpy
@@ -171,13 +171,13 @@ class Simulation(_driver.Driver):
     Limits count from second 0, so a run can be continued by a larger one.
 
     Args:
-      updates: number of updates of the parameters.
-      seconds: virtual seconds.
-      samples: number of samples in updates.
-      events: number of steps of the clock.
+      updates: Number of updates of the parameters.
+      seconds: Virtual seconds.
+      samples: Number of samples in updates.
+      events: Number of steps of the clock.
 
     Raises:
-      ValueError: when no limit is given, or one is no number >= 0, or memory
+      ValueError: If no limit is given, or one is no number >= 0, or memory
         does not hold a batch that the protocol gives out.
     """
     limits = {

@@ -18,27 +18,27 @@ class DecoupledState(_server_state.ServerState):
   """The state of `DecoupledDiLoCo`.
 
   Attributes:
-    merges: number of merges of each fragment.
-    turn: the fragment after the one that was merged last.
-    collected: pushes that wait for a merge, in the order of their receipt.
-    grace: the fragment of each open grace window, by the number of its timer.
-    waiting: members whose push of the turn's fragment is not merged, and
+    merges: Number of merges of each fragment.
+    turn: The fragment after the one that was merged last.
+    collected: Pushes that wait for a merge, in the order of their receipt.
+    grace: The fragment of each open grace window, by the number of its timer.
+    waiting: Members whose push of the turn's fragment is not merged, and
       whether they have asked for their next task.
-    next_fragment: the fragment of each member's next task.
-    held: for each member, the merges of each fragment that it was sent.
-    unmerged: for each member and fragment, samples and steps since its last
+    next_fragment: The fragment of each member's next task.
+    held: For each member, the merges of each fragment that it was sent.
+    unmerged: For each member and fragment, samples and steps since its last
       push of the fragment.
-    covered: samples and steps whose progress each push holds.
-    stretch_s: seconds of a member's steps between two pushes, smoothed over all
+    covered: Samples and steps whose progress each push holds.
+    stretch_s: Seconds of a member's steps between two pushes, smoothed over all
       members.
-    merged_samples: samples whose progress is merged, each fragment counted by
+    merged_samples: Samples whose progress is merged, each fragment counted by
       its part.
-    slots: with `in_step`, the number of each member's present task; task k is
+    slots: With `in_step`, the number of each member's present task; task k is
       pushed into merge k.
-    joins: how often each worker has joined.
-    changes: changes of the membership: time, merges so far, `"joined"`,
+    joins: How often each worker has joined.
+    changes: Changes of the membership: time, merges so far, `"joined"`,
       `"left"` or `"returned"`, the worker, and the members after it.
-    shares: for each merge its time, the members whose pushes are in it, and all
+    shares: For each merge its time, the members whose pushes are in it, and all
       members.
   """
 
@@ -98,22 +98,22 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
   pushed is lost.
 
   Attributes:
-    batches: the samples of one local step of each member.
+    batches: The samples of one local step of each member.
     interval: H, local steps from one push of a fragment to its next; a
       multiple of P.
     fragments: P.
-    quorum: part of the members, in (0, 1], whose pushes a merge waits for.
-    grace: length of the window, in times between two pushes of a member.
-    ahead: number of tasks that a member has before its push is merged: 0, 1 or
+    quorum: Part of the members, in (0, 1], whose pushes a merge waits for.
+    grace: Length of the window, in times between two pushes of a member.
+    ahead: Number of tasks that a member has before its push is merged: 0, 1 or
       2.
-    in_step: whether members are exactly one merge late, with `ahead` 1 only.
-    weights: the weights w of a merge's pushes: `"paper"` is c * c / s, and
+    in_step: Whether members are exactly one merge late, with `ahead` 1 only.
+    weights: The weights w of a merge's pushes: `"paper"` is c * c / s, and
       `"samples"` is c.
-    parts: part of the parameters' bytes in each fragment; None if all are
+    parts: Part of the parameters' bytes in each fragment; None if all are
       equal.
 
   Raises:
-    ValueError: when an argument is not as described.
+    ValueError: If an argument is not as described.
 
   References:
     Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training

@@ -22,11 +22,11 @@ class LearnerState(NamedTuple):
   """State of a learner.
 
   Attributes:
-    params: its parameters.
-    opt_state: state of its inner optimizer.
-    model_state: its batch statistics.
-    base: leaves from which its progress is counted, float32 at least.
-    anchor: leaves as the server sent them last, float32 at least.
+    params: Its parameters.
+    opt_state: State of its inner optimizer.
+    model_state: Its batch statistics.
+    base: Leaves from which its progress is counted, float32 at least.
+    anchor: Leaves as the server sent them last, float32 at least.
   """
 
   params: PyTree
@@ -63,17 +63,17 @@ class FragmentRunner:
   nothing is padded.
 
   Args:
-    optimizer: the inner optimizer, any Optax chain; its schedules count local
+    optimizer: The inner optimizer, any Optax chain; its schedules count local
       steps.
-    samples: the source of batches; None if a subclass makes the local steps.
-    fragments: as of `transforms.fragment_steps`.
-    push_codec: codec of the progress; None sends every bit.
+    samples: The source of batches; None if a subclass makes the local steps.
+    fragments: As of `transforms.fragment_steps`.
+    push_codec: Codec of the progress; None sends every bit.
     interval: H, for inner optimizers that take `interval_steps`, as
       `transforms.pull_to_anchor` does.
     mix: alpha in [0, 1]; None keeps all progress on top of what is received.
 
   Raises:
-    ValueError: when an argument is not as described.
+    ValueError: If an argument is not as described.
   """
 
   # All local steps build on each other.
@@ -188,9 +188,9 @@ class FragmentRunner:
     """Returns the state of a learner that begins, or begins anew.
 
     Args:
-      anchor: leaves of all parameters, as the server has them.
-      model_state: the server's batch statistics.
-      steps: local steps that the learner took before, at which its schedules
+      anchor: Leaves of all parameters, as the server has them.
+      model_state: The server's batch statistics.
+      steps: Local steps that the learner took before, at which its schedules
         continue.
     """
     anchor = self._placed(anchor, range(len(self._dtypes)))
@@ -244,9 +244,9 @@ class FragmentRunner:
     """Returns the state once merged fragments have been received.
 
     Args:
-      state: the state before.
-      fresh: leaves as the server has them, by fragment.
-      unmerged: this learner's pushes that are not in them, by fragment.
+      state: The state before.
+      fresh: Leaves as the server has them, by fragment.
+      unmerged: This learner's pushes that are not in them, by fragment.
     """
     leaves, base = jax.tree.leaves(state.params), list(state.base)
     anchors = list(state.anchor)

@@ -41,21 +41,21 @@ class FragmentSyncer(_gradient_server.ServerLedger):
   refused.
 
   Args:
-    params: the first parameters.
-    workers: the names of all learners, in the order of the data's numbers.
-    outer: the outer optimizer, any Optax chain, whose schedules count a
+    params: The first parameters.
+    workers: The names of all learners, in the order of the data's numbers.
+    outer: The outer optimizer, any Optax chain, whose schedules count a
       fragment's merges; DiLoCo's Nesterov momentum if None.
-    fragments: as of `transforms.fragment_steps`; the protocol has as many.
-    push_codec: codec of the learners' progress; None sends every bit.
-    shared: whether all learners take from one stream of samples.
-    model_state: the first batch statistics, if any.
+    fragments: As of `transforms.fragment_steps`; the protocol has as many.
+    push_codec: Codec of the learners' progress; None sends every bit.
+    shared: Whether all learners take from one stream of samples.
+    model_state: The first batch statistics, if any.
 
   Attributes:
-    anchor: leaves of all parameters, float32 at least.
-    model_state: batch statistics.
+    anchor: Leaves of all parameters, float32 at least.
+    model_state: Batch statistics.
 
   Raises:
-    ValueError: when an argument is not as described; at a task of a fragment
+    ValueError: If an argument is not as described; at a task of a fragment
       that does not exist.
   """
 
@@ -175,9 +175,9 @@ class FragmentSyncer(_gradient_server.ServerLedger):
     """Makes the outer step of a fragment.
 
     Args:
-      fragment: number of the fragment.
-      pushes: learners' progress, and their batch statistics.
-      weights: weight of each push.
+      fragment: Number of the fragment.
+      pushes: Learners' progress, and their batch statistics.
+      weights: Weight of each push.
     """
     whole = sum(weights)
     parts = [x / whole for x in weights]

@@ -16,8 +16,8 @@ class EmptyServer:
   The virtual clock replays with it, too, up to the event of a checkpoint.
 
   Args:
-    num_bytes: size of a message in full.
-    share: returns the part of it that a plan's messages have, such as
+    num_bytes: Size of a message in full.
+    share: Returns the part of it that a plan's messages have, such as
       `Protocol.share`.
   """
 

@@ -26,7 +26,7 @@ class GradientLearner(_learner.Pair):
   the workers' alone: `sizes` and `local_step`.
 
   Raises:
-    ValueError: when an argument is not as described.
+    ValueError: If an argument is not as described.
   """
 
   def __init__(

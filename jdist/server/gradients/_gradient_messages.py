@@ -24,10 +24,10 @@ class MessagePlans(NamedTuple):
   """The codecs of a run's messages, by the number of their plan.
 
   Attributes:
-    push: codecs of gradients.
-    pull: codecs of the parameters; plan 0, which is None, sends every bit, and
+    push: Codecs of gradients.
+    pull: Codecs of the parameters; plan 0, which is None, sends every bit, and
       every other plan the difference from what a worker holds.
-    sizes: entries of each leaf for which the plans were made; any if None.
+    sizes: Entries of each leaf for which the plans were made; any if None.
   """
 
   push: tuple[Codec, ...]
@@ -51,12 +51,12 @@ def message_plans(
   """Returns the codecs of a run's messages; without arguments all are exact.
 
   Args:
-    push_codec: codec of all workers' gradients.
-    plans: plans of bits, in place of the codec: a protocol chooses one for each
+    push_codec: Codec of all workers' gradients.
+    plans: Plans of bits, in place of the codec: a protocol chooses one for each
       push and pull.
 
   Raises:
-    ValueError: when plans and a codec are given, or one is of another type.
+    ValueError: If plans and a codec are given, or one is of another type.
   """
   if push_codec is not None:
     checks.check_type(
@@ -154,12 +154,12 @@ def gradient_program(
   """Compiles a worker's push: the gradient, and its message.
 
   Args:
-    loss_fn: as of `training.make_step`.
-    local_step: step in front of what the worker holds; None takes none.
-    passes: number of batches into which a task is cut, whose gradients are
+    loss_fn: As of `training.make_step`.
+    local_step: Step in front of what the worker holds; None takes none.
+    passes: Number of batches into which a task is cut, whose gradients are
       averaged.
-    codec: codec of the push.
-    decoded: whether the message is passed as what it decodes to.
+    codec: Codec of the push.
+    decoded: Whether the message is passed as what it decodes to.
 
   Returns:
     `(params, model_state, own, control, batch, key, task) -> message, loss,
@@ -305,11 +305,11 @@ def padded_size(sizes: Sequence[int] | None, count: int) -> int:
   """Returns the smallest size that holds a number of samples.
 
   Args:
-    sizes: the sizes; all powers of two if None.
-    count: number of samples.
+    sizes: The sizes; all powers of two if None.
+    count: Number of samples.
 
   Raises:
-    ValueError: when no size is large enough.
+    ValueError: If no size is large enough.
   """
   if sizes is None:
     return 1 << (count - 1).bit_length()
@@ -328,7 +328,7 @@ def received_push(
   """Returns a push, of a message or its bytes, and its loss.
 
   Raises:
-    RefusedError: when it has another size than a message of these kinds, or it
+    RefusedError: If it has another size than a message of these kinds, or it
       or the loss is not finite.
   """
   if isinstance(payload, np.ndarray):
@@ -387,7 +387,7 @@ def tree_of_bytes(buffer: np.ndarray, like: PyTree) -> PyTree:
   """Returns the tree of `tree_bytes`, in the shapes and dtypes of `like`.
 
   Raises:
-    ValueError: when there are more or fewer bytes.
+    ValueError: If there are more or fewer bytes.
 
   >>> found = tree_of_bytes(tree_bytes({"w": np.ones(2)}), {"w": np.zeros(2)})
   >>> found["w"].tolist()

@@ -27,16 +27,16 @@ class ServerLedger:
   A subclass has `model`, and says by `_like` what a push looks like.
 
   Attributes:
-    decoded: whether payloads are trees of what messages decode to, and not of
+    decoded: Whether payloads are trees of what messages decode to, and not of
       what a channel carries.  A `Pair`, which is in one process, sets it.
-    num_workers: number of all workers.
-    tasks: tasks that are out, by number.
-    position: samples given out, by worker; one entry, 0, of a shared stream.
-    samples: samples in updates.
+    num_workers: Number of all workers.
+    tasks: Tasks that are out, by number.
+    position: Samples given out, by worker; one entry, 0, of a shared stream.
+    samples: Samples in updates.
     losses: `(samples so far, loss)` of the last updates, at most 1,000.
 
   Raises:
-    ValueError: when two workers have one name, or there are none.
+    ValueError: If two workers have one name, or there are none.
   """
 
   model: Any
@@ -146,8 +146,8 @@ class ServerLedger:
     """Restores the ledger, and returns the rest of a payload.
 
     Args:
-      notes: what `_save` returned.
-      payload: bytes of the saved pushes, behind those of a tree.
+      notes: What `_save` returned.
+      payload: Bytes of the saved pushes, behind those of a tree.
       tree: a tree of such shapes and dtypes.
     """
     self.samples = notes["samples"]
@@ -185,22 +185,22 @@ class GradientServer(ServerLedger):
   gradient's message, or with a number that is not finite, is refused.
 
   Args:
-    optimizer: any Optax chain; its schedules count updates.
-    params: the first parameters.
-    plans: codecs of the messages, `message_plans(...)`.
-    workers: the names of all workers, in the order of the data's numbers.
-    shared: whether all workers take from one stream of samples.
-    model_state: the first batch statistics, if any.
-    seed: seed of the rounding of messages.
-    compensation: strength lambda >= 0 of the delay compensation; 0 turns it
+    optimizer: Any Optax chain; its schedules count updates.
+    params: The first parameters.
+    plans: Codecs of the messages, `message_plans(...)`.
+    workers: The names of all workers, in the order of the data's numbers.
+    shared: Whether all workers take from one stream of samples.
+    model_state: The first batch statistics, if any.
+    seed: Seed of the rounding of messages.
+    compensation: Strength lambda >= 0 of the delay compensation; 0 turns it
       off.  With it the server keeps the parameters of tasks that are out.
 
   Attributes:
-    model: parameters and states now.
-    plans: codecs of the messages.
+    model: Parameters and states now.
+    plans: Codecs of the messages.
 
   Raises:
-    ValueError: when an argument is not as described.
+    ValueError: If an argument is not as described.
 
   References:
     Zheng et al., Asynchronous Stochastic Gradient Descent with Delay

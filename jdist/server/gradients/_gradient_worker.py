@@ -24,22 +24,22 @@ class GradientWorker:
   takes the next gradient where that step leads.
 
   Args:
-    loss_fn: as of `training.make_step`; it heeds a batch's `"mask"`.
-    params: parameters of the shapes that are sent.
-    samples: source of the batches.
-    plans: codecs of the messages, `message_plans(...)`.
-    number: number of this worker, from 0.
-    num_workers: number of all workers.
-    sizes: sizes to which batches are padded, compiled by `prepare`; powers of
+    loss_fn: As of `training.make_step`; it heeds a batch's `"mask"`.
+    params: Parameters of the shapes that are sent.
+    samples: Source of the batches.
+    plans: Codecs of the messages, `message_plans(...)`.
+    number: Number of this worker, from 0.
+    num_workers: Number of all workers.
+    sizes: Sizes to which batches are padded, compiled by `prepare`; powers of
       two, compiled when they are met, if None.  A task that memory does not
       hold at once states the number of batches into which it is cut
       (`server.Reply.passes`), each padded to one of these.
-    model_state: batch statistics of the shapes that are sent.
-    seed: seed of the random numbers in the loss, and of the rounding.
-    local_step: step in front of what was sent; None takes none.
+    model_state: Batch statistics of the shapes that are sent.
+    seed: Seed of the random numbers in the loss, and of the rounding.
+    local_step: Step in front of what was sent; None takes none.
 
   Raises:
-    ValueError: when an argument is not as described; at a task whose batch is
+    ValueError: If an argument is not as described; at a task whose batch is
       larger than all `sizes`.
   """
 

@@ -16,7 +16,7 @@ class RefusedError(ValueError):
   """Raised for a push that cannot be used.
 
   Attributes:
-    reason: one word: `"nan"`, `"shape"`, `"header"` or another of a learner.
+    reason: One word: `"nan"`, `"shape"`, `"header"` or another of a learner.
   """
 
   def __init__(self, reason: str, text: str):
@@ -41,9 +41,9 @@ class ServerModel(NamedTuple):
   """State that a server keeps of a model.
 
   Attributes:
-    params: the parameters.
-    opt_state: the state of the server's optimizer.
-    model_state: batch statistics and the like.
+    params: The parameters.
+    opt_state: The state of the server's optimizer.
+    model_state: Batch statistics and the like.
   """
 
   params: PyTree
@@ -65,7 +65,7 @@ class ServerLearner(Interface):
     """Decodes a push, before the protocol is given it.
 
     Raises:
-      RefusedError: when the push cannot be used.
+      RefusedError: If the push cannot be used.
     """
 
   def apply(self, update: _messages.Apply) -> None:
@@ -81,7 +81,7 @@ class ServerLearner(Interface):
     """Returns the state of a checkpoint: what JSON can hold, and bytes.
 
     Args:
-      whole: whether what workers hold is saved, too.  The virtual clock needs
+      whole: Whether what workers hold is saved, too.  The virtual clock needs
         it; real workers begin anew with exact parameters.
     """
 
@@ -116,7 +116,7 @@ class WorkerLearner(Interface):
     """Forgets all tasks: the next pull sends exact parameters.
 
     Args:
-      lost: whether its process was lost, and a new one begins without what a
+      lost: Whether its process was lost, and a new one begins without what a
         feedback kept.
     """
 
@@ -124,7 +124,7 @@ class WorkerLearner(Interface):
     """Returns the state of a checkpoint: what JSON can hold, and bytes.
 
     Args:
-      whole: whether to save all state, for the virtual clock, and not only
+      whole: Whether to save all state, for the virtual clock, and not only
         what a new process of this worker continues with.
     """
 
@@ -140,8 +140,8 @@ class Pair:
   the usual arguments.
 
   Attributes:
-    server: the server's learner.
-    workers: the workers' learners, by name.
+    server: The server's learner.
+    workers: The workers' learners, by name.
   """
 
   def __init__(

@@ -21,13 +21,13 @@ class BitPlans:
   which each has a scale, and 32 n in 32 bits.
 
   Attributes:
-    bits: for each plan and each tensor 32, 16, 8 or 4; the first plan is exact,
+    bits: For each plan and each tensor 32, 16, 8 or 4; the first plan is exact,
       and each later one takes fewer bytes.
-    sizes: entries of each tensor.
-    block: entries that share a scale.
+    sizes: Entries of each tensor.
+    block: Entries that share a scale.
 
   Raises:
-    ValueError: when plans are not as described.
+    ValueError: If plans are not as described.
 
   >>> plans = BitPlans()
   >>> [round(plans.share(i), 3) for i in range(len(plans.bits))]
@@ -92,10 +92,10 @@ class BitPlans:
     first where nothing was measured.
 
     Args:
-      compute_s: seconds of each worker's next task.
-      exchange_s: seconds of its pull and push in 32 bits.
-      pipelined: whether communication is hidden under computation.
-      slack: that part of the computation, for messages of unlike length.
+      compute_s: Seconds of each worker's next task.
+      exchange_s: Seconds of its pull and push in 32 bits.
+      pipelined: Whether communication is hidden under computation.
+      slack: That part of the computation, for messages of unlike length.
 
     >>> plans = BitPlans()
     >>> plans.choose([2.0, 2.0, 2.0], [1.5, 3.0, 9.0], pipelined=True)

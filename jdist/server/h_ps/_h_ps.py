@@ -37,14 +37,14 @@ class BalancedBatches:
 
   Attributes:
     total: B, samples of a round.
-    measured: whether batches follow measurements; equal parts of B if not.
-    smoothing: share of the last measurement that a new one leaves, in [0, 1).
-    minimum: the smallest batch, so that each worker is measured again.
-    accumulate: whether a batch that memory does not hold is computed in parts;
+    measured: Whether batches follow measurements; equal parts of B if not.
+    smoothing: Share of the last measurement that a new one leaves, in [0, 1).
+    minimum: The smallest batch, so that each worker is measured again.
+    accumulate: Whether a batch that memory does not hold is computed in parts;
       if not, memory bounds it.
 
   Raises:
-    ValueError: when an argument is out of its range.
+    ValueError: If an argument is out of its range.
 
   References:
     H-PS, dynamic scheduling of tasks by the workers' status.  Reconstruction:
@@ -92,7 +92,7 @@ class BalancedBatches:
     The sum is `total`, or the nearest that the bounds allow.
 
     Args:
-      speeds: samples a second, None where nothing was measured yet.
+      speeds: Samples a second, None where nothing was measured yet.
       overheads_s: c, of each worker; 0 if None.
       limits: m, of each worker, None for any.
     """
@@ -119,14 +119,14 @@ class HPSState(_server_state.ServerState):
   """The state of `HPS`.
 
   Attributes:
-    round: the round of the next update.
-    opened: the first round that has not been opened.
-    owing: for each open round, members whose gradients its update waits for.
-    collected: gradients of open rounds.
-    next_round: for each member, the first round of which it has no task yet.
-    ready: members that have asked for tasks, and are given them as rounds open.
-    held: for each member, the version that it was sent last.
-    plans: for each member, the plan of bits of its messages.
+    round: The round of the next update.
+    opened: The first round that has not been opened.
+    owing: For each open round, members whose gradients its update waits for.
+    collected: Gradients of open rounds.
+    next_round: For each member, the first round of which it has no task yet.
+    ready: Members that have asked for tasks, and are given them as rounds open.
+    held: For each member, the version that it was sent last.
+    plans: For each member, the plan of bits of its messages.
   """
 
   round: int = 0
@@ -167,18 +167,18 @@ class HPS(_protocol.Protocol[HPSState]):
 
   Attributes:
     batches: `server.BalancedBatches`.
-    weighting: weights of gradients in an update; by samples by default.
-    pipelined: whether communication is hidden under computation.
-    pipelined_from: number of updates before the pipeline begins; no gradient is
+    weighting: Weights of gradients in an update; by samples by default.
+    pipelined: Whether communication is hidden under computation.
+    pipelined_from: Number of updates before the pipeline begins; no gradient is
       stale until then.
-    plans: plans of the messages' bits; None makes all messages exact.
-    limits: samples that a member's memory holds at once; members without an
+    plans: Plans of the messages' bits; None makes all messages exact.
+    limits: Samples that a member's memory holds at once; members without an
       entry have no limit.
-    slack: part of the computation under which communication must fit, in
+    slack: Part of the computation under which communication must fit, in
       (0, 1].
 
   Raises:
-    ValueError: when an argument is not as described.
+    ValueError: If an argument is not as described.
 
   References:
     H-PS: heterogeneity-aware parameter server.  Reconstruction: the abstract
@@ -384,22 +384,22 @@ def h_ps(
   """H-PS: tasks by speed, communication under computation, fewer bits.
 
   Args:
-    total: samples of a round, of all workers together.
-    tasks: whether batches let all finish at the same time; equal ones if not.
-    pipelined: as in `server.HPS`.
-    pipelined_from: as in `server.HPS`.
-    plans: as in `server.HPS`; None for exact messages.
-    limits: as in `server.HPS`.
-    smoothing: as in `server.BalancedBatches`.
-    accumulate: as in `server.BalancedBatches`.
-    slack: as in `server.HPS`.
-    timeout_s: as in `server.Protocol`.
+    total: Samples of a round, of all workers together.
+    tasks: Whether batches let all finish at the same time; equal ones if not.
+    pipelined: As in `server.HPS`.
+    pipelined_from: As in `server.HPS`.
+    plans: As in `server.HPS`; None for exact messages.
+    limits: As in `server.HPS`.
+    smoothing: As in `server.BalancedBatches`.
+    accumulate: As in `server.BalancedBatches`.
+    slack: As in `server.HPS`.
+    timeout_s: As in `server.Protocol`.
 
   Returns:
     The protocol; with one part alone, the others left out, an ablation.
 
   Raises:
-    ValueError: when an argument is out of its range.
+    ValueError: If an argument is out of its range.
 
   References:
     H-PS; `server.HPS` lists the reconstructions.

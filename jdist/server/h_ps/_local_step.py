@@ -17,9 +17,9 @@ class LocalStepState(NamedTuple):
   """State that a worker keeps for its local steps, each shaped as `params`.
 
   Attributes:
-    gradient: the gradient of its last task.
-    held: the parameters that it was sent for that task.
-    velocity: the server's momentum buffer times the negative rate, as estimated
+    gradient: The gradient of its last task.
+    held: The parameters that it was sent for that task.
+    velocity: The server's momentum buffer times the negative rate, as estimated
       from the moves of the parameters.
   """
 
@@ -54,10 +54,10 @@ class LocalStep:
   Args:
     rate: eta > 0, the server's; a schedule counts the server's updates.
     momentum: mu in [0, 1), the server's.
-    nesterov: whether the server's momentum is Nesterov's.
+    nesterov: Whether the server's momentum is Nesterov's.
 
   Raises:
-    ValueError: when an argument is not as described.
+    ValueError: If an argument is not as described.
 
   References:
     Xu et al., OD-SGD (arXiv 2005.06728): the local step.  Its momentum is a
@@ -91,9 +91,9 @@ class LocalStep:
     """Returns the input of `move` for a task, an array of four floats.
 
     Args:
-      version: number of updates in the parameters that were sent for it.
-      leads: whether the worker's last gradient is missing in them.
-      last: the version that was sent for the worker's task before; None after a
+      version: Number of updates in the parameters that were sent for it.
+      leads: Whether the worker's last gradient is missing in them.
+      last: The version that was sent for the worker's task before; None after a
         restart, which forgets it.
     """
     # The rate of the update that is foreseen: the one after this version.

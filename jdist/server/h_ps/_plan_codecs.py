@@ -24,9 +24,9 @@ def plan_codec(
   32 bits as they are.
 
   Args:
-    plans: plans for a tree with the same number of leaves.
-    plan: number of the plan.
-    feedback: whether the sender adds what it has not sent to the next message.
+    plans: Plans for a tree with the same number of leaves.
+    plan: Number of the plan.
+    feedback: Whether the sender adds what it has not sent to the next message.
   """
   return _message_codec.MessageCodec(
     tuple(_codec(bits, plans.block) for bits in plans.bits[plan]),
@@ -64,14 +64,14 @@ def fit_bit_plans(
     error_limit: epsilon, > 0. Rounded at random in blocks of 64, gradients of
       small networks are wrong by 0.8 to 1.6 % in 8 bits and by 14 to 27 % in 4:
       0.02 allows the one and not the other.
-    block: entries that share a scale.
-    seed: seed of the rounding.
+    block: Entries that share a scale.
+    seed: Seed of the rounding.
 
   Returns:
     The plans.
 
   Raises:
-    ValueError: when `error_limit` is not positive.
+    ValueError: If `error_limit` is not positive.
 
   >>> x = jax.random.normal(jax.random.key(0), (64, 64))
   >>> tree = {f"layer{i}": {"bias": x[0], "kernel": x} for i in range(3)}

@@ -55,8 +55,8 @@ class RunCheckpoints:
   Without a folder it reads and writes nothing.
 
   Raises:
-    OtherRunError: when the newest checkpoint has another identity.
-    ValueError: when the directory has checkpoints of another kind, or another
+    OtherRunError: If the newest checkpoint has another identity.
+    ValueError: If the directory has checkpoints of another kind, or another
       run that is alive has leased it.
   """
 

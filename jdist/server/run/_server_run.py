@@ -81,9 +81,9 @@ class ServerRun:
       mean of what a worker has pushed.
 
     Raises:
-      ValueError: when `total`, `every` or `unit` is not as described; when the
+      ValueError: If `total`, `every` or `unit` is not as described; when the
         newest checkpoint is of another run, a `training.OtherRunError`.
-      LostRunError: when workers or the server were lost for good.
+      LostRunError: If workers or the server were lost for good.
     """
     # The clock's checkpoints are no use to real workers, nor theirs to it.
     own = {"clock": self._session.clock, **(metadata or {})}

@@ -95,7 +95,7 @@ class Delivery(_driver.Driver):
     """Restores what `save` returned.
 
     Raises:
-      PlainDataError: when it is not of this protocol's types.
+      PlainDataError: If it is not of this protocol's types.
     """
     kinds = self._kinds()
     if not isinstance(plain, dict) or plain.keys() != kinds.keys():
@@ -128,16 +128,16 @@ def replay(
   bits.
 
   Args:
-    path: path of the recording.
-    protocol: the protocol of the recorded run.
-    learner: the server's learner at its beginning, or any other that takes the
+    path: Path of the recording.
+    protocol: The protocol of the recorded run.
+    learner: The server's learner at its beginning, or any other that takes the
       same payloads.
 
   Returns:
     The driver at the end, with the protocol's state and all counts.
 
   Raises:
-    ValueError: when a reply differs from what was sent then.
+    ValueError: If a reply differs from what was sent then.
   """
   delivery: Delivery | None = None
   sent: dict[int, str] = {}

@@ -48,14 +48,14 @@ class Channel(Interface):
     """Sends a message and returns the server's receipt.
 
     Raises:
-      LostServerError: when the server does not answer.
+      LostServerError: If the server does not answer.
     """
 
   def pull(self, worker: str, life: int) -> Message:
     """Waits for the next message to a worker.
 
     Raises:
-      LostServerError: when the server does not answer.
+      LostServerError: If the server does not answer.
     """
 
 
@@ -72,7 +72,7 @@ class Engine(Interface):
     """Calls a method of the server, from where the run is watched.
 
     Raises:
-      LostServerError: when the server does not answer.
+      LostServerError: If the server does not answer.
     """
 
   def on_lost(self, call: Callable[[str, str], None]) -> None:

@@ -21,7 +21,7 @@ def pack(header: dict[str, Any], payload: np.ndarray | None = None) -> Any:
   """Returns a message, uint8 [bytes].
 
   Args:
-    header: what JSON can hold.
+    header: What JSON can hold.
     payload: uint8 [bytes]; none if None.
 
   >>> message = pack({"task": 3}, np.array([1, 2], np.uint8))
@@ -41,7 +41,7 @@ def unpack(message: Any) -> tuple[dict[str, Any], np.ndarray]:
   """Returns a message's header and payload.
 
   Raises:
-    MalformedError: when it is not a message of `pack`.
+    MalformedError: If it is not a message of `pack`.
   """
   if (
     not isinstance(message, np.ndarray)

@@ -47,13 +47,13 @@ class LiveServer:
   the updates since then and the tasks that were out.
 
   Args:
-    protocol: the server's protocol.
-    learner: the server's learner.
-    plan: the settings of the run.
+    protocol: The server's protocol.
+    learner: The server's learner.
+    plan: The settings of the run.
 
   Raises:
-    ValueError: when a checkpoint is of another run, a `training.OtherRunError`.
-    ImportError: when SimPy is not installed.
+    ValueError: If a checkpoint is of another run, a `training.OtherRunError`.
+    ImportError: If SimPy is not installed.
   """
 
   def __init__(

@@ -371,7 +371,7 @@ def _push_of(item: Item) -> _messages.Push:
   """Returns the push that a worker has sent.
 
   Raises:
-    RefusedError: when its header is no push's.
+    RefusedError: If its header is no push's.
   """
   header = item.header
   try:

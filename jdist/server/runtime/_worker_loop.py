@@ -34,9 +34,9 @@ class Pace:
   itself takes longer, the excess is reported (`over_s`).
 
   Attributes:
-    node: the machine, with its jitter and slow-downs.
-    profile: the costs of a task at speed 1.
-    seed: seed of the jitter, which has the same draws as on the virtual clock.
+    node: The machine, with its jitter and slow-downs.
+    profile: The costs of a task at speed 1.
+    seed: Seed of the jitter, which has the same draws as on the virtual clock.
   """
 
   node: cluster.Node
@@ -58,14 +58,14 @@ class WorkerLoop:
   """Runs the worker loop until the server sends a stop message.
 
   Args:
-    channel: the connection to the server.
-    name: the worker's name.
-    learner: the worker's learner, which has been prepared.
-    depth: number of tasks that it may have at once, `Protocol.depth`.
-    pace: the modelled machine whose time tasks take; None computes at full
+    channel: The connection to the server.
+    name: The worker's name.
+    learner: The worker's learner, which has been prepared.
+    depth: Number of tasks that it may have at once, `Protocol.depth`.
+    pace: The modelled machine whose time tasks take; None computes at full
       speed.
-    patience_s: seconds to wait for a server that does not answer.
-    found: versions to report; the process's own if None.
+    patience_s: Seconds to wait for a server that does not answer.
+    found: Versions to report; the process's own if None.
   """
 
   def __init__(
@@ -92,7 +92,7 @@ class WorkerLoop:
     """Runs until a stop message.
 
     Raises:
-      LostServerError: when the server does not answer for too long.
+      LostServerError: If the server does not answer for too long.
     """
     while True:
       receipt = self._hello()

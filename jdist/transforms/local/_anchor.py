@@ -116,7 +116,7 @@ def find_rounds(state: PyTree) -> Any:
   For `local_steps` it is the synchronizer's part of the state.
 
   Raises:
-    ValueError: when there are several of them, or another transformation
+    ValueError: If there are several of them, or another transformation
       between it and the parameters.
   """
   rounds = declares("rounds")
@@ -209,7 +209,7 @@ def only_floats(
   methods of `jdist.methods` do this already.
 
   Args:
-    optimizer: any Optax chain.
+    optimizer: Any Optax chain.
 
   Returns:
     A transformation, equal to the bit where all leaves are floats.
@@ -317,8 +317,8 @@ def anchor(state: PyTree, params: optax.Params) -> optax.Params:
   """Returns the parameters on which all workers agree: evaluate on these.
 
   Args:
-    state: the optimizer's state.
-    params: the parameters, whose dtypes the result has.  They are returned
+    state: The optimizer's state.
+    params: The parameters, whose dtypes the result has.  They are returned
       for a method that keeps the workers equal and needs no anchor.
 
   >>> from jdist import transforms
@@ -344,9 +344,9 @@ def apply_updates(
   parameters stay equal to the bit.
 
   Args:
-    params: the parameters; the new ones have their dtypes.
-    updates: the updates, in any floating dtype.
-    state: the state that `update` returned; without it this is
+    params: The parameters; the new ones have their dtypes.
+    updates: The updates, in any floating dtype.
+    state: The state that `update` returned; without it this is
       `optax.apply_updates`.
 
   >>> apply_updates({"w": jnp.array(1.0)}, {"w": jnp.array(-0.5)})["w"].item()
@@ -376,7 +376,7 @@ class PullToAnchorState(NamedTuple):
   """State of `pull_to_anchor`.
 
   Attributes:
-    step: local steps so far, int32 scalar, for the learning rate's schedule.
+    step: Local steps so far, int32 scalar, for the learning rate's schedule.
   """
 
   step: jax.Array
@@ -399,11 +399,11 @@ def pull_to_anchor(
 
   Args:
     strength: beta >= 0, where 0 is no pull.
-    learning_rate: the inner optimizer's learning rate, a number or a schedule
+    learning_rate: The inner optimizer's learning rate, a number or a schedule
       of the local step.
 
   Raises:
-    ValueError: when an argument is out of its range; at trace time, when it is
+    ValueError: If an argument is out of its range; at trace time, when it is
       not inside `local_steps`.
 
   References:

@@ -31,15 +31,15 @@ class ChunkedStreamState(NamedTuple):
   `[devices, entries]` for a worker that is itself sharded.
 
   Attributes:
-    progress: the message, a tree; `()` without a feedback, where `sent` holds
+    progress: The message, a tree; `()` without a feedback, where `sent` holds
       the same numbers.
-    loss: the round's mean loss, float32 scalar; `()` if none is needed, or if
+    loss: The round's mean loss, float32 scalar; `()` if none is needed, or if
       it is a part of an exact message.
-    sent: the buckets that this worker wants to send.
-    arrived: buckets of the workers' mean, valid before `position`.
-    shares: buckets of what this worker has sent; `()` without a feedback.
-    mean_loss: the workers' mean of `loss`.
-    position: how many sub-tensors (or entries, if exact) were received, an
+    sent: The buckets that this worker wants to send.
+    arrived: Buckets of the workers' mean, valid before `position`.
+    shares: Buckets of what this worker has sent; `()` without a feedback.
+    mean_loss: The workers' mean of `loss`.
+    position: How many sub-tensors (or entries, if exact) were received, an
       int32 scalar for each bucket, by their sorted names.
   """
 
@@ -56,8 +56,8 @@ class Part(NamedTuple):
   """A sub-tensor that is sent in this step.
 
   Attributes:
-    start: its number, or its first entry if it is exact.
-    own: this worker's entries, if it is exact.
+    start: Its number, or its first entry if it is exact.
+    own: This worker's entries, if it is exact.
     result: a `Reduced`, or of an exact one the mean but for its last division.
   """
 
@@ -99,11 +99,11 @@ class ChunkedStream:
   step to step: `position` says what was sent before, so that nothing is lost.
 
   Args:
-    stream: how an exact message is cut.
+    stream: How an exact message is cut.
     compression: a compression by `reducers.Chunked`; None for exact means.
-    axis: the workers' axis.
-    like: from the anchor to the form of a message.
-    needs_loss: whether a message has a loss.
+    axis: The workers' axis.
+    like: From the anchor to the form of a message.
+    needs_loss: Whether a message has a loss.
   """
 
   def __init__(

@@ -18,10 +18,10 @@ class ControlVariatesState(NamedTuple):
   """State of `ControlVariates`.
 
   Attributes:
-    own: this worker's control variate, float32.
-    mean: the mean of all workers' control variates, float32.
-    distance: sum of the learning rates of this round's steps, float32 scalar.
-    lag: sum over this round's steps of their learning rate times (the mean with
+    own: This worker's control variate, float32.
+    mean: The mean of all workers' control variates, float32.
+    distance: Sum of the learning rates of this round's steps, float32 scalar.
+    lag: Sum over this round's steps of their learning rate times (the mean with
       which they were corrected - `mean`), float32; zero unless a late mean was
       applied within the round.
   """
@@ -48,7 +48,7 @@ class ControlVariates(_round.SyncRule):
   change moves c when it is applied.
 
   Attributes:
-    learning_rate: the inner optimizer's learning rate, a number or a schedule
+    learning_rate: The inner optimizer's learning rate, a number or a schedule
       of the local step.
     global_learning_rate: eta_g > 0; with 1 the anchor becomes the mean.
 

@@ -40,15 +40,15 @@ class Delayed:
     carry: rho in [0, 1]; None is 1/N, because a worker knows its own share of
       the mean that is being taken, and keeps that.  Not with `mix`.
     mix: alpha in [0, 1], with `steps` only.
-    after_step: rounds that begin before this local step are not delayed: a
+    after_step: Rounds that begin before this local step are not delayed: a
       synchronous warm-up.  With None the delay begins with the first round that
       is longer than `steps`, or than one step: in a shorter one the mean would
       be applied at the next round's end only, where a delay costs most.
-    stream: how to split a message into sub-tensors, of which every step sends
+    stream: How to split a message into sub-tensors, of which every step sends
       the next ones; None sends it at once.
 
   Raises:
-    ValueError: when an argument is out of its range, or two do not go together.
+    ValueError: If an argument is out of its range, or two do not go together.
 
   References:
     Shen et al., CoCoD-SGD (arXiv 1906.12043): the late mean with the worker's

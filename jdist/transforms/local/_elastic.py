@@ -82,7 +82,7 @@ class PulledAnchorState(NamedTuple):
   """State of `PulledAnchor`.
 
   Attributes:
-    velocity: the anchor's momentum, float32.
+    velocity: The anchor's momentum, float32.
   """
 
   velocity: PyTree

@@ -30,9 +30,9 @@ class FragmentsState(NamedTuple):
   """State of `fragment_steps`.
 
   Attributes:
-    clock: the clock of rounds in which every fragment is synchronized once; it
+    clock: The clock of rounds in which every fragment is synchronized once; it
       counts a round when the mean of the last fragment is applied.
-    inner: the inner optimizer's state, each worker its own.
+    inner: The inner optimizer's state, each worker its own.
     fragments: a state for each fragment, in whose trees `optax.MaskedNode()`
       replaces the leaves of the others.
     kept: 1 where the workers keep a distance from the anchor, 0 after a
@@ -92,18 +92,18 @@ def fragment_steps(
   `local_steps`; an outer schedule counts a fragment's rounds.
 
   Args:
-    inner: any Optax optimizer, which each worker runs with its own gradients.
+    inner: Any Optax optimizer, which each worker runs with its own gradients.
     interval: H, the number of local steps in a fragment's round.
     fragments: P, at most the interval, splits the leaves in the order of the
       tree into P runs of about equal size; a function maps a leaf's path
       ("block_0/kernel") to the number of its fragment, from 0.
-    axis: the workers' axis: None, a name, or (inner, outer).
-    rule: how a round ends, as in `local_steps`.
+    axis: The workers' axis: None, a name, or (inner, outer).
+    rule: How a round ends, as in `local_steps`.
     overlap: a `transforms.Delayed` with `steps` below the interval, or None.
     compression: a `jdist.Compression`; None takes means exactly.
 
   Raises:
-    ValueError: when an argument is out of its range; at `init`, when there
+    ValueError: If an argument is out of its range; at `init`, when there
       are fewer leaves than fragments, or fragments are not 0, 1, 2, ...; at
       trace time, when `params` is missing or gradients are already summed.
 
@@ -269,11 +269,11 @@ def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
   """Returns the fragment of every leaf, in the order of the tree.
 
   Args:
-    tree: parameters, or their shapes.
-    fragments: the number of fragments, or a function, as in `fragment_steps`.
+    tree: Parameters, or their shapes.
+    fragments: The number of fragments, or a function, as in `fragment_steps`.
 
   Raises:
-    ValueError: when there are no leaves or fewer than fragments, or when the
+    ValueError: If there are no leaves or fewer than fragments, or when the
       results of a function are no ints or not all of 0, 1, 2, ...
 
   >>> tree = {"a": jnp.ones(4), "b": jnp.ones(2), "c": jnp.ones(2)}

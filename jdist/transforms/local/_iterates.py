@@ -33,8 +33,8 @@ class Whole(NamedTuple):
   """What a round moves.
 
   Attributes:
-    params: the parameters, or a tree like them.
-    rest: distances of iterates from their parameters, and statistics, float32;
+    params: The parameters, or a tree like them.
+    rest: Distances of iterates from their parameters, and statistics, float32;
       one entry for each leaf that `_places` finds.
   """
 
@@ -46,7 +46,7 @@ class WholeRule(_round.SyncRule):
   """Follows a sync rule for the parameters, and averages the rest.
 
   Attributes:
-    rule: the rule for the parameters.
+    rule: The rule for the parameters.
   """
 
   rule: _round.SyncRule
@@ -120,11 +120,11 @@ def read(inner: PyTree, local: PyTree) -> tuple[jax.Array, ...]:
   """Returns the rest of what a round moves, beside the parameters.
 
   Args:
-    inner: the inner optimizer's state.
-    local: the worker's parameters, float32.
+    inner: The inner optimizer's state.
+    local: The worker's parameters, float32.
 
   Raises:
-    ValueError: when an iterate has not the form of the parameters.
+    ValueError: If an iterate has not the form of the parameters.
   """
   # A fast way out, as almost no optimizer has any.
   if not _anchor.contains(inner, _moves):
@@ -142,9 +142,9 @@ def check_told(
   """Raises a ValueError for a copy of parameters whose law is not known.
 
   Args:
-    init: makes the inner optimizer's state.
-    params: the parameters.
-    inner: the state that `init` made.
+    init: Makes the inner optimizer's state.
+    params: The parameters.
+    inner: The state that `init` made.
   """
   pair = isinstance(params, optax.LookaheadParams)
   if not pair and _anchor.contains(
@@ -195,8 +195,8 @@ def own_keys(
   Methods with rounds in it have done so when they made their state.
 
   Args:
-    state: the state.
-    axis: the workers' axis.
+    state: The state.
+    axis: The workers' axis.
     shared: a tree of bools, true for leaves that must stay equal on workers.
   """
   laws = states.find_laws(state)

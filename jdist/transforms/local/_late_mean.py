@@ -32,12 +32,12 @@ class LateMean:
   the anchor and to the worker, and what is sent in between.
 
   Attributes:
-    delay: how late a mean is, as the user gave it.
-    sender: what holds and sends a message, a `Sender` or a `ChunkedStream`.
-    rule: the sync rule.
-    policy: the interval policy.
-    axis: the workers' axis.
-    relative: whether messages are differences from what all workers know.
+    delay: How late a mean is, as the user gave it.
+    sender: What holds and sends a message, a `Sender` or a `ChunkedStream`.
+    rule: The sync rule.
+    policy: The interval policy.
+    axis: The workers' axis.
+    relative: Whether messages are differences from what all workers know.
   """
 
   delay: _delayed.Delayed
@@ -175,10 +175,10 @@ class LateMean:
     """Moves anchor and worker within a round, by the mean that is now due.
 
     Args:
-      end: the round up to now.
-      state: its state.
-      steps: the number of steps in which the message was streamed, if it was.
-      found: the mean and the compression's state, where they are known.
+      end: The round up to now.
+      state: Its state.
+      steps: The number of steps in which the message was streamed, if it was.
+      found: The mean and the compression's state, where they are known.
     """
     late = self._is_late(state, steps)
     mean, memory = found or self.sender.mean(

@@ -59,11 +59,11 @@ def local_steps(
   Evaluate on the anchor: `jdist.anchor(state, params)`.
 
   Args:
-    inner: any Optax optimizer, which each worker runs with its own gradients.
-    interval: the number of local steps in a round, or a policy from
+    inner: Any Optax optimizer, which each worker runs with its own gradients.
+    interval: The number of local steps in a round, or a policy from
       `jdist.transforms.intervals`.
-    axis: the workers' axis: None, a name, or (inner, outer).
-    rule: how a round ends, a `transforms.SyncRule`.  An Optax optimizer becomes
+    axis: The workers' axis: None, a name, or (inner, outer).
+    rule: How a round ends, a `transforms.SyncRule`.  An Optax optimizer becomes
       the outer optimizer, which gets the mean pseudo-gradient once a round;
       None averages parameters.
     overlap: a `transforms.Delayed` for a mean that is late, streamed or not;
@@ -75,7 +75,7 @@ def local_steps(
     float32 scalar) when the interval policy needs it.
 
   Raises:
-    ValueError: when an argument is of another kind, or two of them cannot be
+    ValueError: If an argument is of another kind, or two of them cannot be
       combined; at trace time, when `params`, or a needed `loss`, is missing.
 
   >>> import jax.numpy as jnp

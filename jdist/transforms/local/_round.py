@@ -39,15 +39,15 @@ class RoundClock(NamedTuple):
   """A worker's position in its rounds.
 
   Attributes:
-    step: local steps so far, int32 scalar.
-    round: rounds so far, int32 scalar.
-    round_step: local steps so far in this round, int32 scalar.
-    interval: local steps of this round, int32 scalar.
-    next_interval: local steps of the next round, int32 scalar, so that a host
+    step: Local steps so far, int32 scalar.
+    round: Rounds so far, int32 scalar.
+    round_step: Local steps so far in this round, int32 scalar.
+    interval: Local steps of this round, int32 scalar.
+    next_interval: Local steps of the next round, int32 scalar, so that a host
       can prepare for it.
-    synchronized: whether the last update ended a round, bool scalar.
-    interval_state: the interval policy's state.
-    round_loss: sum of this round's losses, float32 scalar, each worker its
+    synchronized: Whether the last update ended a round, bool scalar.
+    interval_state: The interval policy's state.
+    round_loss: Sum of this round's losses, float32 scalar, each worker its
       own; `()` when the interval needs no loss.
   """
 
@@ -196,15 +196,15 @@ class Round(NamedTuple):
   """A round at its end, as a sync rule sees it on one worker.
 
   Attributes:
-    anchor: the anchor, float32.
-    local: the worker's parameters after its last step, float32.
-    progress: where the round began less `local`: the pseudo-gradient, float32.
-    params: the parameters before the last step, in their dtypes.
-    inner: the inner optimizer's state.
-    memory: the rule's own state.
-    step: the number of the last local step, int32 scalar, from 0.
-    optimizer: the inner optimizer.
-    axis: the workers' axis.
+    anchor: The anchor, float32.
+    local: The worker's parameters after its last step, float32.
+    progress: Where the round began less `local`: the pseudo-gradient, float32.
+    params: The parameters before the last step, in their dtypes.
+    inner: The inner optimizer's state.
+    memory: The rule's own state.
+    step: The number of the last local step, int32 scalar, from 0.
+    optimizer: The inner optimizer.
+    axis: The workers' axis.
   """
 
   anchor: PyTree
@@ -238,9 +238,9 @@ class SyncRule:
   rounding.
 
   Attributes:
-    apart: whether the workers keep a distance from the anchor.  Their message
+    apart: Whether the workers keep a distance from the anchor.  Their message
       is then their position, and not the progress of one round.
-    exact_parts: whether the rule averages something else uncompressed
+    exact_parts: Whether the rule averages something else uncompressed
       (`exact`); the mean of such a rule cannot be late.
   """
 
@@ -287,10 +287,10 @@ class SyncRule:
     """Returns the round with the new `anchor`, `memory` and `inner`.
 
     Args:
-      end: the round at its end.
-      mean: the workers' mean of `message`, float32, equal on all workers.
-      exact: their mean of `exact`; `()` where the mean is late.
-      relative: the value with which `message` was called.
+      end: The round at its end.
+      mean: The workers' mean of `message`, float32, equal on all workers.
+      exact: Their mean of `exact`; `()` where the mean is late.
+      relative: The value with which `message` was called.
     """
     raise NotImplementedError
 
@@ -338,7 +338,7 @@ class OuterStep(SyncRule):
   Schedules of the outer optimizer count rounds.
 
   Attributes:
-    optimizer: any Optax optimizer; `optax.sgd(1.0)` is `Average` up to
+    optimizer: Any Optax optimizer; `optax.sgd(1.0)` is `Average` up to
       rounding.
 
   Source and departures: `methods.diloco`.

@@ -35,8 +35,8 @@ class Stream:
   sub-tensors of equal size.
 
   Attributes:
-    max_bytes: the largest size of a sub-tensor; 4 MiB by default.
-    specs: how the parameters are split over the mesh's other axes, a tree of
+    max_bytes: The largest size of a sub-tensor; 4 MiB by default.
+    specs: How the parameters are split over the mesh's other axes, a tree of
       PartitionSpec (`Workers.specs(params)`), for workers that are themselves
       sharded: every device then sends its own part.  It cannot be combined
       with a compression.
@@ -63,8 +63,8 @@ class Stream:
     """Returns the compression by sub-tensors; a chunked one stays as it is.
 
     Args:
-      compression: the compression of the whole message.
-      steps: the number of steps in which a message is sent; None if it varies.
+      compression: The compression of the whole message.
+      steps: The number of steps in which a message is sent; None if it varies.
     """
     if isinstance(compression.reducer, reducers.Chunked):
       return compression
@@ -85,8 +85,8 @@ class Stream:
     """Returns the buckets of an exact message, in the order of their names.
 
     Args:
-      like: the shapes of the message.
-      exact: the shapes of what is sent after it, the loss for instance.
+      like: The shapes of the message.
+      exact: The shapes of what is sent after it, the loss for instance.
     """
     specs = None
     if self.specs is not None:
@@ -100,7 +100,7 @@ class Contribution(NamedTuple):
 
   Attributes:
     message: a tree, at least float32, which a compression may compress.
-    exact: the round's mean loss, never compressed; `()` if none is needed.
+    exact: The round's mean loss, never compressed; `()` if none is needed.
   """
 
   message: PyTree
@@ -112,8 +112,8 @@ class Sender:
   """Sends a whole message when its mean is due.
 
   Attributes:
-    compression: how the mean is taken; None takes it exactly.
-    axis: the workers' axis.
+    compression: How the mean is taken; None takes it exactly.
+    axis: The workers' axis.
   """
 
   compression: reducers.Compression | None

@@ -20,9 +20,9 @@ class SlowMomentumState(NamedTuple):
   """State of `SlowMomentum`.
 
   Attributes:
-    velocity: the slow momentum times the learning rate of its last round,
+    velocity: The slow momentum times the learning rate of its last round,
       float32, so that nothing is divided by a rate of zero.
-    learning_rate: that rate, float32 scalar.
+    learning_rate: That rate, float32 scalar.
   """
 
   velocity: PyTree
@@ -40,11 +40,11 @@ class SlowMomentum(_round.Average):
   applied with that of the round in which it is due.
 
   Attributes:
-    learning_rate: the inner optimizer's learning rate, a number or a schedule
+    learning_rate: The inner optimizer's learning rate, a number or a schedule
       of the local step.
     slow_learning_rate: alpha > 0.
     momentum: beta in [0, 1].
-    buffers: what happens to the inner optimizer's moments (`states`) when a
+    buffers: What happens to the inner optimizer's moments (`states`) when a
       round's mean is applied: "maintain" leaves each worker its own, "reset"
       initializes them again, "average" takes the workers' mean, never
       compressed.

@@ -21,14 +21,14 @@ class Flight(NamedTuple):
   """A message that is being sent while the next round is computed.
 
   Attributes:
-    held: this worker's message of the last round, in its sender's form.
-    in_flight: whether `held` holds a message, bool scalar.
-    arrived_loss: the mean loss that was received in this round, float32
+    held: This worker's message of the last round, in its sender's form.
+    in_flight: Whether `held` holds a message, bool scalar.
+    arrived_loss: The mean loss that was received in this round, float32
       scalar, infinite if there was none; `()` where a mean is due at a round's
       end.
-    due_after: the steps of a round after which the mean of the last round is
+    due_after: The steps of a round after which the mean of the last round is
       due, 0 for all of them, int32 scalar, constant.
-    device_before: the device ends rounds that begin before this step, int32
+    device_before: The device ends rounds that begin before this step, int32
       scalar; it changes only where the first long round begins the delay.
   """
 
@@ -65,15 +65,15 @@ class SyncState(NamedTuple):
   """State of a `Synchronizer`.
 
   Attributes:
-    clock: the round's clock.
-    anchor: the parameters on which all workers agree, float32.
-    memory: the sync rule's state, for instance the outer optimizer's.
-    kept: the part of its pending progress that the worker keeps in its
+    clock: The round's clock.
+    anchor: The parameters on which all workers agree, float32.
+    memory: The sync rule's state, for instance the outer optimizer's.
+    kept: The part of its pending progress that the worker keeps in its
       parameters, and so its intended distance from the anchor, float32 scalar;
       `()` where every round ends on the anchor.
-    flight: the message that is being sent, a `Flight`; `()` without a delay.
-    compression: the compression's state, `()` without one.
-    iterates: the agreed distances of the inner optimizer's iterates from the
+    flight: The message that is being sent, a `Flight`; `()` without a delay.
+    compression: The compression's state, `()` without one.
+    iterates: The agreed distances of the inner optimizer's iterates from the
       anchor, and its agreed statistics, float32; `()` for most optimizers.
   """
 
@@ -116,8 +116,8 @@ class LocalStepsState(NamedTuple):
   """State of `local_steps`.
 
   Attributes:
-    inner: the inner optimizer's state, each worker its own.
-    sync: the clock, the anchor, and the message that is being sent.
+    inner: The inner optimizer's state, each worker its own.
+    sync: The clock, the anchor, and the message that is being sent.
   """
 
   inner: PyTree

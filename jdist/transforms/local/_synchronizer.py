@@ -38,13 +38,13 @@ class Synchronizer:
   the end of its own round.
 
   Attributes:
-    optimizer: the inner optimizer.
-    policy: the interval policy.
-    axis: the workers' axis.
-    rule: the sync rule.
-    compression: how a mean is taken; None takes it exactly.
-    late: applies a mean later; None at the round's end.
-    mix: the worker's own part where a round ends on a mixture.
+    optimizer: The inner optimizer.
+    policy: The interval policy.
+    axis: The workers' axis.
+    rule: The sync rule.
+    compression: How a mean is taken; None takes it exactly.
+    late: Applies a mean later; None at the round's end.
+    mix: The worker's own part where a round ends on a mixture.
   """
 
   optimizer: optax.GradientTransformationExtraArgs
@@ -73,8 +73,8 @@ class Synchronizer:
     """Returns the state before the first step, on the anchor.
 
     Args:
-      params: the parameters.
-      inner: the inner optimizer's state, which may hold iterates.
+      params: The parameters.
+      inner: The inner optimizer's state, which may hold iterates.
     """
     _iterates.check_told(self.optimizer.init, params, inner)
     anchor = jax.tree.map(_anchor.wide_copy, params)
@@ -420,9 +420,9 @@ class RoundTransformation(optax.GradientTransformationExtraArgs):
   """An Optax transformation that synchronizes workers in rounds.
 
   Attributes:
-    parts: its synchronizer, which `elastic.Rounds` reads.
-    overlap: the `Delayed` of late means, or None.
-    fragments: as of `fragment_steps`; 1 for a single message.
+    parts: Its synchronizer, which `elastic.Rounds` reads.
+    overlap: The `Delayed` of late means, or None.
+    fragments: As of `fragment_steps`; 1 for a single message.
   """
 
   parts: Synchronizer

@@ -45,7 +45,7 @@ def import_ray() -> Any:
   """Imports Ray.
 
   Raises:
-    ImportError: when it is missing; the message says how to install it.
+    ImportError: If it is missing; the message says how to install it.
   """
   try:
     import ray

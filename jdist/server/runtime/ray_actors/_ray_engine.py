@@ -55,23 +55,23 @@ class RayEngine:
   that `stop` is reached, unless the program has a handler of its own.
 
   Args:
-    workers: number of workers that will be spawned.
+    workers: Number of workers that will be spawned.
     address: HOST:PORT of a cluster's head; None starts one here.
     cpus_per_worker: Ray's CPUs for each worker, by which it places actors;
       take a part of one for workers that mostly sleep.
     gpus_per_worker: Ray's GPUs for each worker, which sees only its own; take a
       part of one for workers that share a GPU, and 0 for CPUs alone.  The
       server has none.
-    spares: further processes that have loaded all that a worker needs, and wait
+    spares: Further processes that have loaded all that a worker needs, and wait
       to take the place of one that is lost.
-    environment: environment variables of the actors; by default one thread on
+    environment: Environment variables of the actors; by default one thread on
       the CPU, and CUDA for workers with a GPU.
-    cache: directory for compiled programs, which all actors of a machine share;
+    cache: Directory for compiled programs, which all actors of a machine share;
       None makes one that is removed with the engine.
 
   Raises:
-    ImportError: when Ray is missing.
-    ValueError: when the address is wrong or may not be used, or there are too
+    ImportError: If Ray is missing.
+    ValueError: If the address is wrong or may not be used, or there are too
       few CPUs or GPUs.
   """
 
