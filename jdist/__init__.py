@@ -1,9 +1,9 @@
 """Training deep networks where communication is dear and machines unequal.
 
-The parts are modules: `jdist.collectives` (the workers and what they say to
-each other), `jdist.transforms` (Optax transformations), `jdist.training`,
-`jdist.models`, `jdist.data`.  What a training loop needs every day stands
-here too.
+The parts are modules: `jdist.collectives` (the workers and their
+communication), `jdist.transforms` (Optax transformations), `jdist.training`,
+`jdist.models`, `jdist.data`.  Names that most training loops
+need are here, too.
 """
 
 from jdist import collectives as collectives

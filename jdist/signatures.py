@@ -15,7 +15,7 @@ import optax
 
 from jdist import checks
 
-# A check beside the type, of a range for instance, raises its own error.
+# Checks that an annotation adds, of a range for instance, raise their errors.
 PositiveInt: TypeAlias = Annotated[
   int, functools.partial(checks.check_int, minimum=1)
 ]

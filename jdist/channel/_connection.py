@@ -32,7 +32,7 @@ _MAX_NOTE = 1 << 24
 # The time in which a connection must prove the key, whatever it sends.
 _PATIENCE_S = 10.0
 # Connections that have not proved the key yet. A further one takes the place of
-# the oldest, so that a flood of silent ones keeps nobody out for long.
+# the oldest, so that a flood of silent ones blocks no peer for long.
 _PENDING = 64
 # If a host loses power, the kernel of the other end sends probes after 3 s, 2 s
 # apart, and gives up after the third. The kernel of a process that is slow or
@@ -76,7 +76,7 @@ class Connection:
         self.socket.sendall(part)
 
   def receive(self, deadline: float | None = None) -> Frame | None:
-    """Waits for a message, until a time of `time.monotonic` or for ever.
+    """Waits for a message, until a time of `time.monotonic` or forever.
 
     It returns None after the other end has closed, and raises a ValueError for
     bytes that are no message or too many.

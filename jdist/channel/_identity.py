@@ -25,7 +25,7 @@ class Identity(NamedTuple):
 
   Attributes:
     run_id: The id that stands in rows and leases; empty if it was not given.
-    secret: What all processes of the run know, and nobody else.
+    secret: Known to all processes of the run alone.
   """
 
   run_id: str

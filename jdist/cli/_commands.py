@@ -92,7 +92,7 @@ class Advise(_groups.ProcessOptions, _groups.LinkOptions, _groups.ModelOptions):
   """
 
   step: Annotated[str | None, tyro.conf.arg(metavar="MODULE:FUNCTION")] = None
-  """Function of one's own in place of model and data set, which returns
+  """Your own function in place of model and data set, which returns
   `loss_fn, params, batch` of one worker, as `training.make_step` takes them,
   and batch statistics if there are any."""
 

@@ -27,7 +27,7 @@ SEED = "[0, 2**32)"
 
 
 class Option(NamedTuple):
-  """Properties of an option besides its name, type, default and help.
+  """Properties of an option that its name, type and help do not have.
 
   Attributes:
     fills: The arguments of factories of methods or protocols that it fills.  It
@@ -223,7 +223,7 @@ class MeanOptions:
 
   codec: Codec | None = option(None, "compression")
   """Encoding of the tensors that are averaged, for methods that do not define
-  one (default: every bit is sent)."""
+  one (default: no compression)."""
 
   feedback: Literal["none", "error", "ef21", "momentum", "smoothing"] | None = (
     option(None, "compression")

@@ -161,7 +161,7 @@ def compression(options: _groups.MeanOptions) -> reducers.Compression | None:
 
 
 def message(options: _groups.MeanOptions) -> server.MessageCodec | None:
-  """Returns the codec of a server's pushes; None to send every bit."""
+  """Returns the codec of a server's pushes; None to send them exactly."""
   feedback = _FEEDBACKS[options.feedback or "none"]()
   codec = _codec(options, feedback)
   return None if codec is None else server.MessageCodec(codec, feedback)

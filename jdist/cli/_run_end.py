@@ -155,7 +155,7 @@ def _refusal(error: "training.OtherRunError") -> ValueError:
         f"{_shown(here)} here"
       )
   return ValueError(
-    f"{', '.join(parts)}. Resume with the same options, or start anew in "
+    f"{', '.join(parts)}. Resume with the same options, or start again in "
     "another directory."
   )
 

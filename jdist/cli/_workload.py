@@ -404,7 +404,7 @@ def resumed_text(
     raise ValueError(
       f"`--{'epochs' if options.steps is None else 'steps'}` must not be less "
       f"than when the run began, {old_steps} steps, got {steps}. Take as many "
-      "or more, or start anew in another directory."
+      "or more, or start again in another directory."
     )
   if found.step == steps:
     text = f"Nothing left to train: step {steps} of {steps}"

@@ -115,7 +115,7 @@ class _Sharing:
   """A message in transit over fairly shared links.
 
   Its arrival is an event that is scheduled once the end on all links is known,
-  and that becomes void when another message joins on one of them.
+  and that becomes void when another message joins on a link.
   """
 
   # Runs of thousands of machines create millions of these.

@@ -184,6 +184,6 @@ def _transformed(how: str, x: jax.Array, *factors: Any) -> jax.Array:
     return y / scale, ~carry[1]
 
   # The sums of 64 x 64 entries near float32's largest number would overflow.
-  # That is rare: in a loop, as of a conditional vmap runs both branches.
+  # That is rare: in a loop, since vmap runs both branches of a conditional.
   large = jnp.max(jnp.abs(x), initial=0) > 1e30
   return jax.lax.while_loop(lambda c: c[1], rescaled, (product(x), large))[0]

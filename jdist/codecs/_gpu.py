@@ -84,7 +84,7 @@ def places(
       slot = row * capacity + refs[2][number]
     slot += jnp.cumsum(chosen, 1) - 1
     kept = (chosen > 0) & inside & (slot < (row + 1) * capacity)
-    # The interpreter stores also what is not kept: outside.
+    # The interpreter ignores the mask: other entries go past the end.
     slot = jnp.where(kept, slot, rows * capacity)
     triton.store(refs[-1].at[slot], place, mask=kept)
 

@@ -97,7 +97,7 @@ def largest(
 
   def cuda(x: jax.Array, guess: jax.Array) -> Selection:
     found = _by_kernel(x, guess, at_least, at_most, k)
-    # In a loop, as of a conditional vmap runs both branches.
+    # In a loop, since vmap runs both branches of a conditional.
     search = lambda carry: (plain(x, guess), ~carry[1])  # noqa: E731
     return jax.lax.while_loop(lambda carry: ~carry[1], search, found)[0]
 

@@ -225,7 +225,7 @@ def cached(
 ) -> list[np.ndarray]:
   """Returns arrays by name, which are made where an entry is missing.
 
-  A damaged entry is made anew, too.
+  A damaged entry is made again, too.
   """
   with contextlib.suppress(OSError, ValueError, KeyError):
     arrays, _ = array_files.load_arrays(path, what=_WHAT)

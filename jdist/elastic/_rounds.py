@@ -45,7 +45,7 @@ class OwnLoop(server.FragmentRunner):
   def advance(
     self, params: Any, opt_state: Any, loss: Any, model_state: Any = None
   ) -> None:
-    """Hands over a step: what it returns, and the mean loss of its samples."""
+    """Hands over the result of a step, and the mean loss of its samples."""
     self._advanced = True
     self._answers.put((params, opt_state, jnp.asarray(loss), model_state))
 
@@ -111,7 +111,7 @@ class Rounds:
   with the samples c of a push.  This is `DecoupledDiLoCo` with `ahead` 0, or
   one merge late for an `overlap`; every worker has a JAX runtime of its own.
   Undisturbed it equals the collective method up to rounding, where a codec's
-  mean is a gather: the server sends what it has merged in every bit.
+  mean is a gather: the server sends its merges without compression.
 
   A worker that joins or returns takes the parameters, the batch statistics and
   the position of schedules from the server, which has made all merges, and
@@ -204,7 +204,7 @@ class Rounds:
 
     Args:
       name: Its name.
-      loss_fn: As of `training.make_step`.
+      loss_fn: As in `training.make_step`.
       samples: The source of its batches; None if local steps take them.
       params: The first parameters on its devices, where they are sharded.
       sizes: Sizes to which batches are padded; the allocation's if None.
@@ -229,14 +229,14 @@ class Rounds:
     samples: server.Samples,
     **options: Any,
   ) -> None:
-    """Takes part until the server ends the run; arguments as of `runner`."""
+    """Takes part until the server ends the run; arguments as in `runner`."""
     learner = self.runner(name, loss_fn, samples, **options)
     learner.prepare()
     depth = self.protocol.depth
     server.WorkerLoop(channel, name, learner, depth=depth).run()
 
   def loop(self, channel: server.Channel, name: str, **options: Any) -> OwnLoop:
-    """Returns a worker with a loop of one's own; `params` as of `runner`."""
+    """Returns a worker for your own loop; `params` as in `runner`."""
     found: OwnLoop = self.runner(
       name, lambda *args: None, None, kind=OwnLoop, **options
     )

@@ -48,7 +48,7 @@ class Hierarchical(_reducer.Reducer):
   for each device of a host, device j reduces part j of h only, and all gather
   the means inside the host: each sends 1/n of the bytes between hosts.  With
   `Exact()` inside, h is taken by a reduce-scatter, and no device holds all of
-  it.  The own share of device j lacks n times what is left out of part j:
+  it.  The own share of device j lacks n times the residual of part j:
 
   .. math:: \mathrm{own\_share}_i = \mathrm{own\_share}_i^{inner}
             - [i = j] \, n (h - \mathrm{own\_share}^{outer}) \quad

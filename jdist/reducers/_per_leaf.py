@@ -100,7 +100,7 @@ class PerLeaf(_reducer.Reducer):
     for rule in rules:
       checks.check_type("rules", rule, Rule, "a list of `Rule`s only")
     object.__setattr__(self, "rules", tuple(rules))
-    Rule(self.default)  # Refuses what is no reducer.
+    Rule(self.default)  # Checks the type.
 
   @property
   def reducers(self) -> tuple[_reducer.Reducer, ...]:

@@ -177,7 +177,7 @@ class PowerSGD(_reducer.Reducer):
     raise _reducer.unsuited(
       self,
       "shards and chunks",
-      "of a vector it has no directions and would send every bit.",
+      "of a vector it has no directions and would send all of it.",
     )
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:

@@ -35,7 +35,7 @@ class ShardedFeedbackState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ShardedFeedback(_feedback.Feedback):
-  """Lets every device of a worker keep what it left out itself.
+  """Keeps the residual of every device of a worker on that device.
 
   Nothing is sent, not even whether another shard was finite, and a feedback
   sees each shard as a leaf.  Its state must be a NamedTuple of trees like the

@@ -17,7 +17,7 @@ class Allocation(Interface):
     """Share of the last speed that a new measurement leaves, in [0, 1)."""
 
   def every(self, num_workers: int) -> int | None:
-    """Returns after how many pushes batches are allocated anew, if ever."""
+    """Returns after how many pushes batches are allocated again, or None."""
 
   def sizes(self, speeds: Sequence[float | None]) -> tuple[int, ...]:
     """Returns the batch size of each worker.

@@ -129,7 +129,7 @@ def dbs(
     parts: Part of the data that each worker owns; None if the parts are equal
       or all data is shared.
     inverse_staleness: Divides a gradient by its staleness.
-    timeout_s: As of `server.Protocol`.
+    timeout_s: As in `server.Protocol`.
 
   Returns:
     The protocol.

@@ -17,8 +17,8 @@ class BSPState(_server_state.ServerState):
     pushes_of_round: Gradients of this update so far.
     waiting: Members that are ready for a task of the next update.
     changed: Whether a member has joined since the last restart.
-    restart: Number of the timer after which all begin anew; None if there is
-      no restart under way.
+    restart: Number of the timer after which all start again; None without a
+      restart.
     first_task: The first task that was given after the last restart.
   """
 
@@ -42,7 +42,7 @@ class BSP(_protocol.Protocol[BSPState]):
   in the order in which their workers joined, not in the order of pushes.
 
   With `restart_s` the members are one job, as with collectives among them: when
-  a member leaves or joins, the update that was begun is lost and all begin anew
+  a member leaves or joins, the present update is lost, and all start again
   after `restart_s` seconds.  Computation is not interrupted.  A worker with a
   task of the lost update completes it first, in vain, which takes longer than a
   real job's restart if tasks take longer than `restart_s`.
@@ -144,7 +144,7 @@ class BSP(_protocol.Protocol[BSPState]):
       self._begin(state, actions)
 
   def _restart(self, state: BSPState, actions: list[Action]) -> None:
-    """Drops the update that was begun, and lets all wait for a timer."""
+    """Drops the update that was begun, and has all members wait for a timer."""
     assert self.restart_s is not None
     for push in state.pushes_of_round:
       self.discard(state, push, actions, "restart")
@@ -158,7 +158,7 @@ class BSP(_protocol.Protocol[BSPState]):
     # constant number of operations for each member, and one sort.
     if not state.pushes_of_round:
       # All members for which the update waited have left: there is nothing to
-      # apply, but members that joined meanwhile must not wait for ever.
+      # apply, but members that joined meanwhile must not wait forever.
       if not state.owing:
         self._begin(state, actions)
       return

@@ -20,13 +20,13 @@ class NodeTotals:
   """Totals of a machine.
 
   Attributes:
-    updates: Its gradients in updates.
-    samples: In them.
-    discarded: Its gradients that were not used.
-    ages: Its gradients in updates, by their staleness.
-    compute_s: How long it computed, of tasks that have ended.
-    iteration_s: How long its last task took, from the task's parameters on
-      their way to its gradient at the server.
+    updates: Number of its gradients that are in updates.
+    samples: Number of samples of these gradients.
+    discarded: Number of its gradients that were not used.
+    ages: Number of its gradients in updates, for each staleness.
+    compute_s: Seconds that it computed, of tasks that have ended.
+    iteration_s: Seconds of its last task, from sending the task's parameters
+      to receiving its gradient.
   """
 
   updates: int = 0
@@ -131,7 +131,7 @@ class Driver:
 
     Returns:
       False when the learner refuses the push.  It must not be delivered then:
-      its worker has to leave, and to begin anew unless it is `expelled`.
+      its worker has to leave, and to join again unless it is `expelled`.
     """
     # A push whose task is not out, or is another worker's, is discarded by the
     # protocol: a stranger's bytes must not reach the learner.
@@ -161,7 +161,7 @@ class Driver:
     self._refused_in_a_row[worker] += 1
 
   def pardon(self, worker: str) -> None:
-    """Forgets refused pushes of a worker that has been started anew."""
+    """Forgets refused pushes of a worker that was restarted."""
     self._refused_in_a_row.pop(worker, None)
 
   def expelled(self, worker: str) -> bool:
@@ -223,12 +223,12 @@ class Driver:
       self._learner.leave(worker)
 
   def summary(self) -> dict[str, Any]:
-    """Returns the run in figures, in a form that JSON can hold.
+    """Returns statistics of the run, in a form that JSON can hold.
 
-    Staleness as the mean over gradients in updates, as the mean over machines
-    of their own means, as the maximum, and counted; `iteration_spread` is the
-    slowest machine's last iteration over the fastest's; `utilisation` the part
-    of the time in which machines computed, on the average.
+    Staleness is given as the mean over gradients in updates, the mean of the
+    machines' means, the maximum, and counts; `iteration_spread` is the slowest
+    machine's last iteration over the fastest's; `utilisation` is the mean part
+    of the time in which machines computed.
     """
     nodes = self.nodes.values()
     means = [node.staleness / node.updates for node in nodes if node.updates]
@@ -285,8 +285,8 @@ class Driver:
       self._forget(number)
 
   def _forget(self, number: int) -> None:
-    # A learner keeps something of each task that is out, and must be told
-    # exactly once when it is not used.
+    # A learner keeps something of each task that is out, and must drop
+    # it exactly once when it is not used.
     task = self._tasks.pop(number, None)
     if task is not None:
       self.lost_samples += task.samples

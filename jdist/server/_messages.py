@@ -48,7 +48,7 @@ class Push(NamedTuple):
   Attributes:
     worker: The name of the worker that computed it.
     task: The number of the task, from its `Reply`.
-    samples: Number of samples over which it is the mean.
+    samples: Number of samples over which the gradient is a mean.
     compute_s: Seconds for which the worker computed.
     waited_s: Seconds between the receipt of the parameters and the start.
   """
@@ -83,11 +83,11 @@ class Reply(NamedTuple):
       local steps take one step on each.
     push_plan: Number of the plan of bits for the gradient; 0 is exact.
     pull_plan: Number of the plan of bits for the parameters, which sends the
-      difference from what the worker holds.  0 sends every bit, and None sends
-      nothing, because the worker holds this version.
+      difference from what the worker holds.  0 is exact; None sends nothing, as
+      the worker holds this version.
     fragment: Number of the fragment to push, if the parameters have fragments.
     pulled: Numbers of the fragments that are sent; None sends all of them, and
-      the worker begins anew.
+      the worker starts again from them.
   """
 
   worker: Worker
@@ -133,8 +133,8 @@ class Discard(NamedTuple):
   Attributes:
     task: The number of its task.
     reason: `"late"` if it is too stale for the protocol; `"left"` if its worker
-      had left, and has to send `Join` again; `"restart"` if all workers have
-      begun anew since its task was given; `"repeated"` if it was pushed before,
+      had left, and has to send `Join` again; `"restart"` if all workers were
+      restarted since its task was given; `"repeated"` if it was pushed before,
       or its task was never given.
   """
 

@@ -48,7 +48,7 @@ class Protocol(Generic[State]):
     batches: Allocation of samples to workers; 32 each by default.
     weighting: Weights of gradients in an update; equal ones by default.
     timeout_s: Seconds without a push after which a worker counts as gone; None
-      waits for ever.
+      waits forever.
 
   Raises:
     ValueError: If an argument is not as described.
@@ -112,7 +112,7 @@ class Protocol(Generic[State]):
   def receive(
     self, state: State, now_s: float, message: _messages.Message
   ) -> list[Action]:
-    """Takes a message and returns what has to be done.
+    """Takes a message and returns the actions to carry out.
 
     Args:
       state: The state from `init`, which is changed in place: at thousands of

@@ -68,7 +68,7 @@ class ServerState:
       left.
     applied: Number of gradients in updates.
     discarded: Discarded pushes, by the reason.
-    until_allocation: Pushes until batches are allocated anew; None if never.
+    until_allocation: Pushes until batches are allocated again; None if never.
   """
 
   version: int = 0

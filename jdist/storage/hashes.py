@@ -16,7 +16,7 @@ class DamagedError(ValueError):
 
   def __init__(self, path: pathlib.Path, fault: str):
     super().__init__(
-      f"`directory` is damaged: {path} {fault}. Make it anew in another "
+      f"`directory` is damaged: {path} {fault}. Make it again in another "
       "directory."
     )
     self.reason = f"{path.name} {fault}"

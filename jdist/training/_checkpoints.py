@@ -291,7 +291,7 @@ class Checkpoints:
     if step == _checkpoint_directory.ALL_DAMAGED:
       raise ValueError(
         f"`directory` {self._directory.path} has checkpoints and all are "
-        "damaged. Start anew in another directory."
+        "damaged. Start again in another directory."
       )
     manifest = self._directory.read(step)
     if check is not None:

@@ -83,9 +83,9 @@ def _plain(x: Any) -> Any:
 @functools.cache
 def _commit() -> str:
   """Returns the commit of the running code, with `+` if files were changed."""
-  # A copy without its repository, for instance on a GPU machine, is told.
-  if told := os.environ.get("JDIST_COMMIT"):
-    return told
+  # For a copy without its repository, for instance on a GPU machine.
+  if commit := os.environ.get("JDIST_COMMIT"):
+    return commit
   folder = pathlib.Path(__file__).parent
   try:
     git = functools.partial(

@@ -26,7 +26,7 @@ class OtherRunError(ValueError):
     # The message names every difference, so that one attempt shows them all.
     super().__init__(
       f"`{argument}` must be that of the checkpoint, but {listed}. Resume with "
-      "the same options, or start anew in another directory."
+      "the same options, or start again in another directory."
     )
     self.differences = differences
     self._argument = argument

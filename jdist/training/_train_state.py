@@ -156,7 +156,7 @@ def is_finite(
       or gradients in flight, which must not hold a NaN.
     model_state: Statistics, which must be finite, and constants, which may be
       infinite.
-    laws: `TrainState.laws`, which says what is a constant.
+    laws: `TrainState.laws`, which says which leaves are constants.
 
   >>> is_finite(jnp.ones(2), (jnp.array([jnp.inf]), jnp.array(jnp.nan))).item()
   True

@@ -36,7 +36,7 @@ def rate(step):
 
 
 SGD = optax.sgd(rate, momentum=0.9)
-# A server sends merges in every bit: as a gather, and no all-to-all.
+# A server sends merges exactly, as a gather does and an all-to-all does not.
 GATHERED = reducers.Compression(
   reducers.compressed(codecs.Quantize(4), wire="gather"),
   reducers.ErrorFeedback(),

@@ -272,7 +272,7 @@ def _compiled() -> dict[str, str]:
   """Returns variables by which restarted processes find compiled programs."""
   base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
   try:
-    # A program of somebody else would run with this user's rights.
+    # Another user's program would run with this user's rights.
     path = channel.private_directory(base.expanduser() / "jdist" / "compiled")
   except OSError as error:
     _say(f"compiled programs are not kept: {error}")

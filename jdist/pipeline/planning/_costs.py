@@ -27,7 +27,7 @@ class LayerCost:
     output_bytes: The bytes sent to the next layer, and back as a gradient.
     saved_bytes: The bytes that the forward pass saves for the backward pass,
       including the input.
-    working_bytes: The bytes that a pass needs besides until its end.
+    working_bytes: Further bytes that a pass needs until its end.
 
   Raises:
     ValueError: If a cost is negative or not finite, or `weight_s` is more than

@@ -19,7 +19,7 @@ PyTree = Any
 CostSource = Literal["compiled", "lowered", "timed"]
 
 
-# The seconds of a program, and its bytes besides arguments and results.
+# The seconds of a program, and its bytes without arguments and results.
 _Cost = tuple[float, float]
 
 

@@ -17,7 +17,7 @@ class Footprint:
 
   with p bytes of parameters, and as many of gradients, a saved for each
   micro-batch, and q in use within a pass.  A stage that recomputes saves its
-  input only; what it would have saved is part of q.
+  input only, and its activations are part of q.
 
   Attributes:
     optimizer_copies: The optimizer's state o in sizes of the parameters: 1 for

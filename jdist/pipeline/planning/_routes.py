@@ -24,7 +24,7 @@ class Routes:
     self.byte_s = functools.cache(
       lambda *ends: max((s for _, s, _ in self.hops(*ends)), default=0.0)
     )
-    # The seconds that a message takes besides its bytes.
+    # The seconds that a message takes in addition to those of its bytes.
     self.latency_s = functools.cache(
       lambda *ends: sum(s for _, _, s in self.hops(*ends))
     )

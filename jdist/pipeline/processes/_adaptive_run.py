@@ -48,7 +48,7 @@ class AdaptiveRun:
       replanner: A replanner with the same plan, costs and options in all
         processes.
       optimizer: An optimizer whose state has a part for each parameter, and
-        only counts besides; or one that decides by all leaves.
+        otherwise counts only; or one that decides by all leaves.
     """
     self._make, self._replanner = make_process, replanner
     self._optimizer = optimizer

@@ -118,7 +118,7 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
     return sorted(self._connections)
 
   def send(self, to: int, tag: Tag, arrays: Iterable[Any]) -> None:
-    """Queues arrays to be sent; they must not be changed afterwards."""
+    """Queues arrays for sending; they must not be changed afterwards."""
     self._check(to)
     self._queues[to].put((tag, list(arrays)))
 

@@ -151,7 +151,7 @@ class OneProgram:
         a backward pass, or the input part of a split one, includes a forward
         pass, and the last stage has no other.
       send_s: The seconds of `sent_bytes` on a link between two devices.
-      between_s: The seconds of each tick on each device besides its ops.
+      between_s: The seconds of each tick on each device without its ops.
     """
     return _grid.tick_times(
       self.grid, seconds, send_s, late=self._late, between_s=between_s

@@ -1,4 +1,4 @@
-"""The proof that a table can run, and the count of what it needs."""
+"""The proof that a table can run, and the count of its slots."""
 
 import collections
 import dataclasses

@@ -60,7 +60,7 @@ class ClockSession:
     run, learner = self.simulation, self.simulation.learner
     assert learner is not None
     if number < len(self._marks):
-      # A checkpoint is of its last mark, and has no earlier models.
+      # A checkpoint holds the model of its last mark alone.
       at_last = number == len(self._marks) - 1
       model = learner.model if at_last else None
       return self._marks[number], model
@@ -106,5 +106,5 @@ class ClockSession:
     return self.simulation.state.version
 
   def summary(self) -> dict[str, Any]:
-    """Returns the run in figures, as `Simulation.summary`."""
+    """Returns statistics of the run; see `Simulation.summary`."""
     return self.simulation.summary()

@@ -81,7 +81,7 @@ class PairMessages:
     return self._pushed.pop(task, _NOTHING)
 
   def clear(self, name: str) -> None:
-    """Drops what a machine has that has failed."""
+    """Drops all messages of a machine that has failed."""
     self._sent[name].clear()
     self._begun[name].clear()
 

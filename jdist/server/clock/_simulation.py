@@ -33,12 +33,12 @@ class Simulation(_driver.Driver):
 
   Attributes:
     now_s: Virtual seconds since the start.
-    events: Steps of the clock so far; one that is made again from the same
-      arguments and has made as many stands where this one stands.
+    events: Steps of the clock so far.  A simulation of the same arguments is in
+      the same state after the same number of events.
     machines: The cluster.
     profile: What a task costs.
-    trace: What was busy when, if it is noted.
-    learner: The learners of server and workers, if there are any.
+    trace: Timeline of computation and messages; None if there is none.
+    learner: The learners of server and workers; None simulates time alone.
 
   >>> from jdist import cluster, server
   >>> simulation = Simulation(
@@ -73,8 +73,8 @@ class Simulation(_driver.Driver):
       seed: Seed of the jitter, >= 0.
       learner: The learners of server and workers, such as a
         `GradientLearner(...)`; None simulates time alone.
-      trace: Timeline of what was busy when, to be filled.
-      detection_s: After so many seconds the server notices a failure.
+      trace: Timeline that the simulation fills.
+      detection_s: Seconds after which the server notices a failure.
 
     Raises:
       ValueError: If an argument is not as described, or a machine's memory
@@ -114,10 +114,10 @@ class Simulation(_driver.Driver):
       for node in machines.nodes
       if node.jitter
     }
-    # What a machine began before its last failure, it does not end.
+    # Failures of each machine: events of an earlier life are ignored.
     self._lives = dict.fromkeys(self._of_name, 0)
     self._away: set[str] = set(self._of_name) - set(here)
-    # A machine computes one after the other, as they were given.
+    # Tasks of each machine, which it computes in this order.
     self._queues: dict[str, collections.deque[_Given]] = {
       name: collections.deque() for name in self._of_name
     }
@@ -155,7 +155,7 @@ class Simulation(_driver.Driver):
 
   @property
   def under_way_s(self) -> float:
-    """Seconds that machines have spent on what they compute now."""
+    """Seconds that machines have spent on their present tasks."""
     return sum(self._environment.now - began for began in self._busy.values())
 
   def run(
@@ -166,7 +166,7 @@ class Simulation(_driver.Driver):
     samples: int | None = None,
     events: int | None = None,
   ) -> None:
-    """Lets time go by until a limit, the first that is reached.
+    """Advances the clock until the first of some limits.
 
     Limits count from second 0, so a run can be continued by a larger one.
 
@@ -226,7 +226,7 @@ class Simulation(_driver.Driver):
       self.events += 1
 
   def wait(self, timer: _messages.Timer) -> None:
-    """Lets the timer's time go by."""
+    """Schedules a timer."""
     self._after(timer.after_s, self.deliver, _messages.Expired(timer.task))
 
   # The course of a task, each step once the one before has happened.
@@ -244,7 +244,7 @@ class Simulation(_driver.Driver):
   def send(
     self, reply: _messages.Reply, more: dict[str, Any], payload: Any
   ) -> None:
-    """Lets the parameters travel, and the machine's queue grow by its task."""
+    """Sends the parameters, and adds the task to the machine's queue."""
     name = str(reply.worker)
     given, life = _Given(reply), self._lives[name]
     if name in self._away:  # A message to a failed machine is lost.
@@ -272,7 +272,7 @@ class Simulation(_driver.Driver):
       self._begin(name, life)
 
   def _begin(self, name: str, life: int) -> None:
-    """Lets a machine begin its next task, if it is idle and the task there."""
+    """Begins a machine's next task, if both are ready."""
     queue = self._queues[name]
     if name in self._busy or not queue:
       return
@@ -389,14 +389,14 @@ class Simulation(_driver.Driver):
       self._under_way.refused[task] = error.reason
 
   def _restart(self, name: str, *, lost: bool = False) -> None:
-    """Lets a machine's learner forget the tasks that were taken from it."""
+    """Restarts a machine's learner, which drops its tasks."""
     if self.learner is not None:
       self.learner.workers[name].restart(lost=lost)
 
   # Checkpoints.
 
   def save(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Returns where the run stands: what JSON can hold, and uint8 arrays.
+    """Returns the state of the run: values of JSON, and uint8 arrays.
 
     The clock itself is not saved: `resume` replays it.  Saved are the learners'
     states and all messages under way.
@@ -437,7 +437,7 @@ class Simulation(_driver.Driver):
     if self.trace is not None:
       end = outage.end_s if outage.end_s < math.inf else now
       self.trace.add(name, "away", now, end, "away")
-    # One that is back before this was noticed says so itself.
+    # A machine that returns before it was noticed sends its own Join.
     if now + self._detection_s < outage.end_s:
       self._after(self._detection_s, self.deliver, _messages.Leave(name))
 

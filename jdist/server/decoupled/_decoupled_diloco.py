@@ -68,7 +68,7 @@ class DecoupledState(_server_state.ServerState):
 class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
   r"""Learners on their own clocks, whose fragments are merged by a quorum.
 
-  A member takes local steps for ever; after every H / P of them it pushes the
+  A member takes local steps forever; after every H / P of them it pushes the
   next of P fragments of its parameters.  Once a quorum of the members has
   pushed fragment p, and a grace window for the others has passed, the pushes
   that were received make its outer step,
@@ -91,7 +91,7 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
 
   With `ahead` 1 and `in_step` all members push the same fragment, too, one
   merge late: a member waits until the merge before its last push is complete,
-  and its next task begins without the merge of that push, whoever pushes last.
+  and its next task begins without the merge of that push, in every order.
   A push that misses its merge is part of its fragment's next one.
 
   A member that joins or returns is sent all parameters, and what it had not
@@ -210,7 +210,7 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     return sum(map(self.part, reply.pulled))
 
   def summary(self, state: DecoupledState) -> dict[str, Any]:
-    """Returns the membership in figures."""
+    """Returns statistics of the membership."""
     parts = [merged / max(living, 1) for _, merged, living in state.shares]
     return {
       "changes": list(state.changes),
@@ -219,7 +219,7 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     }
 
   def on_join(self, state: DecoupledState, worker: Worker) -> None:
-    """Lets a member begin with the fragment whose turn it is."""
+    """Makes a member begin with the fragment whose turn it is."""
     state.next_fragment[worker] = state.turn
     state.unmerged[worker] = [(0, 0)] * self.fragments
     state.slots[worker] = state.version
@@ -364,7 +364,7 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     state.applied += len(tasks)
     state.merges[fragment] += 1
     state.merged_samples += self.part(fragment) * sum(x for x, _ in covered)
-    # With `ahead` 0 a late merge of another fragment moves no turn.
+    # With `ahead` 0 a late merge of another fragment keeps the turn.
     if self.ahead or fragment == state.turn:
       state.turn = (fragment + 1) % self.fragments
       ready = [worker for worker, asked in state.waiting.items() if asked]

@@ -38,7 +38,7 @@ class LearnerState(NamedTuple):
 
 @signatures.checked
 class FragmentRunner:
-  r"""Takes local steps from what it was sent, and pushes their progress.
+  r"""Takes local steps from the server's parameters, and pushes their progress.
 
   The `WorkerLearner` of `DecoupledDiLoCo`; `FragmentSyncer` is its server.  A
   push of fragment p is the progress since the last one, :math:`\Delta_p = b_p -
@@ -55,7 +55,7 @@ class FragmentRunner:
             w_p \leftarrow \alpha w_p + (1 - \alpha) b_p
 
   Its parameters, its inner optimizer's state and its feedback stay here.  A
-  learner that begins anew keeps only the feedback.  It computes where `params`
+  learner that starts again keeps only the feedback.  It computes where `params`
   are: if they are sharded over its devices, so is all of its state, and each
   step is one program for all of them.
 
@@ -66,8 +66,8 @@ class FragmentRunner:
     optimizer: The inner optimizer, any Optax chain; its schedules count local
       steps.
     samples: The source of batches; None if a subclass makes the local steps.
-    fragments: As of `transforms.fragment_steps`.
-    push_codec: Codec of the progress; None sends every bit.
+    fragments: As in `transforms.fragment_steps`.
+    push_codec: Codec of the progress; None sends it exactly.
     interval: H, for inner optimizers that take `interval_steps`, as
       `transforms.pull_to_anchor` does.
     mix: alpha in [0, 1]; None keeps all progress on top of what is received.
@@ -185,7 +185,7 @@ class FragmentRunner:
   def first_state(
     self, anchor: Sequence[jax.Array], model_state: PyTree, steps: int = 0
   ) -> LearnerState:
-    """Returns the state of a learner that begins, or begins anew.
+    """Returns the state of a learner at its first or at a new start.
 
     Args:
       anchor: Leaves of all parameters, as the server has them.
@@ -198,7 +198,7 @@ class FragmentRunner:
     params = jax.tree.unflatten(self._structure, leaves)
     opt_state = self._optimizer.init(params)
     if steps:
-      # Moments begin anew, as the parameters do; a schedule must not.
+      # Moments start again, as the parameters do; a schedule must not.
       opt_state = _with_count(opt_state, steps)
     return LearnerState(params, opt_state, model_state, anchor, list(anchor))
 
@@ -312,8 +312,8 @@ class FragmentRunner:
     """Pushes the progress of a fragment since its last push.
 
     Returns:
-      The state; the message; what it decodes to, as the server merges it: only
-      that may be taken off what it sends later; the loss, NaN if what is pushed
+      The state; the message; the decoded message, which the server merges and
+      which alone may be subtracted from later pushes; the loss, NaN if the push
       is not finite.
     """
     leaves, base = jax.tree.leaves(state.params), list(state.base)

@@ -35,18 +35,18 @@ class FragmentSyncer(_gradient_server.ServerLedger):
 
   The `ServerLearner` of `DecoupledDiLoCo`; `FragmentRunner` is its worker.
   Each fragment has an outer optimizer's state of its own.  Batch statistics
-  become the mean of the learners', with the same weights.  A pull sends the
-  merged fragments in every bit, a push passes the codec.  A push whose size is
-  not that of its fragment's message, or with a number that is not finite, is
-  refused.
+  become the mean of the learners', with the same weights.  Merged
+  fragments are sent exactly, and pushes are encoded by `push_codec`.  A push of
+  another size than its fragment's message, or with a number that is not finite,
+  is refused.
 
   Args:
     params: The first parameters.
     workers: The names of all learners, in the order of the data's numbers.
     outer: The outer optimizer, any Optax chain, whose schedules count a
       fragment's merges; DiLoCo's Nesterov momentum if None.
-    fragments: As of `transforms.fragment_steps`; the protocol has as many.
-    push_codec: Codec of the learners' progress; None sends every bit.
+    fragments: As in `transforms.fragment_steps`; the protocol has as many.
+    push_codec: Codec of the learners' progress; None sends it exactly.
     shared: Whether all learners take from one stream of samples.
     model_state: The first batch statistics, if any.
 
@@ -86,8 +86,8 @@ class FragmentSyncer(_gradient_server.ServerLedger):
     self.model_state = jax.tree.map(jnp.array, model_state)
     # The last push of a learner that is in each fragment, or -1.
     self._settled = [[-1] * len(self._fragments) for _ in workers]
-    # Local steps of decoded pushes: a learner that begins anew continues its
-    # schedules from there.
+    # Local steps of decoded pushes: a learner that starts again continues
+    # its schedules from there.
     self._steps = [0] * len(workers)
 
   @property
@@ -148,7 +148,7 @@ class FragmentSyncer(_gradient_server.ServerLedger):
     if reply.pulled is None:
       sent: PyTree = (list(self.anchor), self.model_state)
     else:
-      # Every bit: an error of the anchor would stay with the learner, as its
+      # Exactly: an error of the anchor would stay with the learner, as its
       # progress is counted from there.
       sent = [self.part(p) for p in reply.pulled]
     return more, sent

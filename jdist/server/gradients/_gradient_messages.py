@@ -25,8 +25,8 @@ class MessagePlans(NamedTuple):
 
   Attributes:
     push: Codecs of gradients.
-    pull: Codecs of the parameters; plan 0, which is None, sends every bit, and
-      every other plan the difference from what a worker holds.
+    pull: Codecs of the parameters; plan 0, which is None, is exact, and every
+      other plan sends the difference from what a worker holds.
     sizes: Entries of each leaf for which the plans were made; any if None.
   """
 
@@ -154,7 +154,7 @@ def gradient_program(
   """Compiles a worker's push: the gradient, and its message.
 
   Args:
-    loss_fn: As of `training.make_step`.
+    loss_fn: As in `training.make_step`.
     local_step: Step in front of what the worker holds; None takes none.
     passes: Number of batches into which a task is cut, whose gradients are
       averaged.
@@ -214,8 +214,8 @@ def message_of_push(
   """Encodes a push, in a compiled program.
 
   Returns:
-    Its message, or with `decoded` what the message decodes to; what it decodes
-    to; the loss, NaN if a number of that is not finite; the codec's new state.
+    The message, or with `decoded` the decoded message; the decoded message; the
+    loss, NaN if the decoded message is not finite; the codec's new state.
   """
   sent, message = pushed, pushed[:2]
   if codec is not None:
@@ -262,8 +262,8 @@ def all_finite(tree: PyTree) -> jax.Array:
 def encode_pull(codec: Codec, decoded: bool = False) -> Callable[..., Any]:
   """Compiles `(params, held, state, model_state) -> message, state`.
 
-  Sent is the difference from what a worker holds, or with `decoded` what it
-  holds then; without a codec the parameters themselves.
+  The message is the difference from the worker's parameters, or with `decoded`
+  its new parameters; without a codec the message is the parameters.
   """
   if codec is None:
     return lambda params, held, state, rest: ((params, rest), state)

@@ -148,7 +148,7 @@ class ServerLedger:
     Args:
       notes: What `_save` returned.
       payload: Bytes of the saved pushes, behind those of a tree.
-      tree: a tree of such shapes and dtypes.
+      tree: A tree of the same shapes and dtypes.
     """
     self.samples = notes["samples"]
     self.position = collections.Counter(dict(map(tuple, notes["position"])))
@@ -343,7 +343,7 @@ class GradientServer(ServerLedger):
 
   def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
     """Returns model, pushes that no update has used, and positions."""
-    # A live server's workers begin anew, so that tasks without a push are lost
+    # A live server's workers start again, so that tasks without a push are lost
     # with what was sent for them.
     read = sorted(self._sent if whole else self._sent.keys() & self._pushes)
     held = sorted(self._held) if whole else []

@@ -24,7 +24,7 @@ class GradientWorker:
   takes the next gradient where that step leads.
 
   Args:
-    loss_fn: As of `training.make_step`; it heeds a batch's `"mask"`.
+    loss_fn: As in `training.make_step`; it heeds a batch's `"mask"`.
     params: Parameters of the shapes that are sent.
     samples: Source of the batches.
     plans: Codecs of the messages, `message_plans(...)`.
@@ -130,7 +130,7 @@ class GradientWorker:
     return _gradient_messages.layout(codec, self._held, self._model_state)
 
   def _control(self, version: int, settled: int) -> np.ndarray | None:
-    """Says to a local step whether the last gradient is in what was sent."""
+    """Notes for a local step whether parameters include the last gradient."""
     if self._local_step is None:
       return None
     return self._local_step.control(

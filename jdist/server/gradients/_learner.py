@@ -75,14 +75,14 @@ class ServerLearner(Interface):
     """Drops a task, whether its push has been decoded or not."""
 
   def leave(self, worker: _messages.Worker) -> None:
-    """Forgets what a worker holds: it is gone, or begins anew."""
+    """Forgets what a worker holds: it has left, or starts again."""
 
   def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the state of a checkpoint: what JSON can hold, and bytes.
 
     Args:
       whole: Whether what workers hold is saved, too.  The virtual clock needs
-        it; real workers begin anew with exact parameters.
+        it; real workers start again with exact parameters.
     """
 
   def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""A few precisions of messages, and which worker takes which."""
+"""Plans of bits: precisions of messages, and the choice of one by worker."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ _BITS = (32, 16, 8, 4)
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
 class BitPlans:
-  r"""Precisions between which a worker's messages change, as few programs.
+  r"""Precisions of messages; few, as each is a compiled program.
 
   A plan gives each tensor its bits.  A tensor of n entries takes
   :math:`b n + 32 \lceil n / k \rceil` bits of a message in blocks of k, of
@@ -56,7 +56,7 @@ class BitPlans:
       )
 
   def num_bytes(self, plan: int) -> int:
-    """Returns the bytes of a message, one for each tensor included."""
+    """Returns the bytes of a message, with one for each tensor's finiteness."""
     return sum(
       1 + self._bytes(size, bits)
       for size, bits in zip(self.sizes, self.bits[plan], strict=True)
@@ -86,16 +86,16 @@ class BitPlans:
   ) -> tuple[int, ...]:
     """Returns the plan with the most bits that lengthens no round, by worker.
 
-    Pipelined, what a worker sends must be through in a part of the time in
-    which the slowest computes.  Otherwise each has as long as the slowest with
-    the fewest bits.  Where no plan is fast enough it is the last one, and the
-    first where nothing was measured.
+    In a pipeline an exchange may take `slack` of the longest computation.
+    Otherwise a worker's computation and exchange may take as long as those of
+    the slowest worker with the fewest bits.  A worker for which no plan is fast
+    enough takes the last one, and one without measurements the first.
 
     Args:
       compute_s: Seconds of each worker's next task.
       exchange_s: Seconds of its pull and push in 32 bits.
       pipelined: Whether communication is hidden under computation.
-      slack: That part of the computation, for messages of unlike length.
+      slack: Part of the longest computation, less a margin for long messages.
 
     >>> plans = BitPlans()
     >>> plans.choose([2.0, 2.0, 2.0], [1.5, 3.0, 9.0], pipelined=True)

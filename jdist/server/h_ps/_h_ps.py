@@ -38,7 +38,7 @@ class BalancedBatches:
   Attributes:
     total: B, samples of a round.
     measured: Whether batches follow measurements; equal parts of B if not.
-    smoothing: Share of the last measurement that a new one leaves, in [0, 1).
+    smoothing: Weight of earlier measurements in a moving average, in [0, 1).
     minimum: The smallest batch, so that each worker is measured again.
     accumulate: Whether a batch that memory does not hold is computed in parts;
       if not, memory bounds it.
@@ -148,7 +148,7 @@ class HPS(_protocol.Protocol[HPSState]):
 
   An update is the mean over the samples of a round, as in `BSP`.  With
   `BalancedBatches` all finish at the same time.  Pipelined, a member has two
-  tasks: while the gradient of round k - 1 and the parameters that come of it
+  tasks: while the gradient of round k - 1 and the parameters that result
   are under way, it computes round k on those that it has,
 
   .. math:: \theta_{k+1} = \theta_k - \eta \sum_i \frac{n_i}{B}
@@ -396,7 +396,7 @@ def h_ps(
     timeout_s: As in `server.Protocol`.
 
   Returns:
-    The protocol; with one part alone, the others left out, an ablation.
+    The protocol; with only one of its three parts it is an ablation.
 
   Raises:
     ValueError: If an argument is out of its range.

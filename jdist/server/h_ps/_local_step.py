@@ -35,7 +35,7 @@ class LocalStep:
   In a pipeline a worker's last gradient g' is not yet in the parameters that
   it was sent.  It takes the next gradient where the server's SGD would be with
   it, :math:`\nabla L(\theta_{t-1} + \hat\Delta_t; B)`.  With
-  :math:`\Delta_t = \theta_t - \theta_{t-1}` of what it was sent,
+  :math:`\Delta_t = \theta_t - \theta_{t-1}` of the parameters that it was sent,
 
   .. math:: \hat\Delta_t = \mu \Delta_{t-1} - \eta g'
 
@@ -77,7 +77,7 @@ class LocalStep:
     checks.check_type("nesterov", self.nesterov, bool, "True or False")
 
   def without_rate(self) -> "LocalStep":
-    """Returns what programs depend on, so that no rate compiles them anew."""
+    """Returns what programs depend on, so that no rate recompiles them."""
     return dataclasses.replace(self, rate=1.0)
 
   def init(self, params: PyTree) -> LocalStepState:
@@ -105,7 +105,7 @@ class LocalStep:
     self, held: PyTree, state: LocalStepState, control: jax.Array
   ) -> tuple[PyTree, PyTree]:
     """Returns where to take the gradient, and the server's velocity."""
-    # An array, so that rates and flags that change compile nothing anew.
+    # An array, so that rates and flags can change without recompiling.
     rate, leads, remembers, moved = control
     mu = self.momentum
     of_gradient, of_velocity = (1 + mu, mu**2) if self.nesterov else (1.0, mu)

@@ -1,1 +1,1 @@
-"""A server's run from mark to mark, on whatever engine."""
+"""A server's run from mark to mark, on every engine."""

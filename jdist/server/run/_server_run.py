@@ -82,7 +82,7 @@ class ServerRun:
 
     Raises:
       ValueError: If `total`, `every` or `unit` is not as described; when the
-        newest checkpoint is of another run, a `training.OtherRunError`.
+        newest checkpoint belongs to another run, a `training.OtherRunError`.
       LostRunError: If workers or the server were lost for good.
     """
     # The clock's checkpoints are no use to real workers, nor theirs to it.
@@ -105,8 +105,8 @@ class ServerRun:
         show = stack.enter_context(bar).update
       for number, mark, model in self._reach(plan, stops):
         record = before.get(number)
-        # On other engines than the clock a mark may be reached anew, by other
-        # messages, after the server was lost.
+        # Except on the clock, a mark may be reached again by other messages,
+        # after the server was lost.
         at = mark.updates, mark.now_s
         if record is None or (record.step, record.train_s) != at:
           record = self._measure(mark, model, plan, evaluate)
@@ -196,7 +196,7 @@ def _read_records(
     return {}
   path = pathlib.Path(folder) / "records.json"
   if resumed is None:
-    path.unlink(missing_ok=True)  # It is of a run that saved no checkpoint.
+    path.unlink(missing_ok=True)  # Left by a run without checkpoints.
     return {}
   # A file that is missing or damaged costs evaluations, and no training.
   with contextlib.suppress(OSError, ValueError, TypeError):

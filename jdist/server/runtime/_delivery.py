@@ -1,4 +1,4 @@
-"""A protocol and a learner without clock, threads or network; replays."""
+"""A driver without clock, threads or network, and replays of recordings."""
 
 import collections
 import dataclasses
@@ -48,7 +48,7 @@ class Delivery(_driver.Driver):
     names: Sequence[str],
     here: Iterable[str],
   ):
-    """Makes one before the first message, as a `Driver`."""
+    """Makes a driver before the first message; see `Driver`."""
     super().__init__(protocol, names, here, learner)
     self._last_payload: tuple[Any, Any] = (None, None)
     self._sent: list[SentTask] = []
@@ -57,7 +57,7 @@ class Delivery(_driver.Driver):
   def send(
     self, reply: _messages.Reply, more: dict[str, Any], payload: Any
   ) -> None:
-    """Keeps what a worker is to be sent."""
+    """Keeps a task for a worker until `take_sent`."""
     # Not sent here: a replay has no workers, and a server first records it.
     if payload is not None:
       if self._last_payload[0] is not payload:
@@ -78,7 +78,7 @@ class Delivery(_driver.Driver):
     return found
 
   def summary(self) -> dict[str, Any]:
-    """Returns the run in figures, of wall seconds."""
+    """Returns statistics of the run, in wall seconds."""
     found = super().summary()
     found["wall_s"] = found.pop("virtual_s")
     return found | {
@@ -137,7 +137,7 @@ def replay(
     The driver at the end, with the protocol's state and all counts.
 
   Raises:
-    ValueError: If a reply differs from what was sent then.
+    ValueError: If a reply differs from the recorded one.
   """
   delivery: Delivery | None = None
   sent: dict[int, str] = {}

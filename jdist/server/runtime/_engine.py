@@ -2,8 +2,8 @@
 
 `RayEngine` starts processes, `ThreadEngine` runs all in one.
 
-**A protocol of one's own.**  An engine knows neither protocols nor models.  A
-run consists of
+**Your own protocol.**  An engine depends on no protocol and no model.  A run
+consists of
 
 - a `server.Protocol`, which decides by messages alone;
 - a `ServerLearner`, which encodes replies, decodes pushes, makes updates, and
@@ -63,13 +63,13 @@ class Engine(Interface):
   """Starts a server and workers, and notices when one is lost."""
 
   def serve(self, make: Callable[[], Any]) -> None:
-    """Starts the server, or starts it anew: what `make` returns there."""
+    """Starts, or restarts, the server that `make` returns."""
 
   def spawn(self, name: str, work: Callable[[Channel], None]) -> None:
-    """Starts a worker that does `work`, or starts a lost one anew."""
+    """Starts a worker that does `work`, or restarts a lost one."""
 
   def ask(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
-    """Calls a method of the server, from where the run is watched.
+    """Calls a method of the server, for the process that watches the run.
 
     Raises:
       LostServerError: If the server does not answer.
@@ -79,7 +79,7 @@ class Engine(Interface):
     """Has `call(name, reason)` called when a worker is lost."""
 
   def poll(self) -> None:
-    """Looks for lost workers, and calls what `on_lost` was given."""
+    """Looks for lost workers, and calls the function of `on_lost`."""
 
   def stop(self) -> None:
     """Ends everything and leaves nothing behind."""

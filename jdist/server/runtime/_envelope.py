@@ -14,15 +14,15 @@ _MAX_HEADER_BYTES = 1 << 20
 
 
 class MalformedError(ValueError):
-  """Says that a message is not one of ours."""
+  """Raised for bytes that `pack` has not made."""
 
 
 def pack(header: dict[str, Any], payload: np.ndarray | None = None) -> Any:
   """Returns a message, uint8 [bytes].
 
   Args:
-    header: What JSON can hold.
-    payload: uint8 [bytes]; none if None.
+    header: Values that JSON can hold.
+    payload: uint8 [bytes]; None for an empty one.
 
   >>> message = pack({"task": 3}, np.array([1, 2], np.uint8))
   >>> header, payload = unpack(message)

@@ -52,7 +52,7 @@ class LiveServer:
     plan: The settings of the run.
 
   Raises:
-    ValueError: If a checkpoint is of another run, a `training.OtherRunError`.
+    training.OtherRunError: If a checkpoint belongs to another run.
     ImportError: If SimPy is not installed.
   """
 
@@ -64,8 +64,8 @@ class LiveServer:
   ):
     self.plan = plan
     self._core = _server_core.ServerCore(protocol, learner, plan)
-    # Lives begin at the time of day, so that those of a server that is started
-    # anew are later than all that it gave before.
+    # Lives begin at the time of day, so that those of a restarted server are
+    # later than all that it gave before.
     self._lives, self._lock = time.time_ns() // 1000, threading.Lock()
     # Enough for all tasks, pulls and control messages at once: an engine's
     # thread that waits here would hold up its other workers.
@@ -175,12 +175,12 @@ class LiveServer:
     return core.marks.records[number], snapshot
 
   def final(self) -> tuple[dict[str, Any], np.ndarray]:
-    """Returns the run in figures, and all arrays of the learner."""
+    """Returns statistics of the run, and all arrays of the learner."""
     _, payload = self._core.learner.save()
     return self.summary(), payload
 
   def summary(self) -> dict[str, Any]:
-    """Returns the run in figures, as `Simulation.summary`."""
+    """Returns statistics of the run, as `Simulation.summary` does."""
     core = self._core
     assert core.delivery is not None
     found, wall_s = core.delivery.summary(), core.ended_s

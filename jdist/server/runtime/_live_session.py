@@ -17,7 +17,7 @@ _MAX_TRIES = 3
 
 
 class LiveSession:
-  """Starts a server and workers on an engine, and anew where they are lost.
+  """Starts a server and workers on an engine, and restarts lost ones.
 
   A lost server resumes from its newest checkpoint, and the workers reconnect.
 
@@ -137,7 +137,7 @@ class LiveSession:
     return None if update < 0 else update
 
   def summary(self) -> dict[str, Any]:
-    """Returns the finished run in figures, of wall seconds, and its events."""
+    """Returns statistics of the run, in wall seconds, and its events."""
     found, self.payload = self.engine.ask("final")
     return {"events": self.events} | found
 

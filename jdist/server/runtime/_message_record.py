@@ -49,7 +49,7 @@ class Recorder:
     self._write(header, payload)
 
   def sent(self, task: int, payload: np.ndarray | None) -> None:
-    """Writes the hash of what was sent with a task."""
+    """Writes the hash of a task's payload."""
     # A replay compares it; the payload itself follows from the messages.
     self._write({"kind": "sent", "task": task, "hash": hash_of(payload)})
 

@@ -99,8 +99,8 @@ class WorkerLoop:
       if receipt is None:
         return
       session = _Session(self._channel, self._name, receipt, self._depth)
-      # A server that was started anew gives a saved state to new processes
-      # only: this one has a newer state than its checkpoint.
+      # A restarted server gives a saved state to new processes only: this one
+      # has a newer state than its checkpoint.
       self._fresh = False
       self._learner.restart()
       try:

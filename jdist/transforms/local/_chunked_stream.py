@@ -210,9 +210,9 @@ class ChunkedStream:
   def receive(
     self, state: SyncState, sent: Sent, *, write_back: bool = True
   ) -> SyncState:
-    """Stores the means of what was sent in this step.
+    """Stores the means of this step's messages.
 
-    It stands in the conditional at the step's end, and with `write_back` it
+    It runs in the conditional at the step's end, and with `write_back` it
     writes an exact part back to where it was read: so the memory of both is
     used until then.  XLA's CPU compiler would otherwise give it to the
     computation, which then waits for the communication that it should hide.
@@ -327,8 +327,8 @@ class ChunkedStream:
   def flush(self, state: SyncState) -> tuple[PyTree, Any]:
     """Takes the exact mean of the message and of all residuals.
 
-    What was received is not sent again; what it left out is sent, if a
-    feedback kept it.
+    Received parts are not sent again, but their residuals are, if a feedback
+    kept them.
     """
     if self.compression is None:
       message = self.own(state).message

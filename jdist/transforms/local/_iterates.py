@@ -1,6 +1,6 @@
 """Positions in an inner optimizer's state, which rounds must move.
 
-Schedule-free SGD, for instance, keeps z besides the parameters y, at which
+Schedule-free SGD, for instance, keeps z as well as the parameters y, at which
 gradients are taken, and computes the average x of both.  A round that moves y
 alone would leave x and z behind, and workers would drift apart.
 
@@ -117,7 +117,7 @@ def _moves(state: Any) -> bool:
 
 
 def read(inner: PyTree, local: PyTree) -> tuple[jax.Array, ...]:
-  """Returns the rest of what a round moves, beside the parameters.
+  """Returns all that a round moves except the parameters.
 
   Args:
     inner: The inner optimizer's state.

@@ -20,7 +20,7 @@ from jdist import checks, collectives, reducers
 from jdist.transforms.local import _anchor
 
 PyTree = Any
-# A `SyncState`, whose module stands above this one.
+# A `SyncState`, whose module imports this one.
 SyncState = Any
 _MEBIBYTE = 2**20
 # The usual numbers of steps in which a message is sent divide it.

@@ -422,7 +422,7 @@ class RoundTransformation(optax.GradientTransformationExtraArgs):
   Attributes:
     parts: Its synchronizer, which `elastic.Rounds` reads.
     overlap: The `Delayed` of late means, or None.
-    fragments: As of `fragment_steps`; 1 for a single message.
+    fragments: As in `fragment_steps`; 1 for a single message.
   """
 
   parts: Synchronizer

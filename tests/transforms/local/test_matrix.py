@@ -17,7 +17,7 @@ from tests.transforms.local.test_streaming import data, params
 INTERVAL, NUM_STEPS, NUM_WORKERS = 4, 12, 4
 # One step of the last round is done, and some of what was sent has arrived.
 UNDER_WAY = 9
-# Large enough for a codec: smaller leaves go with every bit.
+# Large enough for a codec: smaller leaves are sent exactly.
 SHAPES = {"a": (32, 25), "b": {"c": (1000,)}}
 # Small integers, and rates that are powers of two: nothing is rounded, and two
 # forms of a round have the same bits whatever their programs are.  Of other

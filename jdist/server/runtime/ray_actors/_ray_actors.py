@@ -96,7 +96,7 @@ class _RayChannel:
         server = self._server = ray.get_actor(SERVER)
       return ray.get(getattr(server, method).remote(*args), timeout=timeout_s)
     except ray.exceptions.RayTaskError as error:
-      # Looked up anew: the server may be another actor by then.
+      # Looked up again: the server may be another actor by then.
       self._server = None
       if isinstance(error.cause, _engine.LostServerError):
         raise error.cause from None

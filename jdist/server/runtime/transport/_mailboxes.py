@@ -50,7 +50,7 @@ class Mailbox:
       self.waiting = future
 
   def empty(self) -> None:
-    """Drops what was not pulled, and ends a pending pull."""
+    """Drops messages that were not pulled, and ends a pending pull."""
     self.messages.clear()
     if self.waiting is not None:
       self.put(word("stop"))
