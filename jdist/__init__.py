@@ -1,9 +1,9 @@
 """Training deep networks where communication is dear and machines unequal.
 
-The parts are modules: `jdist.collectives` (the workers and their
-communication), `jdist.transforms` (Optax transformations), `jdist.training`,
-`jdist.models`, `jdist.data`.  Names that most training loops
-need are here, too.
+The parts are modules: `jdist.collectives` (workers and their communication),
+`jdist.transforms` (Optax transformations), `jdist.training`, `jdist.models`,
+`jdist.data`.  Names that most training loops need are here, too.  An argument
+that breaks its rule raises a ValueError that names it, the rule and a remedy.
 """
 
 from jdist import collectives as collectives

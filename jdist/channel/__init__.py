@@ -1,4 +1,4 @@
-"""A run's identity, and connections between those who share its secret."""
+"""A run's identity, and connections between processes that share its secret."""
 
 from jdist.channel._connection import call as call
 from jdist.channel._connection import Connection as Connection

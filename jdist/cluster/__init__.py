@@ -1,4 +1,4 @@
-"""Machines and links as data, and the time that things take on them."""
+"""Machines and links as data, and the time that work and messages take."""
 
 from jdist.cluster._cluster import Cluster as Cluster
 from jdist.cluster._cluster import load_cluster as load_cluster

@@ -327,11 +327,7 @@ def published_model(
   if input_shape is None:
     input_shape = _GRAY if name == "lenet" else _COLOR
   return models.build(
-    name,
-    input_shape=input_shape,
-    num_classes=num_classes,
-    **fixed,
-    **options,
+    name, input_shape=input_shape, num_classes=num_classes, **fixed, **options
   )
 
 

@@ -1,4 +1,4 @@
-"""Parameter servers: protocols as data, and what drives them."""
+"""Parameter servers: protocols as data, and their drivers."""
 
 from jdist.server._allocation import FixedBatches as FixedBatches
 from jdist.server._allocation import SpeedBatches as SpeedBatches

@@ -1,1 +1,1 @@
-"""Runtimes of a table, and what its programs have in common."""
+"""Runtimes of a table, and the common parts of their programs."""

@@ -35,10 +35,9 @@ class FragmentSyncer(_gradient_server.ServerLedger):
 
   The `ServerLearner` of `DecoupledDiLoCo`; `FragmentRunner` is its worker.
   Each fragment has an outer optimizer's state of its own.  Batch statistics
-  become the mean of the learners', with the same weights.  Merged
-  fragments are sent exactly, and pushes are encoded by `push_codec`.  A push of
-  another size than its fragment's message, or with a number that is not finite,
-  is refused.
+  become the mean of the learners', with the same weights.  Merged fragments are
+  sent exactly, and pushes are encoded by `push_codec`.  A push of another size
+  than its fragment's message, or with a number that is not finite, is refused.
 
   Args:
     params: The first parameters.
@@ -157,17 +156,15 @@ class FragmentSyncer(_gradient_server.ServerLedger):
     """Decodes a push, or refuses it."""
     super().push(task, more, payload)
     # Once a push is decoded: steps that a failure has undone do not count.
-    worker, _, _, steps = self.tasks[task]
-    self._steps[worker] += steps
+    given = self.tasks[task]
+    self._steps[given.worker] += given.passes
 
   def apply(self, update: _messages.Apply) -> None:
     """Makes the outer step of pushes, which are of one fragment."""
     tasks, pushes, _, _ = self._take(update)
-    for number, (worker, _, fragment, _) in zip(
-      update.tasks, tasks, strict=True
-    ):
-      self._settled[worker][fragment] = number
-    self.merge(tasks[0][2], pushes, update.weights)
+    for number, task in zip(update.tasks, tasks, strict=True):
+      self._settled[task.worker][task.kind] = number
+    self.merge(tasks[0].kind, pushes, update.weights)
 
   def merge(
     self, fragment: int, pushes: Sequence[Pushed], weights: Sequence[float]

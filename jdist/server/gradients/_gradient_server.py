@@ -3,7 +3,7 @@
 import collections
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,15 @@ from jdist.server.gradients import _gradient_messages, _learner, _merge
 from jdist.server.gradients._merge import Pushed
 
 PyTree = Any
-# A task that is out: the worker's number, samples, the kind of its push (a plan
-# of bits, or a fragment), and the number of batches.
-Task = tuple[int, int, int, int]
+
+
+class Task(NamedTuple):
+  """A task that is out; `kind` is the plan or the fragment of its push."""
+
+  worker: int
+  samples: int
+  kind: int
+  passes: int
 
 
 class ServerLedger:
@@ -72,12 +78,12 @@ class ServerLedger:
     whose = 0 if self._shared else worker
     start = self.position[whose]
     self.position[whose] = start + reply.samples
-    self.tasks[reply.task] = worker, reply.samples, kind, reply.passes
+    self.tasks[reply.task] = Task(worker, reply.samples, kind, reply.passes)
     return worker, start
 
   def push(self, task: int, more: dict[str, Any], payload: Any) -> None:
     """Decodes a push, or refuses it."""
-    kind = self.tasks[task][2]
+    kind = self.tasks[task].kind
     if self.decoded and not isinstance(payload, np.ndarray):
       # What a message decodes to has been checked with its loss.
       self._losses[task] = _gradient_messages.finite_loss(more, True)
@@ -112,8 +118,8 @@ class ServerLedger:
       must end with equal bits, whatever the order of the pushes.
     """
     tasks = [self.tasks.pop(task) for task in update.tasks]
-    whole = sum([samples for _, samples, _, _ in tasks])
-    parts = [samples / whole for _, samples, _, _ in tasks]
+    whole = sum(task.samples for task in tasks)
+    parts = [task.samples / whole for task in tasks]
     loss = 0.0
     for number, part in zip(update.tasks, parts, strict=True):
       loss += part * self._losses.pop(number)
@@ -152,9 +158,9 @@ class ServerLedger:
     """
     self.samples = notes["samples"]
     self.position = collections.Counter(dict(map(tuple, notes["position"])))
-    self.tasks = {task: tuple(x) for task, *x in notes["tasks"]}
+    self.tasks = {task: Task(*x) for task, *x in notes["tasks"]}
     self._losses = dict(map(tuple, notes["pushes"]))
-    like = [Pushed(*self._like(self.tasks[x][2])) for x in self._losses]
+    like = [Pushed(*self._like(self.tasks[x].kind)) for x in self._losses]
     found, pushes = jax.tree.map(
       jnp.asarray, _gradient_messages.tree_of_bytes(payload, (tree, like))
     )
@@ -314,7 +320,7 @@ class GradientServer(ServerLedger):
     """Updates the model by pushes, summed in the protocol's order."""
     tasks, pushes, parts, loss = self._take(update)
     for number, task in zip(update.tasks, tasks, strict=True):
-      self._settle(task[0], number)
+      self._settle(task.worker, number)
     if self._compensation:
       # DC-ASGD compensates the decoded gradient, by the parameters before this
       # update: the server alone knows both.
@@ -333,7 +339,7 @@ class GradientServer(ServerLedger):
 
   def discard(self, task: int) -> None:
     """Drops a task, and its push if that has been decoded."""
-    self._settle(self.tasks[task][0], task)
+    self._settle(self.tasks[task].worker, task)
     self._sent.pop(task, None)
     super().discard(task)
 

@@ -62,8 +62,7 @@ class Delivery(_driver.Driver):
     if payload is not None:
       if self._last_payload[0] is not payload:
         # All workers of a barrier are sent the same object: one copy for all.
-        found = _gradient_messages.bytes_of(payload)
-        self._last_payload = payload, found
+        self._last_payload = payload, _gradient_messages.bytes_of(payload)
       payload = self._last_payload[1]
     self._sent.append(SentTask(reply, more, payload))
 
@@ -73,15 +72,14 @@ class Delivery(_driver.Driver):
 
   def take_sent(self) -> tuple[list[SentTask], list[_messages.Timer]]:
     """Returns tasks to send and timers to set since the last call."""
-    found = self._sent, self._timers
-    self._sent, self._timers = [], []
-    return found
+    sent, timers, self._sent, self._timers = self._sent, self._timers, [], []
+    return sent, timers
 
   def summary(self) -> dict[str, Any]:
     """Returns statistics of the run, in wall seconds."""
-    found = super().summary()
-    found["wall_s"] = found.pop("virtual_s")
-    return found | {
+    totals = super().summary()
+    totals["wall_s"] = totals.pop("virtual_s")
+    return totals | {
       "nodes": {x: dataclasses.asdict(y) for x, y in self.nodes.items()}
     }
 
@@ -103,11 +101,11 @@ class Delivery(_driver.Driver):
         f"`driver` must be an object of {', '.join(kinds)}, and is not."
       )
     # All are built before one is set, so that a refusal changes nothing.
-    found = {
+    values = {
       name: plain_data.from_plain(plain[name], kind, name)
       for name, kind in kinds.items()
     }
-    for name, value in found.items():
+    for name, value in values.items():
       setattr(self, name, value)
 
   def _kinds(self) -> dict[str, Any]:

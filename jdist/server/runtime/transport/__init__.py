@@ -1,1 +1,1 @@
-"""Ways of messages between a live server and its workers."""
+"""Transport of messages between a live server and its workers."""
