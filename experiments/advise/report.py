@@ -159,13 +159,10 @@ def main():
   found = compare(predicted, measured)
   parts = {"verdict": verdict(found), "steps": table(found)}
   print("\n\n".join(parts.values()))
-  page = _FOLDER / "README.md"
-  new = studies.filled(page.read_text(), parts)
-  if check:
-    return int(new != page.read_text())
-  page.write_text(new)
-  draw(found, run.RESULTS / "advise.png")
-  return 0
+  differs = studies.write({_FOLDER / "README.md": parts}, check=check)
+  if not check:
+    draw(found, run.RESULTS / "advise.png")
+  return int(check and differs)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import ladder
 import run
 import studies
 
-from jdist import training
 from jdist.training import comparison
 
 Row = run.Row
@@ -32,14 +31,6 @@ run."""
 BASE = "ssgd"
 PUBLIC = 1.88
 """The loss that nanoGPT states for its setting for CPUs."""
-
-
-def read(path: pathlib.Path) -> list[Row]:
-  """Reads rows; raises a ValueError for one of unknown or changed code."""
-  rows = training.read_rows(path)
-  for row in rows:
-    run.check_commit(row["commit"])
-  return rows
 
 
 def of(rows: Sequence[Row], purpose: str, setting: str = "cpu") -> list[Row]:
@@ -289,16 +280,13 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--check", action="store_true")
   check = parser.parse_args().check
-  rows = read(FOLDER / "results" / "ladder.jsonl")
+  rows = studies.read(FOLDER / "results" / "ladder.jsonl")
   parts = parts_of(rows)
   print("\n\n".join(parts.values()))
-  page = FOLDER / "README.md"
-  new = studies.filled(page.read_text(), parts)
-  if check:
-    return int(new != page.read_text())
-  page.write_text(new)
-  draw(rows, FOLDER / "results" / "ladder.png")
-  return 0
+  differs = studies.write({FOLDER / "README.md": parts}, check=check)
+  if not check:
+    draw(rows, FOLDER / "results" / "ladder.png")
+  return int(check and differs)
 
 
 if __name__ == "__main__":

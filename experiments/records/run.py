@@ -18,13 +18,17 @@ import dataclasses
 import os
 import pathlib
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
 import ladder
 import numpy as np
 import program
+import studies
 
 from jdist import training
 
@@ -62,7 +66,7 @@ class Ladder:
     """Reads the text and the rows that there are."""
     # A row of unknown code would be refused after its run.
     self.commit = args.commit or training.make_row({}, 0)["commit"]
-    check_commit(self.commit)
+    studies.check_commit(self.commit)
     self.args, self.setting = args, ladder.SETTINGS[args.setting]
     self.text = read_text(args.text)
     self.path = pathlib.Path(args.rows)
@@ -216,15 +220,6 @@ def best_point(rows: Sequence[Row]) -> ladder.Point:
   if not tried:
     raise ValueError("`rows` must hold tuning rows: run `tune` first.")
   return min(tried, key=tried.__getitem__)
-
-
-def check_commit(commit: str) -> None:
-  """Raises a ValueError unless a commit names code that can be checked out."""
-  if not commit or commit == "unknown" or commit.endswith("+"):
-    raise ValueError(
-      f"`commit` must name a clean checkout, got {commit!r}: commit the "
-      "changes, or give `--commit` where this is a copy without history."
-    )
 
 
 def _pair(text: str) -> tuple[float, float]:

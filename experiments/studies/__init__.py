@@ -4,6 +4,8 @@ The programs of an experiment put the folder above theirs on the path to import
 this package. `jdist.training.comparison` runs the studies.
 """
 
+from studies._commits import check_commit as check_commit
+from studies._commits import read as read
 from studies._labels import label_points as label_points
 from studies._options import Options as Options
 from studies._options import Presets as Presets
@@ -24,3 +26,4 @@ from studies._tables import loss as loss
 from studies._tables import mean_curve as mean_curve
 from studies._tables import reached_at as reached_at
 from studies._tables import table as table
+from studies._tables import write as write

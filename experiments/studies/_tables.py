@@ -1,8 +1,9 @@
 """Tables and curves of rows."""
 
 import math
+import pathlib
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from jdist.training import comparison
@@ -31,7 +32,7 @@ def table(titles: str, lines: Iterable[str | Iterable[object]]) -> str:
   return "\n".join([f"| {titles} |", rule, *(f"| {row} |" for row in rows)])
 
 
-def filled(page: str, parts: dict[str, str]) -> str:
+def filled(page: str, parts: Mapping[str, str]) -> str:
   r"""Returns a page with new text between the markers of each part.
 
   Args:
@@ -116,3 +117,25 @@ def reached_at(
       return before_x + share * (x - before_x)
     before_x, before_y = x, y
   return None
+
+
+def write(
+  pages: Mapping[pathlib.Path, Mapping[str, str]], *, check: bool = False
+) -> bool:
+  """Fills pages, each with its own parts; see `filled`.
+
+  Args:
+    pages: The parts of each page, by its path.
+    check: Whether to leave the pages as they are.
+
+  Returns:
+    Whether any page differed from its parts.
+  """
+  differs = False
+  for path, parts in pages.items():
+    old = path.read_text()
+    new = filled(old, parts)
+    differs |= new != old
+    if not check and new != old:
+      path.write_text(new)
+  return differs

@@ -85,6 +85,15 @@ class Advice:
     sent_s = link.send_s(own.round_bytes, own.round_messages)
     return max(0.0, sent_s - own.hidden_steps * self.step_s) / own.interval
 
+  def delay_steps(self, name: str) -> int:
+    """Returns by how many steps a mean must be late to hide its messages.
+
+    At least 1, and at most a third of a round: a later one may be unstable.
+    """
+    own = self.costs[name]
+    sent_s = self.link.send_s(own.round_bytes, own.round_messages)
+    return max(1, min(math.ceil(sent_s / self.step_s), own.interval // 3))
+
   def seconds(
     self, name: str, link: cluster.Link | None = None
   ) -> tuple[float, float, float]:

@@ -39,10 +39,20 @@ def msdpu(
   .. math:: a \leftarrow a + \mathrm{outer}(\tfrac1N \sum_j
             \Delta_j^{(r)})
 
-  Rounds have one step at first, and more as the learning rate falls
-  (`intervals.growth`); the delay begins with the first round that is longer
-  than it.  Long rounds at a high rate, and a delay from the start, each cost
-  points of accuracy that they do not cost later (experiments/msdpu).
+  Rounds become longer as the learning rate falls (`intervals.growth`), and
+  their means are late by as many steps as the link needs, up to a third of a
+  round:
+
+  .. math:: H = \mathrm{clip}(\lfloor (c\, \eta_0 / \eta)^2 \rfloor,
+            1, H_{max}), \qquad d = \min(\lceil s / t \rceil,
+            \lfloor H / 3 \rfloor)
+
+  where s are the seconds of a round's messages and t those of a step
+  (`advice.Advice.delay_steps`); d is at least 1.  Such a mean allows two thirds
+  of synchronous SGD's rate in rounds of two steps and 0.86 of it or more in
+  longer ones; halfway or later a tenth may be left.  How far workers
+  drift apart in long rounds at a high rate depends on the problem: c is chosen
+  on validation data (experiments/msdpu, experiments/first_comparison).
 
   A stream splits the aggregation into sub-tensors.  Every step of the round
   sends some of them under its computation, and the host chooses how many

@@ -58,6 +58,16 @@ def test_step_is_computation_and_what_is_not_hidden():
   assert slow.seconds("late")[1] == pytest.approx(0.44)
 
 
+@pytest.mark.parametrize(
+  ("interval", "late"), [(1, 1), (2, 1), (4, 1), (8, 2), (16, 5), (32, 6)]
+)
+def test_mean_is_as_late_as_hides_it_but_a_third_of_a_round(interval, late):
+  # A megabyte and ten messages take 1.1 s, six steps of 0.2 s.
+  costs = advice.MethodCosts(interval, (0.2,) * 3, (0.0,) * 3, 1e6, 10, 0)
+  found = advice.Advice({"late": costs}, cluster.Link(8e6, latency_s=0.01))
+  assert found.delay_steps("late") == late
+
+
 def test_bandwidths_are_where_times_meet():
   costs = {
     "ssgd": NOT_LATE,

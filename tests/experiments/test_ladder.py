@@ -64,13 +64,15 @@ def test_rows_of_changed_or_unknown_code_are_refused(
     path = tmp_path / f"{len(commit)}.jsonl"
     training.append_rows(path, [{"commit": "0123456789ab"}, {"commit": commit}])
     with pytest.raises(ValueError, match="`commit` must name a clean checkout"):
-      report.read(path)
+      report.studies.read(path)
 
 
 def test_page_says_what_the_rows_say(run, monkeypatch):
   report = _loading.load("report", "records/report.py", monkeypatch)
   folder = _loading.FOLDER / "records"
-  parts = report.parts_of(report.read(folder / "results" / "ladder.jsonl"))
+  parts = report.parts_of(
+    report.studies.read(folder / "results" / "ladder.jsonl")
+  )
   page = (folder / "README.md").read_text()
   assert report.studies.filled(page, parts) == page
   # A changed digit is found.

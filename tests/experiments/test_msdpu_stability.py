@@ -5,7 +5,6 @@ import optax
 import pytest
 
 from jdist import transforms
-from jdist.transforms import intervals
 from tests.experiments import _loading
 from tests.transforms._rounds import train
 
@@ -71,8 +70,13 @@ def test_argument_out_of_range_is_refused(options, message, limit):
     limit(**options)
 
 
-def test_growth_starts_where_one_step_late_is_as_stable_as_none(limit):
-  # Rounds of two steps begin at this fraction of the highest rate.
-  start = intervals.growth.__kwdefaults__["start"]
-  late = limit(1, 1, carry=1 / 8)
-  assert start / 2**0.5 == pytest.approx(late / limit(), rel=0.01)
+@pytest.mark.parametrize("carry", [0.0, 1 / 64, 1 / 8, 0.5])
+def test_mean_in_the_first_third_of_a_round_allows_most_of_the_rate(
+  limit, carry
+):
+  whole = limit()
+  assert limit(2, 1, carry=carry) > 0.66 * whole
+  for interval in (3, 4, 5, 6, 8, 9, 15, 24):
+    for late in {1, interval // 3}:
+      assert limit(interval, late, carry=carry) > 0.86 * whole
+  assert limit(10, 5, carry=1 / 64) < 0.14 * whole

@@ -255,10 +255,11 @@ def growth(
 
   Args:
     learning_rate: The inner optimizer's rate, a schedule of the local step.
-    start: c > 0; values up to 1 begin with rounds of one step.  A third gives
-      two steps at 0.24 of the highest rate.  A mean of every step may be one
-      step late from there on: its limit of stability (with a momentum of 0.9,
-      and 1/8 carried) is 0.24 of synchronous SGD's.
+    start: c > 0; c^2 is the number of steps in the first rounds.  The limit of
+      stability allows a c of 1 and more (`methods.msdpu`); what bounds it is
+      the workers' drift, which depends on the problem: the default of a third
+      keeps rounds of one step in two thirds of a cosine, and can save no more
+      than a quarter of the means.  Choose c on validation data, as H.
     max_interval: H_max, at least 1.
 
   References:

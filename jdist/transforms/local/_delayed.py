@@ -41,9 +41,9 @@ class Delayed:
       the mean that is being taken, and keeps that.  Not with `mix`.
     mix: alpha in [0, 1], with `steps` only.
     after_step: Rounds that begin before this local step are not delayed: a
-      synchronous warm-up.  With None the delay begins with the first round that
-      is longer than `steps`, or than one step: in a shorter one the mean would
-      be applied at the next round's end only, where a delay costs most.
+      synchronous warm-up.  With None the delay begins with the first round of
+      two steps, or of 3d with `steps` above one: a mean that is applied halfway
+      or later may allow a tenth of the usual rate.
     stream: How to split a message into sub-tensors, of which every step sends
       the next ones; None sends it at once.
 

@@ -300,8 +300,9 @@ class LateMean:
     )
 
   def _is_long(self, interval: jax.Array) -> jax.Array:
-    """Returns whether a mean can be applied before the end of a round."""
-    return interval > (self.delay.steps or 1)
+    """Returns whether a mean is applied within the first third of a round."""
+    steps = self.delay.steps or 1
+    return interval >= (3 * steps if steps > 1 else 2)
 
   def _begin_delay(self, state: SyncState) -> SyncState:
     """Delays all rounds from the next one on, if it is the first long one."""

@@ -100,11 +100,13 @@ def test_steps_match_formulas(carry, delay, outer, warmup):
   )
 
 
-@pytest.mark.parametrize("steps", [1, 2, None])
-def test_delay_begins_with_first_longer_round(steps):
-  growing = intervals.scheduled(lambda t: jnp.where(t < 6, 1, 3 + t // 12))
+@pytest.mark.parametrize(("steps", "long"), [(1, 2), (2, 6), (None, 2)])
+def test_delay_begins_with_first_round_of_which_it_is_a_third(steps, long):
+  growing = intervals.scheduled(
+    lambda t: jnp.where(t < 10, long - 1, long + t // 15)
+  )
   runs = []
-  for after_step in (6, None):
+  for after_step in (10, None):
     late = transforms.Delayed(steps, carry=0.5, after_step=after_step)
     optimizer = transforms.local_steps(
       optax.sgd(RATE, momentum=0.9), growing, axis="worker", overlap=late
@@ -113,7 +115,7 @@ def test_delay_begins_with_first_longer_round(steps):
   (w, states), (same, others) = runs
   # Where a mean arrives within the round it is there before the round's end.
   in_flight = others.sync.flight.in_flight[:, 0]
-  assert not in_flight[:8].any() and in_flight[8]
+  assert not in_flight[: 9 + long].any() and in_flight[9 + long]
   np.testing.assert_array_equal(in_flight, states.sync.flight.in_flight[:, 0])
   np.testing.assert_array_equal(w, same)
   np.testing.assert_array_equal(states.anchor, others.anchor)
