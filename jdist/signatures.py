@@ -142,9 +142,8 @@ def _entries_fit(value: Any, kind: type, of: tuple[Any, ...]) -> bool:
   """Returns whether the entries of a container have their types."""
   if issubclass(kind, Mapping):
     return isinstance(value, Mapping) and all(
-      _fits(x, wanted)
-      for pair in value.items()
-      for x, wanted in zip(pair, of, strict=False)
+      _all_fit(entries, wanted)
+      for entries, wanted in zip((value, value.values()), of, strict=False)
     )
   if not issubclass(kind, Iterable):
     return isinstance(value, kind)
@@ -159,7 +158,18 @@ def _entries_fit(value: Any, kind: type, of: tuple[Any, ...]) -> bool:
     return True  # An iterator can be read only once.
   if kind is tuple and of[-1] is not Ellipsis:
     return len(value) == len(of) and all(map(_fits, value, of))
-  return all(_fits(x, of[0]) for x in value)
+  return _all_fit(value, of[0])
+
+
+def _all_fit(entries: Iterable[Any], hint: Any) -> bool:
+  """Returns whether all entries have a type."""
+  if isinstance(hint, type):
+    # A schedule has thousands of actions: entries of one class fit alike, unless
+    # they are arrays, so that one of each class is looked at.
+    entries = {
+      id(x) if hasattr(x, "dtype") else type(x): x for x in entries
+    }.values()
+  return all(_fits(x, hint) for x in entries)
 
 
 def _words(hint: Any) -> str:

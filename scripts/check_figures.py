@@ -169,6 +169,7 @@ def numbers(value: Any) -> Iterator[float]:
       yield from numbers(child)
 
 
+@functools.cache
 def shown(value: float) -> set[str]:
   """Returns a row's number in all forms in which a page may show it."""
   signed = "-" if value < 0 else "+"
