@@ -164,7 +164,7 @@ def _entries_fit(value: Any, kind: type, of: tuple[Any, ...]) -> bool:
 def _all_fit(entries: Iterable[Any], hint: Any) -> bool:
   """Returns whether all entries have a type."""
   if isinstance(hint, type):
-    # A schedule has thousands of actions: entries of one class fit alike, unless
+    # A schedule has thousands of actions: entries of a class fit alike, unless
     # they are arrays, so that one of each class is looked at.
     entries = {
       id(x) if hasattr(x, "dtype") else type(x): x for x in entries

@@ -16,6 +16,7 @@ EVERY = {
   },
   "cli/launch/test_identity.py": {
     "test_processes_with_other_options_do_not_train": 2,
+    "test_strangers_on_all_sockets_change_no_bit_of_a_run": 0,
   },
   "cli/test_commands.py": {
     "test_same_command_resumes_a_run": 0,
@@ -31,6 +32,9 @@ EVERY = {
   "cli/test_errors.py": {
     "test_bad_input_is_refused_in_one_line": 12,
     "test_taken_port_and_wrong_address_have_other_statuses": 2,
+  },
+  "cli/test_interrupts.py": {
+    "test_other_unraisable_errors_are_reported_as_usual": 0,
   },
   "cli/test_methods.py": {
     "test_method_trains_towards_its_target": 24,
@@ -68,7 +72,9 @@ EVERY = {
     "test_errors_stay_within_the_bound": 31,
     "test_scalars_and_empty_arrays": 16,
     "test_shard_map_equals_a_loop_over_workers": 8,
+    "test_unbiased_codecs_have_the_right_mean": 2,
     "test_vmap_equals_a_loop": 27,
+    "test_zeros_and_equal_entries": 2,
   },
   "codecs/test_dct.py": {
     "test_all_coefficients_are_the_identity": 6,
@@ -78,6 +84,7 @@ EVERY = {
   "codecs/test_largest.py": {
     "test_any_length_is_searched": 12,
     "test_exactly_the_largest_are_found": 52,
+    "test_kernel_finds_the_largest_of_short_rows": 2,
     "test_sampled_threshold_keeps_its_bounds": 26,
   },
   "codecs/test_quantize.py": {
@@ -115,6 +122,7 @@ EVERY = {
   },
   "collectives/test_processes.py": {
     "test_four_processes_match_numpy": 0,
+    "test_worker_may_span_processes": 0,
   },
   "collectives/test_workers.py": {
     "test_gradient_through_a_collective_counts_every_worker": 4,
@@ -152,7 +160,11 @@ EVERY = {
   },
   "experiments/test_nowcasters.py": {
     "test_each_kind_has_its_network": 0,
-    "test_jump_follows_every_fifth_epoch": 2,
+    "test_jump_follows_every_fifth_epoch": 0,
+    "test_training_beats_the_last_value_on_held_out_tracks": 0,
+  },
+  "experiments/test_one_core.py": {
+    "test_gradients_in_turn_match_vectorized_gradients": 0,
   },
   "experiments/test_own_models.py": {
     "test_network_learns_digits": 8,
@@ -161,7 +173,7 @@ EVERY = {
     "test_whole_loop_of_one_worker_is_plain_jax": 2,
   },
   "experiments/test_pipeline_accuracy.py": {
-    "test_report_runs_over_the_rows": 4,
+    "test_report_runs_over_the_rows": 0,
   },
   "experiments/test_pipeline_plans.py": {
     "test_equal_machines_have_the_gains_of_the_formulas": 0,
@@ -172,7 +184,7 @@ EVERY = {
     "test_each_row_is_found_by_a_command_of_its_page": 8,
   },
   "experiments/test_step_times.py": {
-    "test_step_without_messages_is_measured": 2,
+    "test_step_without_messages_is_measured": 0,
   },
   "methods/test_compressed_gradients.py": {
     "test_method_matches_numpy": 12,
@@ -187,6 +199,7 @@ EVERY = {
     "test_method_with_neutral_arguments_equals_simpler_one": 2,
     "test_muloco_survives_two_bits": 0,
     "test_residuals_are_each_workers_own_and_the_anchor_is_not": 2,
+    "test_sparse_loco_converges_with_sparse_progress": 0,
   },
   "methods/test_local_sgd.py": {
     "test_late_control_variates_are_means_of_gradients_too": 4,
@@ -260,6 +273,9 @@ EVERY = {
   "pipeline/cells/test_synchronous_cells.py": {
     "test_gradients_match_unsplit_model": 24,
   },
+  "pipeline/cells/test_worker_cells.py": {
+    "test_streamed_rounds_match_those_of_whole_models": 0,
+  },
   "pipeline/planning/test_layer_costs.py": {
     "test_costs_of_an_mlp_match_hand_counts": 2,
   },
@@ -277,12 +293,17 @@ EVERY = {
   "pipeline/planning/test_simulator.py": {
     "test_bubbles_match_the_formulas": 4,
   },
+  "pipeline/processes/test_layer_moves.py": {
+    "test_moved_layers_keep_their_bits": 0,
+  },
   "pipeline/processes/test_stage_process.py": {
     "test_asynchronous_table_reads_the_versions_that_it_names": 2,
-    "test_dropout_is_replayed_in_the_backward_pass": 2,
+    "test_dropout_is_replayed_in_the_backward_pass": 0,
+    "test_inputs_draw_from_their_key": 0,
     "test_overlapping_iterations_match_the_unsplit_model": 4,
     "test_synchronous_table_matches_unsplit_model": 4,
     "test_tied_parameters_receive_the_sum_of_their_gradients": 4,
+    "test_window_matches_delayed_gradients_on_one_device": 0,
   },
   "pipeline/processes/test_stage_program.py": {
     "test_only_the_input_part_recomputes": 3,
@@ -293,7 +314,9 @@ EVERY = {
   },
   "pipeline/runtime/test_one_program.py": {
     "test_drain_applies_every_gradient": 0,
+    "test_masked_micro_batches_count_by_their_samples": 0,
     "test_memory_of_1f1b_does_not_grow_with_micro_batches": 0,
+    "test_parameter_sized_buffers_do_not_grow_with_micro_batches": 2,
     "test_synchronous_table_matches_unsplit_model": 2,
     "test_window_matches_delayed_gradients_on_one_device": 2,
     "test_window_with_a_correction_matches_delayed_gradients_with_it": 0,
@@ -302,15 +325,17 @@ EVERY = {
     "test_both_parts_cost_as_much_as_the_whole": 7,
     "test_both_parts_match_the_whole_backward_pass": 9,
     "test_both_parts_match_to_twelve_digits_in_float64": 6,
-    "test_only_the_weight_part_multiplies_for_parameters": 2,
+    "test_only_the_weight_part_multiplies_for_parameters": 4,
   },
   "pipeline/runtime/test_table_change.py": {
     "test_window_continues_from_1f1b": 0,
   },
   "pipeline/runtime/test_tied_leaves.py": {
     "test_copies_receive_the_sum_of_their_gradients": 2,
+    "test_differently_rounded_copies_receive_the_first_ones_update": 0,
   },
   "pipeline/runtime/test_whole_model.py": {
+    "test_apply_if_finite_agrees_over_stages": 0,
     "test_state_of_any_size_is_cut_and_joined": 2,
   },
   "pipeline/schedule/test_tables.py": {
@@ -334,6 +359,7 @@ EVERY = {
     "test_prediction_matches_formulas": 2,
   },
   "prediction/test_predictor_fit.py": {
+    "test_mapped_networks_equal_scanned_ones": 0,
     "test_predictor_learns_to_complete_unseen_networks": 0,
   },
   "prediction/test_saved_predictor.py": {
@@ -388,6 +414,7 @@ EVERY = {
   "reducers/test_power_sgd.py": {
     "test_columns_are_orthonormal_and_span_the_same_space": 2,
     "test_factors_may_go_by_leaf_or_in_parts": 0,
+    "test_rough_factors_still_find_the_mean_with_feedback": 0,
   },
   "reducers/test_scheduled.py": {
     "test_inactive_phase_sends_nothing": 2,
@@ -397,6 +424,9 @@ EVERY = {
     "test_drain_includes_owner_residuals": 4,
     "test_every_device_reduces_its_own_shards": 0,
     "test_local_steps_send_shards": 0,
+  },
+  "server/test_decoupled.py": {
+    "test_a_run_with_failures_learns": 0,
   },
   "server/test_gradients.py": {
     "test_one_worker_matches_plain_optax": 6,
@@ -457,10 +487,12 @@ EVERY = {
   "training/loop/test_shapes.py": {
     "test_buffer_that_a_loader_refills_changes_nothing": 4,
     "test_each_shape_compiles_programs_of_its_own": 4,
+    "test_known_shapes_are_not_reported_again": 0,
     "test_second_call_compiles_no_step_again": 2,
     "test_too_many_shapes_are_refused_and_the_state_is_kept": 2,
   },
   "training/loop/test_trainer.py": {
+    "test_resumed_run_has_the_records_of_an_uninterrupted_one": 0,
     "test_sent_bytes_of_phases_match_hand_computation": 4,
   },
   "training/loop/test_watchdog.py": {
@@ -490,7 +522,8 @@ EVERY = {
     "test_host_begins_a_delay_where_the_device_would": 0,
     "test_host_ends_rounds_where_the_device_would": 6,
     "test_partial_mean_is_not_applied": 2,
-    "test_run_resumes_in_the_middle_of_a_round": 2,
+    "test_run_resumes_in_the_middle_of_a_round": 0,
+    "test_statistics_are_averaged_where_the_host_ends_a_round": 0,
   },
   "training/test_independent.py": {
     "test_optimizer_that_never_sends_raises": 4,
@@ -511,7 +544,10 @@ EVERY = {
     "test_invalid_arguments_raise": 5,
   },
   "training/test_resize.py": {
+    "test_gradients_in_flight_are_not_lost": 0,
+    "test_residuals_of_gradients_keep_their_mean": 0,
     "test_resizing_loses_no_mass": 2,
+    "test_state_on_several_devices_is_resized_on_one": 0,
   },
   "training/test_round_host.py": {
     "test_round_host_chooses_the_programs_of_the_trainer": 0,
@@ -529,6 +565,7 @@ EVERY = {
     "test_stream_without_effect_raises": 4,
     "test_streamed_batch_statistics_match_the_simple_form": 0,
     "test_streamed_run_resumes_in_the_middle_of_a_round": 0,
+    "test_the_host_knows_the_round_of_each_step": 0,
   },
   "transforms/delays/test_weight_prediction.py": {
     "test_prediction_is_the_end_of_steps_with_zero_gradients": 2,
@@ -537,6 +574,7 @@ EVERY = {
     "test_loss_changes_the_interval_two_rounds_later": 2,
   },
   "transforms/local/test_chunked_stream.py": {
+    "test_first_late_round_changes_no_state": 0,
     "test_no_collective_waits_for_the_step_or_a_conditional": 2,
     "test_stream_encodes_its_parts_in_place_of_leaves": 4,
   },
@@ -565,7 +603,7 @@ EVERY = {
   },
   "transforms/local/test_matrix.py": {
     "test_a_mean_at_the_end_of_its_round": 9,
-    "test_streamed_late_mean_equals_late_mean": 12,
+    "test_streamed_late_mean_equals_late_mean": 0,
   },
   "transforms/local/test_optax_rounds.py": {
     "test_rounds_of_an_optax_optimizer_are_those_of_plain_jax": 24,
@@ -580,6 +618,7 @@ EVERY = {
     "test_norm_whose_squares_are_out_of_range_is_clipped": 15,
   },
   "transforms/test_conformance.py": {
+    "test_anchors_are_equal_to_the_bit": 2,
     "test_continuous_arguments_may_be_injected_in_a_chain": 27,
     "test_equal_workers_are_one_worker": 20,
     "test_fresh_state_may_be_donated": 27,

@@ -114,7 +114,6 @@ def _rooms():
     yield path, room
 
 
-@pytest.mark.smoke
 def test_every_room_uses_only_the_rooms_it_may():
   wrong = []
   for path, room in _rooms():

@@ -20,7 +20,6 @@ _TINY = [
 _ROUNDS = [*_TINY, "--interval", "2"]
 
 
-@pytest.mark.smoke
 def test_compare_writes_rows_a_table_and_a_picture(tmp_path, capsys):
   words = ["compare", *_ROUNDS, "--methods", "ssgd", "msdpu"]
   words += ["--seeds", "0", "1", "--learning-rate", "0.05"]
@@ -132,6 +131,7 @@ def test_same_command_resumes_a_run(tmp_path, capsys):
   assert rows[2]["test_loss"] == rows[0]["test_loss"]
 
 
+@pytest.mark.smoke
 def test_train_makes_a_new_directory_by_default(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   assert cli.main(["train", *_TINY, "--method", "ssgd"]) == 0

@@ -74,7 +74,7 @@ def test_few_entries_need_few_bits_an_index(part, most):
     assert indexing.num_bits < 1.07 * size * entropy
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=6)
 @hypothesis.given(st.data())
 def test_indices_are_recovered_from_the_counted_bytes(data):
   size = data.draw(st.sampled_from([1, 2, 9, 64, 1000]))

@@ -184,7 +184,7 @@ def test_buckets_are_small_and_of_one_kind(case):
     assert 0 <= bucket.num_rows * bucket.row_size - held < bucket.num_rows
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(distributed())
 def test_unpacking_restores_the_tree_to_the_bit(case):
   tree, buckets, _ = case

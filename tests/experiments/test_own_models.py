@@ -28,7 +28,6 @@ def run(name, monkeypatch, num_steps):
     return module.main(num_steps)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
   ("name", "num_steps"),
   [

@@ -95,9 +95,7 @@ def without_a_server(num_steps, substrate, **options):
     yield jax.tree.map(np.asarray, params), program
 
 
-@pytest.mark.parametrize(
-  "substrate", [pytest.param("vmap", marks=pytest.mark.smoke), "shard_map"]
-)
+@pytest.mark.parametrize("substrate", ["vmap", "shard_map"])
 def test_mp2_equals_the_published_protocol_on_equal_replicas(substrate):
   programs = []
   for wanted, (found, program) in zip(

@@ -34,7 +34,7 @@ def _run(team, optimizer, steps, *, loss_fn=_tiny.loss_fn, **options):
   [
     pytest.param("none", marks=pytest.mark.slow),
     pytest.param("vmap", marks=pytest.mark.slow),
-    pytest.param("shard_map", marks=pytest.mark.smoke),
+    "shard_map",
     pytest.param("two_on_each", marks=pytest.mark.slow),
   ],
 )

@@ -276,9 +276,7 @@ def _of_parameters(text):
   ],
   ids=str,
 )
-def test_number_of_parameter_sized_buffers_does_not_grow_with_micro_batches(
-  name, options
-):
+def test_parameter_sized_buffers_do_not_grow_with_micro_batches(name, options):
   few, many = (
     _of_parameters(_compiled(name, m, **options)[2].as_text()) for m in (8, 64)
   )

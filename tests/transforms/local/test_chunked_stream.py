@@ -162,7 +162,6 @@ def test_nothing_is_lost(choose):
     assert not np.asarray(x).any()
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
   "reducer", [INT4, reducers.compressed(codecs.TopK(0.4))]
 )
