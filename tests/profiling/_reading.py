@@ -1,6 +1,6 @@
 """Reads the groups of the collectives in a program's text, for tests.
 
-Apart from `jdist.collectives._programs`, so that neither hides the other's
+Apart from `jdist.profiling._hlo`, so that neither hides the other's
 mistakes.
 """
 
