@@ -12,9 +12,11 @@ end, and survives otherwise: either a test is missing, or nothing that the
 library promises depends on that line.
 
 `--map` runs the tests of some folders and notes which file of tests comes
-through which line; a mutant is tried by these files, the fastest first.  Each
-verdict is a row of `--results`: what has one is not tried again, so a run that
-was interrupted continues.  A changed line is another mutant.
+through which line; a mutant is tried by these files, the fastest first.  With
+`--near N` no map is needed: a mutant is tried by the N files of its room's
+tests whose names have most words of its own.  Each verdict is a row of
+`--results`: what has one is not tried again, so a run that was interrupted
+continues.  A changed line is another mutant.
 
 Python 3.12 or newer is needed for `--map`.
 """
@@ -26,9 +28,11 @@ import copy
 import dataclasses
 import itertools
 import json
+import multiprocessing
 import os
 import pathlib
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +47,7 @@ XLA_FLAGS = (
   "--xla_backend_optimization_level=0 --xla_cpu_max_isa=AVX "
   "--xla_cpu_parallel_codegen_split_count=1"
 )
+_OUTPUT = "output.txt"
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
   ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
   ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult,
@@ -256,6 +261,22 @@ def tests_of(
   ]  # fmt: skip
 
 
+def near_tests(path: str, number: int) -> list[str]:
+  """Returns files of a room's tests, those with most words of a name first."""
+  words = _words(path)
+  room = ROOT / "tests" / pathlib.Path(path).parts[1]
+  files = [str(x.relative_to(ROOT)) for x in sorted(room.rglob("test_*.py"))]
+  # Of equal ones the smaller file, which likely ends first.
+  files.sort(key=lambda x: (-len(words & _words(x)), (ROOT / x).stat().st_size))
+  return files[:number]
+
+
+def _words(path: str) -> set[str]:
+  """Returns the words of a path without its room, plurals like singulars."""
+  names = "/".join(pathlib.Path(path).with_suffix("").parts[2:])
+  return {x.rstrip("s") for x in names.replace("/", "_").split("_") if x}
+
+
 # -- Trying mutants ------------------------------------------------------------
 
 
@@ -280,22 +301,50 @@ def verdict(
     return "untested"
   path = folder / mutant.path
   text = path.read_text()
-  environment = os.environ | {
-    "PYTHONPATH": str(folder), "XLA_FLAGS": XLA_FLAGS,
-    "PYTHONDONTWRITEBYTECODE": "1",
-  }  # fmt: skip
   path.write_text(mutant.apply(text))
-  command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no"]
+  # A fork has JAX already, whose import takes longer than most tests.
+  process = multiprocessing.get_context("fork").Process(
+    target=_run_tests, args=(folder, tests)
+  )
   try:
-    status = subprocess.run(
-      [*command, "-p", "no:cacheprovider", *tests], cwd=folder, env=environment,
-      capture_output=True, timeout=limit_s,
-    ).returncode  # fmt: skip
-  except subprocess.TimeoutExpired:
-    return "killed"  # It hangs, and a test that ends it would fail.
+    process.start()
+    process.join(limit_s)
+    if process.is_alive():
+      process.kill()
+      process.join()
+    # A mutant that hangs is killed: a test that ends it would fail.
+    return "killed" if process.exitcode else "survived"
   finally:
     path.write_text(text)
-  return "killed" if status else "survived"
+
+
+def _run_tests(folder: pathlib.Path, tests: list[str]) -> None:
+  """Ends this process with the status of tests in a copy of the library."""
+  import pytest
+
+  os.chdir(folder)
+  sys.path.insert(0, str(folder))
+  with (folder / _OUTPUT).open("w") as output:
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+  options = ["-q", "-x", "--tb=short", "-p", "no:cacheprovider"]
+  os._exit(pytest.main([*options, *tests]))
+
+
+def prepare(folder: pathlib.Path) -> None:
+  """Imports what tests need, and has them share their compiled programs."""
+  os.environ |= {
+    "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1",
+    "XLA_FLAGS": XLA_FLAGS, "JAX_PLATFORMS": "cpu",
+    "JDIST_TEST_PROGRAMS": str(folder),
+    "JAX_COMPILATION_CACHE_DIR": str(folder / "only"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  }  # fmt: skip
+  import flax.nnx
+  import jax
+  import optax
+
+  del flax, jax, optax
 
 
 def wanted(places: list[str]) -> list[Mutant]:
@@ -328,6 +377,7 @@ def main() -> None:
     "--tests-s", type=float, default=600.0,
     help="seconds of tests for a mutant, the fastest files first",
   )  # fmt: skip
+  parser.add_argument("--near", type=int, help="files of tests, without a map")
   parser.add_argument("--list", action="store_true", help="run nothing")
   parser.add_argument("--results", type=pathlib.Path, default=ROOT / ".mutants")
   options = parser.parse_args()
@@ -355,14 +405,22 @@ def main() -> None:
       print(f"{mutant.line}: {mutant.name}")
     return
   folder = scratch_copy()
+  prepare(folder)
   try:
     for number, mutant in enumerate(some, 1):
       if mutant.name not in known:
         began = time.monotonic()
-        files = tests_of(mutant, found, options.tests_s)
+        files = (
+          tests_of(mutant, found, options.tests_s)
+          if options.near is None
+          else near_tests(mutant.path, options.near)
+        )
         told = verdict(mutant, folder, files, options.limit_s)
+        output = (folder / _OUTPUT).read_text() if files else ""
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
         known[mutant.name] = row = {
           "name": mutant.name, "line": mutant.line, "verdict": told,
+          "by": failed and failed[1],
           "wall_s": round(time.monotonic() - began, 1),
         }  # fmt: skip
         with rows.open("a") as file:

@@ -44,6 +44,12 @@ def test_every_kind_of_change_is_made():
   assert not any("1 + 1" in x.old for x in _changes().values())
 
 
+def test_nearest_tests_have_most_words_of_a_path():
+  path = "jdist/reducers/_power_sgd.py"
+  nearest, *others = mutate.near_tests(path, 3)
+  assert nearest == "tests/reducers/test_power_sgd.py" and len(others) == 2
+
+
 def test_default_is_tried_by_the_tests_of_its_function():
   (mutant,) = (x for x in _changes().values() if x.new == "3")
   seen = {
