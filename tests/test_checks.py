@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import checks
+from jdist import checks, signatures
 
 # A check, what it refuses, and key words of the rule.
 _REFUSED = (
@@ -132,6 +132,26 @@ def test_value_is_shown_by_its_type_where_that_is_shorter():
   assert checks.show(jnp.float32(2)).startswith("Array(2.")
   assert checks.show(np.float32) == "<class 'numpy.float32'>"
   assert checks.show(optax.adam(0.1)).startswith("a Gradient")
+
+
+@pytest.mark.parametrize(
+  ("kind", "least", "below"),
+  [
+    (signatures.PositiveInt, 1, 0),
+    (signatures.NonNegativeInt, 0, -1),
+    (signatures.PositiveFloat, 1e-30, 0.0),
+    (signatures.NonNegativeFloat, 0.0, -1e-30),
+    (signatures.Seed, 0, -1),
+  ],
+)
+def test_annotation_has_its_range(kind, least, below):
+  @signatures.checked
+  def same(x: kind):
+    return x
+
+  assert same(least) == least
+  with pytest.raises(ValueError, match="must be"):
+    same(below)
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,14 @@ def test_noise_behind_a_mean_is_shared():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_rounding_is_explicit_where_bits_are_lost(dtype):
+  # A compiler may take a cast to fewer bits and back for nothing.
+  lowered = jax.jit(lambda x: states.rounded(x, dtype)).lower(jnp.ones(2))
+  rounds = "reduce_precision" in lowered.as_text()
+  assert rounds == (dtype != jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_rounding_is_that_of_a_cast(dtype):
   random = np.random.default_rng(0)
   x = random.normal(size=4000) * 10.0 ** random.integers(-44, 38, 4000)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdist import codecs, reducers
 from jdist.reducers import _all_to_all
 from tests.reducers import _small_codecs as small
 
@@ -77,3 +78,25 @@ def test_rows_hold_every_leaf_once(num_rows):
   back = buckets.unpack(buckets.pack(leaves), leaves)
   for x, y in zip(leaves, back, strict=True):
     np.testing.assert_array_equal(x, y)
+
+
+def test_flush_gathers_the_residuals_of_lossy_rows():
+  reducer = reducers.compressed(codecs.Quantize(4))
+  random = np.random.default_rng(0)
+  x = {
+    "exact": random.normal(size=(2, 1)),
+    "lossy": random.normal(size=(2, 600)),
+  }
+  x = jax.tree.map(jnp.float32, x)
+
+  def flushed(x):
+    state = reducer.init(x, "worker")
+    reduced = reducer.reduce(x, state, jax.random.key(0), "worker")
+    return reduced, reducer.flush(reduced.state, x, "worker")
+
+  reduced, (held, empty) = jax.jit(jax.vmap(flushed, axis_name="worker"))(x)
+  for name in x:
+    left_out = reduced.own_share[name].mean(0) - reduced.mean[name]
+    np.testing.assert_allclose(held[name], left_out, atol=1e-6)
+  assert jnp.abs(held["lossy"]).max() > 0.01
+  assert not any(x.any() for x in jax.tree.leaves(empty))
