@@ -4,12 +4,15 @@
     python scripts/check_figures.py README.md experiments/mp2 # some
 
 A figure is a number with a decimal point, in the text or a table of a page: of
-README.md, of docs/ and of all pages of the experiments but HISTORY.md.  The
-figures of a line of a table, and those of an interval in the text, are traced
-if they are together in one line that a report prints from the rows (`REPORTS`),
-or in one row, rounded as they are shown, as they are, in percent, or in
-thousands or millions.  Any other figure of the text is traced if a report
-prints it, or if it is a setting: of a row's config, or its learning rate.
+README.md, of docs/ and of all pages of the experiments but HISTORY.md; in the
+tables of README.md and of the experiments it is any number, but one within a
+word.  These tables' lines are traced if all their figures are, in this order,
+in one line that a report prints from the rows (`REPORTS`).  The figures of a
+line of a table in docs/, and those of an interval in the text, are traced if
+they are together in one printed line, or in one row, rounded as they are shown,
+as they are, in percent, or in thousands or millions.  Any other figure of the
+text is traced if a report prints it, or if it is a setting: of a row's config,
+or its learning rate.
 Signs count.  The figures may also be those of an experiment that a page links
 to.  What a paper says is told by a comment, `paper: 88.98`.
 """
@@ -37,7 +40,11 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
     ("report.py", "cifar10-longer"),
     ("report.py", "codecs"),
   ),
-  "dbs_sgd": (("report.py", "mnist"), ("report.py", "cifar10")),
+  "dbs_sgd": (
+    ("report.py", "mnist"),
+    ("report.py", "cifar10"),
+    ("report.py", "clock"),
+  ),
   "first_comparison": (("report.py",),),
   "failures": (("report.py", "mnist"),),
   "gpu": (("report.py",),),
@@ -91,6 +98,9 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 _NUMBER = r"[-+−]?\d[\d,]*\.\d+"
 _FIGURE = re.compile(rf"(?<![\w.,/-])({_NUMBER})(?![\w]*[./]\d)")
+_ANY = re.compile(
+  r"(?<![\w.,/-])([-+−]?\d[\d,]*(?:\.\d+)?)(?!\w*[./]\d|[\dA-Wa-wYyZz])"
+)
 _INTERVAL = re.compile(
   rf"{_NUMBER}(?:\s+points)?\s+\({_NUMBER}\s+to\s+{_NUMBER}\)"
   rf"|{_NUMBER}\s+(?:±|to)\s+{_NUMBER}"
@@ -197,26 +207,64 @@ def settings_of(folder: pathlib.Path) -> set[str]:
   return {f"{abs(x):.10f}".rstrip("0") for x in found}
 
 
-def figures_of(text: str) -> list[str]:
+def figures_of(text: str, pattern: re.Pattern[str] = _FIGURE) -> list[str]:
   """Finds the figures of a page or of what a report prints, signs included."""
-  found = _FIGURE.findall(_UNREAD.sub(" ", text))
-  return [x.replace(",", "").replace("−", "-") for x in found]
+  found = pattern.findall(_UNREAD.sub(" ", text))
+  return [x.rstrip(",").replace(",", "").replace("−", "-") for x in found]
 
 
-def units_of(text: str) -> tuple[list[list[str]], list[str]]:
+class Units(NamedTuple):
+  """The figures of a page: of tables' lines, of intervals, and the others."""
+
+  lines: list[list[str]]
+  intervals: list[list[str]]
+  others: list[str]
+
+
+def units_of(text: str, whole: bool) -> Units:
   """Finds the figures of a page that belong together, and the others.
 
-  Together are those of a line of a table, and those of an interval.
+  The numbers of tables' lines are whole ones, too, if `whole` says so.
   """
   readable = _UNREAD.sub(lambda x: "\n" * x[0].count("\n"), text)
   cells, prose = [], ""
   for line in readable.splitlines():
     if line.lstrip().startswith("|"):
-      cells.append(figures_of(line))
+      cells.append(figures_of(line, _ANY if whole else _FIGURE))
     else:
       prose += line + "\n"
-  cells += [figures_of(x[0]) for x in _INTERVAL.finditer(prose)]
-  return cells, figures_of(_INTERVAL.sub(" ", prose))
+  between = [figures_of(x[0]) for x in _INTERVAL.finditer(prose)]
+  return Units(cells, between, figures_of(_INTERVAL.sub(" ", prose)))
+
+
+class Printed:
+  """The lines that reports print, and the numbers in them."""
+
+  def __init__(self, lines: list[str]):
+    """Reads lines."""
+    self.lines = [figures_of(line, _ANY) for line in lines]
+    self._with: dict[str, set[int]] = {}
+    for i, line in enumerate(self.lines):
+      for x in line:
+        for form in (x, x.lstrip("+-")):
+          self._with.setdefault(form, set()).add(i)
+
+  def has(self, figures: list[str]) -> bool:
+    """Returns whether one line has all figures, in their order.
+
+    A single one, which many lines have, must be the only one of its line.
+    """
+    if len(figures) == 1:
+      return figures in self.lines
+    where = [self._with.get(x, set()) for x in figures]
+    return any(
+      _in_order(figures, self.lines[i]) for i in set.intersection(*where)
+    )
+
+
+def _in_order(figures: list[str], line: list[str]) -> bool:
+  rest = iter(line)
+  return all(any(x in (y, y.lstrip("+-")) for y in rest) for x in figures)
 
 
 def check(page: pathlib.Path) -> Page:
@@ -225,26 +273,36 @@ def check(page: pathlib.Path) -> Page:
   # Of its own experiment, and of those that it refers to.
   names = dict.fromkeys([page.parent.name, *_LINK.findall(text)])
   folders = [EXPERIMENTS / name for name in names if name in REPORTS]
-  lines = [
-    {form for x in figures_of(line) for form in (x, x.lstrip("+-"))}
+  said = [
+    line
     for folder in folders
     for command in REPORTS[folder.name]
     for line in printed(folder, command).splitlines()
   ]
-  paper = {x for found in _PAPER.findall(text) for x in found.split()}
-  units, single = units_of(text)
-  anywhere = paper.union(*lines, *map(settings_of, folders))
-  left = [[x for x in found if x not in paper] for found in units]
-  left = [
-    x for x in left if x and not any(line.issuperset(x) for line in lines)
+  lines = [
+    {form for x in figures_of(line) for form in (x, x.lstrip("+-"))}
+    for line in said
   ]
+  paper = {x for found in _PAPER.findall(text) for x in found.split()}
+  whole = page.parent.name != "docs"
+  units = units_of(text, whole)
+  anywhere = paper.union(*lines, *map(settings_of, folders))
+  tables, left = (
+    [y for found in x if (y := [z for z in found if z not in paper])]
+    for x in units[:2]
+  )
+  left += [] if whole else tables
+  left = [x for x in left if not any(line.issuperset(x) for line in lines)]
   for folder in folders if left else ():
     for row in rows_of(folder):
       own = set().union(*map(shown, set(numbers(row))))
       left = [x for x in left if not own.issuperset(x)]
+  if whole:
+    known = Printed(said)
+    left += [x for x in tables if not known.has(x)]
   untraced = [x for found in left for x in found]
-  untraced += [x for x in single if x not in anywhere]
-  number = len(single) + sum(map(len, units))
+  untraced += [x for x in units.others if x not in anywhere]
+  number = len(units.others) + sum(map(len, units.lines + units.intervals))
   return Page(str(page.relative_to(ROOT)), number, tuple(untraced))
 
 

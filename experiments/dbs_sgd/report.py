@@ -200,11 +200,29 @@ def _place(item: tuple[tuple[str, float], Any]) -> tuple[int, float]:
   return ("shared", "owned", "skewed").index(sharing), speed
 
 
+def clock_table(rows: Sequence[comparison.Row]) -> str:
+  """Returns the table of the virtual clock's own time."""
+  return studies.table(
+    "protocol | links | processor seconds | ten thousand workers to a hundred "
+    "| memory",
+    [
+      f"{row['protocol']} | {row['link'].replace('_', ' ')} "
+      f"| {row['processor_s']:.1f} | {row['ratio_of_10000_to_100']:.2f} "
+      f"({min(row['ratios']):.2f} to {max(row['ratios']):.2f}) "
+      f"| {row['memory_of_ten_times']:.2f}x"
+      for row in rows
+    ],
+  )
+
+
 def main(folder: pathlib.Path) -> None:
-  """Prints and draws the results of a preset."""
+  """Prints and draws the results of a preset, or prints those of the clock."""
   preset = sys.argv[1] if len(sys.argv) > 1 else "mnist"
   results = folder / "results"
   rows = training.read_rows(results / f"{preset}.jsonl")
+  if preset == "clock":
+    print(clock_table(rows))
+    return
   found, one_rate, parts = {}, {}, []
   for setting, own in sorted(studies.group(rows, _setting).items(), key=_place):
     tuned = studies.tuned_rates(own, comparison.by_loss)

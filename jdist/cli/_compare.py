@@ -21,8 +21,6 @@ from jdist.training import comparison
 _FREE = (
   "methods", "learning_rate", "grid_extensions", "seeds", "output", "preset",
   "tuning_seeds", "bandwidth_mbit_per_s", "latency_ms", "text",
-  # Older rows have these options, which only a removed method used.
-  "nowcasters", "nowcast_steps",
 )  # fmt: skip
 
 _Runs = Sequence[comparison.Row]

@@ -171,6 +171,10 @@ class RoundOptions:
   with one step and grows as the learning rate falls; msdpu and adacomm follow
   the loss."""
 
+  growth_start: float = option(1 / 3, "interval", within=POSITIVE)
+  """c of growth, whose first rounds have c^2 steps: rounds of MSDPU are longer,
+  and fewer, the larger it is."""
+
   overlap: bool = option(False, "overlap")
   """Apply each mean one round late, so that it is sent while the next round is
   computed, in a method that does not do so by definition."""

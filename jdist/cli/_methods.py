@@ -22,11 +22,6 @@ TRAINED = "mp2"
 STREAM_STEPS = (1, 2, 4, 8, 16)
 # Longest interval of policies that have one, unless the first one is longer.
 _HIGHEST = 16
-# Methods that have left the library.
-_MOVED = {
-  "wnn": "Weight nowcasters are in `experiments/mp2`, whose `run.py` trains "
-  "with them."
-}
 # Default of `optax.adamw`, which has no name there.
 _ADAM_B2 = 0.999
 # Arguments of factories that several options make together.
@@ -70,9 +65,6 @@ _OUTER: dict[str, tuple[float, Callable[..., optax.GradientTransformation]]] = {
 
 def check(option: str, options: _groups.Common, names: Sequence[str]) -> None:
   """Raises a ValueError unless methods exist and use all given options."""
-  for name in names:
-    if name in _MOVED:
-      raise ValueError(f"`{option}` must not be {name}. {_MOVED[name]}")
   known = methods.registry
   _options.check_names(option, names, "methods", known)
   _options.check_used(options, names, known, functools.partial(takes, options))
@@ -312,7 +304,9 @@ def _interval(
     )
   policies = {
     "fixed": lambda: intervals.fixed(first),
-    "growth": lambda: intervals.growth(rate, max_interval=first),
+    "growth": lambda: intervals.growth(
+      rate, start=options.growth_start, max_interval=first
+    ),
     "msdpu": lambda: intervals.msdpu(first, rate, max_interval=longest),
     "adacomm": lambda: intervals.adacomm(
       first, max(1, run.num_steps // 10), rate, max_interval=longest

@@ -1,6 +1,5 @@
 """Whole runs of `train` and `compare`, as small as possible."""
 
-import dataclasses
 import json
 import signal
 import subprocess
@@ -9,8 +8,6 @@ import sys
 import pytest
 
 from jdist import cli, training
-from jdist.cli import _commands, _compare
-from jdist.training import comparison
 from tests import _processes
 
 _TINY = [
@@ -55,19 +52,6 @@ def test_compare_writes_rows_a_table_and_a_picture(tmp_path, capsys):
   ring = 2 * 3 / 4
   assert rows[0]["sent_bytes"] == 6 * 4 * 9610 * ring
   assert rows[1]["sent_bytes"] == rows[1]["rounds"] * 4 * 9610 * ring
-
-
-def test_rows_with_options_that_were_removed_are_found(tmp_path):
-  options = dataclasses.asdict(_commands.Compare())
-  old = options | {"nowcasters": None, "nowcast_steps": None}
-  row = {"method": "ssgd", "learning_rate": 0.1, "seed": 0, "config": old}
-  (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-  rows = comparison.Rows(
-    tmp_path / "rows.jsonl", options, free=_compare._FREE,
-    tuning=tmp_path / "tuning.jsonl",
-  )  # fmt: skip
-  trial = comparison.Trial("comparison", "ssgd", 0.1, 0)
-  assert rows.find(trial) is not None
 
 
 @pytest.mark.slow

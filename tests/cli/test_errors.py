@@ -75,7 +75,6 @@ _BAD = [
   ("train --method diloco --outer-momentum 2", "`--outer-momentum` must be in"),
   ("train --carry 2", "`carry` must be in [0, 1]"),
   ("train --method mp2", "`--predictor` must be given for mp2"),
-  ("compare --methods ssgd wnn", "must not be wnn. Weight nowcasters are in"),
   ("train --predictor here", "`--predictor` must be left out for msdpu"),
   ("overlap --methods mp2", "`--methods` must be one without trained networks"),
   (

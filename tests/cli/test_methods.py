@@ -24,7 +24,7 @@ _SHAPES = {"a": (3,), "b": (2, 2), "c": (), "d": (5,)}
 
 
 _MEAN = {"codec", "feedback", "reducer"}
-_ROUNDS = {"interval", "interval_policy"}
+_ROUNDS = {"interval", "interval_policy", "growth_start"}
 _LATE = {"overlap", "delay_steps"}
 _NESTEROV = {"outer_learning_rate", "outer_momentum"}
 # These methods have no rounds, so an interval changes nothing.
@@ -196,6 +196,14 @@ def test_values_of_the_preset_do_not_count_as_given():
   _methods.check("--methods", many, ("od_sgd", "msdpu"))
   with pytest.raises(ValueError, match="`--delay-steps` must be left out"):
     _methods.check("--method", many, ("od_sgd",))
+
+
+@pytest.mark.parametrize(("start", "first"), [(1.0, 1), (2.0, 4), (3.0, 8)])
+def test_growth_starts_with_its_square_up_to_the_longest(start, first):
+  options = _commands.Train(interval=8, growth_start=start, steps=100)
+  budget = _methods.make_budget(options, 0.1, steps_per_epoch=4.0)
+  optimizer = _methods.build_method("msdpu", options, budget, None)
+  assert transforms.interval(optimizer.init(jnp.zeros(2))) == first
 
 
 @pytest.mark.parametrize("rule", ["msdpu", "adacomm"])

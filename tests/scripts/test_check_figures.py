@@ -44,13 +44,39 @@ def test_a_figure_is_a_number_with_a_point_outside_of_code():
   assert figures.figures_of(text) == ["62.57", "0.77", "1234.5"]
 
 
-def test_a_line_of_a_table_is_that_of_one_row_or_of_one_printed_line(
+def test_a_line_of_a_table_of_docs_is_that_of_one_row_or_one_printed_line(
   tmp_path, monkeypatch
 ):
+  (tmp_path / "docs").mkdir()
   text = "| 62.31 | 847.7 |\n| 0.77 | 1.5 |\n| 62.31 | 0.77 |\n| 12.34 |"
-  found = untraced(tmp_path, monkeypatch, text, "| 0.77 ± 1.5 |")
+  text += " [some](../experiments/some/TABLES.md)"
+  found = untraced(
+    tmp_path, monkeypatch, text, "| 0.77 ± 1.5 |", "docs/some.md"
+  )
   # Of two sources at once, and of a curve.
   assert found == ("62.31", "0.77", "12.34")
+
+
+@pytest.mark.parametrize(
+  ("line", "traced"),
+  [
+    ("| shared | 8x | +17 ± 3 | 1,250 |", True),
+    ("| **8x** | 17 ± 3 |", True),  # Fewer columns, and no sign.
+    ("| int4, 1F1B, 8/4/2, H | 8x | 1250 |", True),  # Numbers within names.
+    ("| shared | 8x | -60 ± 17 | 1,250 |", False),
+    ("| shared | 8x | +18 ± 3 | 1,250 |", False),
+    ("| shared | 8x | +17 ± 3 | 1,251 |", False),
+    ("| shared | 9x | +17 ± 3 | 1,250 |", False),
+    ("| shared | 8x | 3 ± 17 |", False),  # In another order.
+    ("| shared | 8x | +17 ± 4 |", False),  # Of two lines.
+    ("| 62.31 |", False),  # In a row, but not printed.
+  ],
+)
+def test_whole_numbers_of_an_experiments_table_are_traced(
+  tmp_path, monkeypatch, line, traced
+):
+  printed = "| shared | 8x | +17 ± 3 | 1,250 |\n| owned | 4x | +5 ± 4 | 7 |"
+  assert (not untraced(tmp_path, monkeypatch, line, printed)) == traced
 
 
 @pytest.mark.parametrize(
