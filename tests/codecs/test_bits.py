@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.codecs import _bits
+from jdist.codecs import _bits, _gpu
 
 
 def bits_of(value, width):
@@ -109,6 +109,24 @@ def test_nothing_is_gathered_scattered_or_transposed(width):
   text = jax.jit(both).lower(codes).compile().as_text()
   for word in ("gather(", "scatter(", "transpose(", "while(", "custom-call"):
     assert word not in text, word
+
+
+def test_a_cpu_unpacks_stretches():
+  """One expression of all lanes takes a CPU up to five times as long."""
+  unpack = lambda packed: _bits.unpack(packed, 1, 4096)  # noqa: E731
+  jaxpr = jax.make_jaxpr(unpack)(jnp.zeros((2, 512), jnp.uint8)).jaxpr
+  assert all(x.aval.ndim <= 2 for each in jaxpr.eqns for x in each.outvars)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_a_gpu_unpacks_the_same_codes(width, monkeypatch):
+  monkeypatch.setattr(
+    _gpu, "choose", lambda *operands, plain, cuda: cuda(*operands)
+  )
+  codes = random_codes(width, 80).reshape(2, 40)
+  back = _bits.unpack(_bits.pack(jnp.asarray(codes), width), width, 40)
+  assert back.dtype == codes.dtype
+  np.testing.assert_array_equal(back, codes)
 
 
 def test_trits_match_hand_computation():
