@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks
-from jdist.codecs import _blocks, _codec, _sparse, _top_k
+from jdist.codecs import _blocks, _codec, _gpu, _sparse, _top_k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,13 +177,21 @@ def _transformed(how: str, x: jax.Array, *factors: Any) -> jax.Array:
     # A GPU's default precision, TF32, would not invert the transform.
     return jnp.einsum(how, x, *factors, precision=jax.lax.Precision.HIGHEST)
 
-  def rescaled(carry: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
-    scale = np.float32(2.0**-24)
+  def scaled(x: jax.Array, scale: Any) -> jax.Array:
     y, limit = product(x * scale), _blocks.LARGEST * scale
     y = jnp.where(_blocks.finite(y), jnp.clip(y, -limit, limit), y)
-    return y / scale, ~carry[1]
+    return y / scale
+
+  def plain(x: jax.Array, large: jax.Array) -> jax.Array:
+    return scaled(x, jnp.where(large, small, np.float32(1)))
+
+  def looped(x: jax.Array, large: jax.Array) -> jax.Array:
+    # A GPU saves passes over the memory, which a CPU spends on the loop's
+    # copies.  Of a conditional vmap would run both branches.
+    first = product(x), large
+    again = lambda carry: (scaled(x, small), ~carry[1])  # noqa: E731
+    return jax.lax.while_loop(lambda carry: carry[1], again, first)[0]
 
   # The sums of 64 x 64 entries near float32's largest number would overflow.
-  # That is rare: in a loop, since vmap runs both branches of a conditional.
-  large = jnp.max(jnp.abs(x), initial=0) > 1e30
-  return jax.lax.while_loop(lambda c: c[1], rescaled, (product(x), large))[0]
+  large, small = jnp.max(jnp.abs(x), initial=0) > 1e30, np.float32(2.0**-24)
+  return _gpu.choose(x, large, plain=plain, cuda=looped)

@@ -120,6 +120,7 @@ def test_a_cpu_unpacks_stretches():
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_a_gpu_unpacks_the_same_codes(width, monkeypatch):
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   monkeypatch.setattr(
     _gpu, "choose", lambda *operands, plain, cuda: cuda(*operands)
   )
