@@ -312,6 +312,10 @@ EVERY = {
     "test_clip_norm_matches_unsplit_model": 2,
     "test_equal_stages_accept_optimizers_of_whole_leaves": 0,
   },
+  "pipeline/runtime/test_gpu_programs.py": {
+    "test_late_sends_overlap_the_conditionals_of_their_tick": 2,
+    "test_sends_between_ticks_do_not_overlap_the_conditionals": 2,
+  },
   "pipeline/runtime/test_one_program.py": {
     "test_drain_applies_every_gradient": 0,
     "test_masked_micro_batches_count_by_their_samples": 0,
