@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,12 +22,14 @@ class Chosen(NamedTuple):
     rate: its highest rate.
     quality: the mean validation accuracy of its last marks, %.
     seconds: modelled seconds to the target; infinity if it is not reached.
+    sent: bytes that a worker sends.
   """
 
   first: int
   rate: float
   quality: float
   seconds: float
+  sent: float
 
 
 def of(rows: Sequence[Row], method: str, first: int) -> list[Row]:
@@ -59,17 +61,26 @@ def best_rate(rows: Sequence[Row]) -> float:
   return max(sorted(by_rate), key=lambda rate: quality(by_rate[rate]))
 
 
+def quietest(rows: Sequence[Row]) -> Row:
+  """Returns the measurement with the shortest plain step.
+
+  Other load on the machine makes all steps longer.
+  """
+  return min(rows, key=lambda row: statistics.median(row["step_s"]))
+
+
 def said(
   costs: Sequence[Row], method: str, first: int, hidden: int = 0
 ) -> advice.Advice:
   """Returns the cost model of a method whose messages have `hidden` steps.
 
-  What a method computes itself is that of rounds of `protocol.MEASURED` steps
-  where others were not measured.
+  What a method computes itself is that of rounds of `protocol.MEASURED` steps.
   """
-  ((base,), own) = of(costs, protocol.BASE, 1), of(costs, method, first)
-  row = (own or of(costs, method, protocol.MEASURED))[0]
-  extra_s = statistics.median(row["extra_s"]) if row is not base else 0.0
+  base = quietest(of(costs, protocol.BASE, 1))
+  row, extra_s = base, 0.0
+  if method != protocol.BASE:
+    row = quietest(of(costs, method, protocol.MEASURED))
+    extra_s = statistics.median(row["extra_s"])
   made = advice.MethodCosts(
     first,
     base["step_s"],
@@ -128,11 +139,15 @@ def crossings(at: np.ndarray, curves: np.ndarray, aims: np.ndarray) -> Any:
   return np.where(above.any(axis=1), found, np.inf)
 
 
-def choose(tuning: Sequence[Row], costs: Sequence[Row]) -> dict[str, Chosen]:
+def choose(
+  tuning: Sequence[Row],
+  costs: Sequence[Row],
+  by: Callable[[Chosen], float],
+) -> dict[str, Chosen]:
   """Returns the setting of each method.
 
   Of the rounds whose best rate is as good as synchronous SGD, less the margin,
-  those are taken that reach this accuracy first; the best ones if none is.
+  those with the least of `by` are taken; the best ones if none is as good.
   """
   tried: dict[str, list[Chosen]] = {}
   aim = math.nan
@@ -147,16 +162,25 @@ def choose(tuning: Sequence[Row], costs: Sequence[Row]) -> dict[str, Chosen]:
       if method == protocol.BASE:
         aim = good - protocol.MARGIN
       tried.setdefault(method, []).append(
-        Chosen(first, rate, good, reached(best, costs, aim))
+        Chosen(
+          first, rate, good, reached(best, costs, aim), best[0]["sent_bytes"]
+        )
       )
   return {
     method: min(
-      [x for x in found if x.quality >= aim] or [max(found, key=_quality)],
-      key=lambda x: x.seconds,
+      [x for x in found if x.quality >= aim]
+      or [max(found, key=lambda x: x.quality)],
+      key=by,
     )
     for method, found in tried.items()
   }
 
 
-def _quality(one: Chosen) -> float:
-  return one.quality
+def by_seconds(one: Chosen) -> float:
+  """Returns when a setting reaches the target."""
+  return one.seconds
+
+
+def by_bytes(one: Chosen) -> float:
+  """Returns what a setting sends."""
+  return one.sent

@@ -29,17 +29,17 @@ MARGIN = 0.3
 """Points of accuracy that a method may be below synchronous SGD and still be as
 good.  The 95 % interval of the difference must lie above."""
 
-RATES = (0.025, 0.05, 0.1, 0.2)
+RATES = (0.05, 0.1, 0.2, 0.4)
 """Highest rates that are tried; the grid is extended in factors of two until
 the best one is inside."""
 
-FIRST = (2, 4, 8, 16, 32)
+FIRST = (8, 16, 32)
 """Steps of a round: H, and for MSDPU those of the first round."""
 
 MEASURED = 8
 """Steps of the rounds whose computation is measured before the tuning."""
 
-TUNING_SEEDS = tuple(range(10_000, 10_010))
+TUNING_SEEDS = tuple(range(10_000, 10_005))
 SEEDS = tuple(range(300, 310))
 """Seeds of the report, which nothing was chosen by."""
 
@@ -95,6 +95,8 @@ METHODS: dict[str, Callable[..., Chain]] = {
   "msdpu, int4": _msdpu,
 }
 BASE, OURS = "ssgd", "msdpu, int4"
+SMALL = ("ssgd", "local_sgd, int4", "diloco, int4", "msdpu, int4")
+"""What `scripts/train.sh` runs."""
 
 
 def firsts(method: str) -> tuple[int, ...]:

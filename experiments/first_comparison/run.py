@@ -1,8 +1,9 @@
 """Tunes and compares the methods of the front page, and measures their steps.
 
-    python experiments/first_comparison/run.py costs    # seconds of a step here
+    python experiments/first_comparison/run.py costs    # one more measurement
     python experiments/first_comparison/run.py tune     # rates and rounds
     python experiments/first_comparison/run.py compare  # the report's seeds
+    python experiments/first_comparison/run.py small    # three seeds, a table
 
 Runs of one kind of rounds are one program on one core.  Runs whose rows exist
 are skipped.  Rows name the commit of a clean checkout.
@@ -10,10 +11,12 @@ are skipped.  Rows name the commit of a clean checkout.
 
 import argparse
 import pathlib
+import shutil
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -26,6 +29,7 @@ from jdist import advice, training
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
+STAGES = ("costs", "tune", "compare", "small")
 _MOST_EXTENSIONS = 4
 _CONFIG = {
   "dataset": "digits",
@@ -38,26 +42,26 @@ _CONFIG = {
 class Runs:
   """What is missing is run, and its rows are kept."""
 
-  def __init__(self, folder: pathlib.Path):
+  def __init__(self, folder: pathlib.Path, *, clean: bool = True):
     """Reads the rows that there are."""
     # A row of changed code would be refused after its run.
-    studies.check_commit(training.make_row({}, 0)["commit"])
+    if clean:
+      studies.check_commit(training.make_row({}, 0)["commit"])
     self.digits = program.Digits()
     self.paths = {
       name: folder / f"{name}.jsonl"
       for name in ("costs", "tuning", "comparison")
     }
-    self.rows = {name: studies.read(path) for name, path in self.paths.items()}
+    self.rows = {
+      name: studies.read(path, clean=clean) for name, path in self.paths.items()
+    }
 
   def _keep(self, name: str, row: dict[str, Any]) -> None:
     training.append_rows(self.paths[name], [row])
     self.rows[name].append(row)
 
   def costs(self, method: str, first: int) -> None:
-    """Measures a method's step and the base's on this machine, if missing."""
-    known = {(row["method"], row["first"]) for row in self.rows["costs"]}
-    if (method, first) in known:
-      return
+    """Measures a method's step and the base's on this machine."""
     digits, model = self.digits, self.digits.model(0)
     samples, _ = digits.samples("comparison", 0)
 
@@ -73,11 +77,13 @@ class Runs:
 
     kinds = {protocol.BASE: 1, method: first}
     chains = {name: build(name, steps) for name, steps in kinds.items()}
-    found = advice.advise(
-      loss, model.params, samples[0, 0], chains, protocol.LINK,
-      num_workers=protocol.WORKERS, optimizer=protocol.inner(0.1),
-      limit_s=10.0,
-    )  # fmt: skip
+    # Processor seconds of one thread: other programs share the cores.
+    with mock.patch.object(time, "perf_counter", time.process_time):
+      found = advice.advise(
+        loss, model.params, samples[0, 0], chains, protocol.LINK,
+        num_workers=protocol.WORKERS, optimizer=protocol.inner(0.1),
+        limit_s=10.0,
+      )  # fmt: skip
     costs = found.costs[method]
     self._keep("costs", training.make_row(
       _CONFIG, 0, method=method, first=first, step_s=costs.step_s,
@@ -130,22 +136,40 @@ class Runs:
       rates += [min(rates) / 2 if best == min(rates) else max(rates) * 2]
     print(f"The best rate of {method}, {first}, {best:g}, is at an end.")
 
-  def compare(self, method: str) -> None:
-    """Runs the report's seeds at a method's choice, and measures its step."""
-    chosen = choice.choose(self.rows["tuning"], self.rows["costs"])[method]
-    self.costs(method, chosen.first)
+  def compare(self, method: str, by: Any, seeds: Sequence[int]) -> None:
+    """Runs seeds at a method's choice."""
+    chosen = choice.choose(self.rows["tuning"], self.rows["costs"], by)[method]
     self.run("comparison", method, chosen.first, [
-      program.Point(chosen.rate, seed) for seed in protocol.SEEDS
+      program.Point(chosen.rate, seed) for seed in seeds
     ])  # fmt: skip
+
+
+def small(folder: pathlib.Path) -> None:
+  """Runs three seeds of four methods at the page's choice, in minutes."""
+  import report
+
+  folder.mkdir(parents=True, exist_ok=True)
+  for name in ("costs", "tuning"):
+    shutil.copy(RESULTS / f"{name}.jsonl", folder)
+  runs = Runs(folder, clean=False)
+  for method in protocol.SMALL:
+    runs.compare(method, choice.by_seconds, protocol.SEEDS[:3])
+  found = report.Found(folder, clean=False)
+  print(report.comparison_table(found))
+  report.draw(found, folder / "compare.png")
+  print(f"Rows and a picture are in {folder}.")
 
 
 def main() -> None:
   """Runs what is missing."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("stages", nargs="+", choices=("costs", "tune", "compare"))
+  parser.add_argument("stages", nargs="+", choices=STAGES)
   parser.add_argument("--methods", nargs="+", default=list(protocol.METHODS))
   parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
   args = parser.parse_args()
+  if args.stages == ["small"]:
+    small(pathlib.Path("runs") / "front_page")
+    return
   runs = Runs(args.results)
   for stage in args.stages:
     if stage == "costs":
@@ -155,7 +179,8 @@ def main() -> None:
       continue
     for method in args.methods:
       if stage == "compare":
-        runs.compare(method)
+        for by in (choice.by_seconds, choice.by_bytes):
+          runs.compare(method, by, protocol.SEEDS)
         continue
       for first in protocol.firsts(method):
         runs.tune(method, first)
