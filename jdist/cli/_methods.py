@@ -22,8 +22,6 @@ TRAINED = "mp2"
 STREAM_STEPS = (1, 2, 4, 8, 16)
 # Longest interval of policies that have one, unless the first one is longer.
 _HIGHEST = 16
-# Default of `optax.adamw`, which has no name there.
-_ADAM_B2 = 0.999
 # Arguments of factories that several options make together.
 _PARTS = (
   "compression", "overlap", "stream", "rule", "interval", "predictor_params",
@@ -35,7 +33,6 @@ SPARSE: dict[str, Callable[[float, bool], codecs.Codec]] = {
   "random_k": lambda ratio, kept: codecs.RandomK(ratio, scaled=not kept),
   "dct": lambda ratio, kept: codecs.DCTTopK(ratio=ratio),
 }
-_RATIO = 0.01
 _DENSE: dict[str, codecs.Codec] = {
   "float16": codecs.Cast("float16"),
   "bfloat16": codecs.Cast("bfloat16"),
@@ -174,9 +171,7 @@ def _codec(
     return None
   if name in SPARSE:
     kept = feedback is not None and feedback.keeps_rest
-    return SPARSE[name](
-      _RATIO if options.ratio is None else options.ratio, kept
-    )
+    return SPARSE[name](0.01 if options.ratio is None else options.ratio, kept)
   return _DENSE[name]
 
 
@@ -211,9 +206,7 @@ def outer_optimizer(
 def common(options: Any, **more: Any) -> _groups.Common:
   """Returns the options of a run, as far as another command has them."""
   fields = ("interval", *_groups.MeanOptions.__dataclass_fields__)
-  return _groups.Common(
-    **{name: getattr(options, name) for name in fields}, **more
-  )
+  return _groups.Common(**{x: getattr(options, x) for x in fields}, **more)
 
 
 def build_method(
@@ -247,8 +240,9 @@ def build_method(
   inner = optimizer_of(options, run, plain=method.own_momentum)
   if predicted_steps is not None:
     adam = options.optimizer == "adamw" and not method.own_momentum
+    # Optax's default has no name there.
     inner = transforms.predict_weights(
-      inner, predicted_steps, b2=_ADAM_B2 if adam else None
+      inner, predicted_steps, b2=0.999 if adam else None
     )
   built = method.build(inner, run, axis=axis, **given | fixed)
   if not options.skip_nonfinite:

@@ -30,7 +30,7 @@ from jdist import checks
 from jdist.collectives import _buckets, _leaf_order
 
 PyTree: TypeAlias = Any
-Axis: TypeAlias = str | tuple[str, str] | None
+Axis: TypeAlias = str | tuple[str, str] | None  # Name, (inner, outer), or None.
 # The default of PyTorch's DistributedDataParallel.  Latency hardly matters for
 # larger messages.
 _BUCKET_BYTES = 25 * 2**20

@@ -11,6 +11,7 @@ import optax
 from jdist import checks
 
 PyTree: TypeAlias = Any
+# An order of leaves: from the front, from the back, or by a key of their paths.
 Order: TypeAlias = Literal["front_first", "back_first"] | Callable[[str], Any]
 # They are odd, and a product with an odd number loses no bit modulo 2**32.
 _MULTIPLIERS = (0x9E3779B1, 0x85EBCA77)

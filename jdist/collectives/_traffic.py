@@ -27,7 +27,7 @@ _NAME = re.compile(r"jdist_phase_from_(\d+)_to_(\d+|end)")
 _BRANCH = re.compile(r"/branch_\d+_fun")
 Kind = Literal[
   "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute"
-]
+]  # The kinds of collectives that send messages.
 # The primitives' names in the supported versions of JAX.
 _KINDS: dict[str, Kind] = {
   "psum": "all-reduce",
@@ -183,7 +183,7 @@ class Collective:
 
   @property
   def wire_bytes(self) -> float:
-    """Bytes that one worker sends: N workers in a ring, payload b.
+    """Bytes that one of N workers sends in a ring, for a payload of b bytes.
 
     | kind | bytes sent |
     |---|---|

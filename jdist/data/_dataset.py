@@ -82,7 +82,7 @@ class Dataset:
 
   @property
   def input_shape(self) -> tuple[int, int, int]:
-    """Shape of one image: (height, width, channels)."""
+    """The (height, width, channels) of one image."""
     _, height, width, num_channels = self.images.shape
     return height, width, num_channels
 
@@ -162,7 +162,7 @@ class TextDataset:
 
   @property
   def input_shape(self) -> tuple[int]:
-    """Shape of one input: (length,)."""
+    """The (length,) of one input."""
     return (self.windows.shape[1] - 1,)
 
   def select(self, rows: np.ndarray) -> "TextDataset":

@@ -200,10 +200,13 @@ def one_bit_adam(
   eps: jax.typing.ArrayLike = 1e-8,
   weight_decay: jax.typing.ArrayLike = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-  """1-bit Adam: Adam, then signs of its momentum over a frozen variance.
+  r"""1-bit Adam: Adam, then signs of its momentum over a frozen variance.
 
-  Signs travel to the owner of each part and from there to all, with feedback at
-  both ends; see `scale_by_frozen_adam`.
+  .. math:: m \leftarrow C(\beta_1 m + (1 - \beta_1) g_i), \qquad
+            w \leftarrow w - \eta \frac{m}{\sqrt{v} + \epsilon}
+
+  where the mean C sends signs to the owner of each part and from there to all,
+  with feedback at both ends; see `scale_by_frozen_adam`.
 
   Args:
     learning_rate: A number or a schedule of the step.
@@ -315,10 +318,11 @@ def dgc(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Deep Gradient Compression: a thousandth of the entries, with momentum.
 
-  It combines local clipping, momentum correction with factor masking, and the
-  largest entries of each leaf, fewer in every phase of a warm-up: 25, 6.25,
-  1.5625, 0.4 and 0.1 %.  Leaves of one dimension (biases, scales) are sent
-  whole.
+  .. math:: u_i \leftarrow m u_i + g_i, \quad v_i \leftarrow v_i + u_i, \quad
+            g \leftarrow \tfrac1N \sum_i \mathrm{top}_k(v_i), \quad
+            u_i, v_i \leftarrow 0 \text{ where sent}
+
+  A warm-up sends 25, 6.25, 1.5625 and 0.4 %; vectors are always sent whole.
 
   Args:
     optimizer: Plain SGD: the momentum is the workers' own and precedes the

@@ -27,7 +27,7 @@ def _rate_with_momentum(run: _method.Run) -> optax.Schedule:
   return lambda step: factor * run.learning_rate(step)
 
 
-registry: dict[str, _method.Method] = {
+registry: dict[str, _method.Method] = {  # Every method by its name.
   "ssgd": _method.Method(
     "synchronous SGD: the mean of the gradients in every step",
     _compressed_gradients.ssgd,

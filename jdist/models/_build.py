@@ -62,7 +62,7 @@ _FACTORIES: dict[str, Callable[..., nnx.Module]] = {
   "resnet50": _resnet_of(3, 4, 6, 3, bottleneck=True),
   "transformer": _transformer.Transformer,
 }
-NAMES = tuple(_FACTORIES)
+NAMES = tuple(_FACTORIES)  # The names that `build` takes.
 # These models take tokens; the others take images.
 TEXT_NAMES = ("transformer",)
 

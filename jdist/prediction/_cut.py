@@ -34,7 +34,7 @@ _PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 }
 _GRAY = (28, 28, 1)
 _COLOR = (32, 32, 3)
-PUBLISHED = tuple(_PUBLISHED)
+PUBLISHED = tuple(_PUBLISHED)  # The networks with a published cut.
 
 
 def _leaves(layers: Layers) -> list[_network.Leaf]:

@@ -9,7 +9,7 @@ from jdist import checks, signatures
 from jdist.server import _allocation, _protocol, _server_state, _weights
 from jdist.server._messages import Action, Worker
 
-ASP = _protocol.Protocol
+ASP = _protocol.Protocol  # Asynchronous SGD: each gradient is an update.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

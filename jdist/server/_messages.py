@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 # NamedTuples and not dataclasses: the virtual clock makes millions of them, and
 # a recording writes them as plain lists.
-Worker: TypeAlias = Hashable
+Worker: TypeAlias = Hashable  # What names a worker, such as a string.
 
 
 class Join(NamedTuple):
@@ -155,4 +155,4 @@ class Timer(NamedTuple):
 
 
 Message: TypeAlias = Join | Leave | Pull | Push | Expired
-Action: TypeAlias = Reply | Apply | Discard | Timer
+Action: TypeAlias = Reply | Apply | Discard | Timer  # A protocol's answer.

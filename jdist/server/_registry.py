@@ -47,4 +47,4 @@ _ENTRIES = (
 )
 # fmt: on
 
-PROTOCOLS = {entry.name: entry for entry in _ENTRIES}
+PROTOCOLS = {entry.name: entry for entry in _ENTRIES}  # By their names.

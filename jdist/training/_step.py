@@ -13,6 +13,7 @@ from jdist.training import _gradient, _train_state
 
 PyTree = Any
 Metrics = _gradient.Metrics
+# One worker's step: a state and a batch give the next state and metrics.
 Step = Callable[..., tuple[_train_state.TrainState, Metrics]]
 
 

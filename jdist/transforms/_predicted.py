@@ -15,7 +15,7 @@ from jdist.transforms import _control, _shared, _state, intervals
 from jdist.transforms.local import _anchor, _round
 
 PyTree = Any
-Predict = Callable[[PyTree, PyTree], PyTree]
+Predict = Callable[[PyTree, PyTree], PyTree]  # (its parameters, front) -> rest
 
 
 class Splitter(Protocol):

@@ -29,7 +29,7 @@ class Op(enum.IntEnum):
 
   @property
   def letter(self) -> str:
-    """The letter in the text form: F, B, I, W or U, and a dot for idle."""
+    """The letter F, B, I, W or U of the text form, and a dot for idle."""
     return ".FBIWU"[self]
 
   @property

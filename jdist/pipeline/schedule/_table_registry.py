@@ -37,7 +37,7 @@ def _flush(
 
 
 _overlapping = functools.partial(TableEntry, asynchronous=True)
-TABLES = {
+TABLES = {  # Every table by its name.
   "naive": _flush("naive", _flush_tables.naive, "one device at a time"),
   "gpipe": _flush(
     "gpipe", _flush_tables.gpipe, "all forward passes, then all backward passes"

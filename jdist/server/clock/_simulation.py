@@ -150,7 +150,7 @@ class Simulation(_driver.Driver):
 
   @property
   def ended(self) -> bool:
-    """True once nothing happens any more: all machines are away for good."""
+    """Whether nothing happens any more, as all machines are away for good."""
     return bool(self._environment.peek() == math.inf)
 
   @property

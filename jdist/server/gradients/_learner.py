@@ -164,7 +164,7 @@ class Pair:
 
   @property
   def losses(self) -> list[tuple[int, float]]:
-    """The last updates, at most 1,000: samples so far, and the loss."""
+    """The samples so far and the loss of the last updates, at most 1,000."""
     return list(self.server.losses)
 
   @property

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from jdist import signatures
 from jdist.training import _results, _run_metadata
 
-Row: TypeAlias = dict[str, Any]
+Row: TypeAlias = dict[str, Any]  # A result by the names of its fields.
 Purpose: TypeAlias = Literal["tuning", "comparison"]
 Value = str | Callable[[Row], float]
 

@@ -20,7 +20,7 @@ from jdist.transforms.local import (
 )
 
 PyTree = Any
-Fragments = int | Callable[[str], int]
+Fragments = int | Callable[[str], int]  # A number, or one for a leaf's path.
 # Errors name both, because a user has written one of them.
 _NAME = "`fragment_steps` (also as `streaming_diloco`)"
 

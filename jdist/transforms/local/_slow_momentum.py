@@ -12,7 +12,7 @@ from jdist import checks, states
 from jdist.transforms.local import _anchor, _round
 
 PyTree = Any
-Buffers = Literal["maintain", "reset", "average"]
+Buffers = Literal["maintain", "reset", "average"]  # Momenta after a round.
 
 
 @states.declare(shared=("velocity", "learning_rate"))

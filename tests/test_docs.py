@@ -1,0 +1,74 @@
+"""What the site is made of: names with texts, methods with symbols, links."""
+
+import importlib
+import pathlib
+import re
+import sys
+
+import pytest
+
+from jdist import methods
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_DOCS = _ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def extension():
+  """Imports modules of the site's extension, which need no Sphinx."""
+  sys.path.insert(0, str(_DOCS / "_ext"))
+  yield importlib.import_module
+  sys.path.remove(str(_DOCS / "_ext"))
+
+
+def test_every_public_name_has_a_text(extension):
+  assert extension("public_names").undocumented() == []
+
+
+def test_name_without_a_text_is_found(extension, monkeypatch):
+  names = extension("public_names")
+  rooms = {"jdist.codecs": (names.Name("jdist.codecs", "New", "", "data", ""),)}
+  monkeypatch.setattr(names, "rooms", lambda: rooms)
+  assert names.undocumented() == ["jdist.codecs.New"]
+
+
+def test_every_public_name_has_an_entry(extension):
+  names = extension("public_names")
+  pages = "\n".join(text for _, text in extension("api_pages").pages())
+  found = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)$", pages, re.MULTILINE))
+  data = re.findall(r"^\.\. py:data:: (\w+)\n +:module: (\S+)$", pages, re.M)
+  found |= {f"{room}.{name}" for name, room in data}
+  moved = {f"jdist.methods.{name}" for name in methods.registry}
+  wanted = {x.path for room in names.rooms().values() for x in room}
+  daily = {x.path for x in names.rooms()["jdist"]}
+  assert wanted - daily - moved <= found
+
+
+@pytest.mark.parametrize("name", methods.registry)
+def test_every_symbol_of_a_method_is_explained(name, extension):
+  assert extension("method_pages").symbols(name)
+
+
+def test_unknown_symbol_is_an_error(extension, monkeypatch):
+  pages = extension("method_pages")
+  monkeypatch.setitem(pages._SYMBOLS, "common", {})
+  with pytest.raises(ValueError, match=r"`methods.ssgd`; wrong are .*'g'"):
+    pages.symbols("ssgd")
+
+
+def test_links_for_programs_lead_to_pages():
+  text = (_DOCS / "_root" / "llms.txt").read_text()
+  links = re.findall(r"\]\(docs/([^)]+)\.html\)", text)
+  made = {"methods/index", "api/index"}
+  assert len(links) > 15
+  assert [
+    x for x in links if x not in made and not (_DOCS / f"{x}.md").exists()
+  ] == []
+
+
+def test_every_page_is_in_the_navigation():
+  index = (_DOCS / "index.md").read_text()
+  pages = {x.relative_to(_DOCS).with_suffix("") for x in _DOCS.rglob("*.md")}
+  pages = {x.as_posix() for x in pages if not x.parts[0].startswith("_")}
+  listed = set(re.findall(r"^(?:.*<)?([\w/]+)>?$", index, re.MULTILINE))
+  assert pages - {"index"} <= listed
