@@ -67,7 +67,31 @@ _DEFAULTS = {
     "method": "msdpu", "learning_rate": 0.1, "seed": 0, "workers": 8,
     "epochs": 30.0, "momentum": 0.9, "weight_decay": 0.0, "warmup_epochs": 1.0,
     "interval": 8, "accumulate": 1, "evaluate_every_epochs": 2.0,
-    "checkpoint_every_epochs": 2.0,
+    "checkpoint_every_epochs": 2.0, "batch_size": 128,
+  },
+  _commands.Compare: {
+    "methods": ("ssgd", "local_sgd", "diloco", "msdpu"), "seeds": (0, 1, 2),
+    "learning_rate": (0.1,), "grid_extensions": 2, "tuning_seeds": 1,
+  },
+  _commands.Simulate: {
+    "protocols": ("bsp", "asp", "dbs"), "batch_size": 32, "interval": 8,
+    "seed": 0,
+  },
+  _commands.Pipeline: {
+    "batch_size": 256, "samples": 1, "max_delay": 0, "forward_s": 1.0,
+    "backward_s": 2.0, "output_bytes": 0.0, "parameter_bytes": 0.0,
+    "saved_bytes": 0.0, "optimizer_copies": 1.0,
+  },
+  _commands.Overlap: {
+    "methods": ("msdpu",), "batch_size": 32, "length": 1024, "interval": 8,
+  },
+  _commands.Bytes: {
+    "methods": ("ssgd", "qsgd", "topk_sgd", "dgc", "powersgd"), "workers": 8,
+    "interval": 8, "steps": 10000, "warmup_steps": 0,
+  },
+  _commands.Advise: {
+    "workers": 8, "batch_size": 128, "interval": 8, "slowdown": 1.0,
+    "limit_s": 60.0,
   },
 }  # fmt: skip
 

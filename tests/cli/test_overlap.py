@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -52,6 +53,17 @@ _BAD = [
   ("--launch-us nan", "`--launch-us` must be at least 0, got nan"),
   ("--dtype float8", "invalid choice 'float8' for argument '--dtype'"),
 ]
+
+
+def test_figures_of_a_round_are_means_over_its_steps():
+  ends = types.SimpleNamespace(end_s=5.0, send_s=4.0, exposed_s=3.0)
+  rest = types.SimpleNamespace(end_s=1.0, send_s=1.0, exposed_s=0.0)
+  found = _overlap_report.Found("a", ends, rest, 4, 0, 0.0)
+  assert found.mean_step_s == (5 + 3 * 1) / 4
+  assert found.hidden_share == pytest.approx(1 - 3 / 7)
+  silent = types.SimpleNamespace(end_s=1.0, send_s=0.0, exposed_s=0.0)
+  found = _overlap_report.Found("a", silent, silent, 4, 0, 0.0)
+  assert found.hidden_share == 1.0
 
 
 @pytest.mark.parametrize(("words", "told"), _BAD, ids=[w for w, _ in _BAD])

@@ -103,6 +103,25 @@ def shards_of(tree, device):
   return {"a": tree["a"][:, a], "b": tree["b"][:, :, b]}
 
 
+def test_devices_of_a_worker_lose_nothing():
+  # The law of a reducer, for one leaf that two devices of a worker share.
+  team, specs = team_of(), {"a": SPECS["a"]}
+  compression = reducers.Compression(codecs.TopK(0.1), FEEDBACK, specs=specs)
+  optimizer = transforms.average_gradients(team.axis, compression)
+  state = training.init_state(
+    team, optimizer, {"a": np.zeros(SHAPES["a"], "float32")}, specs=specs
+  )
+  given = {"a": trees(0)["a"]}
+  program = team.jit(
+    lambda g, s: optimizer.update(g, s),
+    out_specs=(specs, team.specs(state.opt_state)),
+  )
+  mean, after = program(placed(team, given), state.opt_state)
+  residual = after.feedback.trees.residual
+  assert np.abs(residual["a"]).max() > 0.1
+  close(2 * mean["a"][0] + residual["a"].sum(0), given["a"].sum(0))
+
+
 @pytest.mark.parametrize(
   "name",
   [

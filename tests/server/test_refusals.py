@@ -25,6 +25,18 @@ def learner(**change):
   return server.GradientLearner(**(given | change))
 
 
+def worker(**options):
+  return server.GradientWorker(
+    gradients.LOSS,
+    gradients.MODEL.params,
+    data.SampleStream(gradients.DIGITS, 2, seed=0),
+    server.message_plans(),
+    number=0,
+    num_workers=1,
+    **options,
+  )
+
+
 def fit(*args, **options):
   return runs.fit(*args, **options)
 
@@ -158,6 +170,7 @@ SCALED = codecs.RandomK(0.1, shared=False)
   ("compensation", lambda: learner(compensation=-1.0), "in [0, inf]"),
   ("workers", lambda: learner(workers=["a", "a"]), "different names"),
   ("seed", lambda: learner(seed=-1), "an int from 0"),
+  ("seed", lambda: worker(seed=-1), "an int from 0"),
   ("plans", lambda: learner(plans=server.BitPlans()), "of the parameters' 4"),
   (
     "plans",

@@ -370,6 +370,20 @@ def test_directory_of_another_living_run_is_refused(tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ["lease.json"]
 
 
+def test_run_that_lost_its_lease_completes_no_checkpoint(tmp_path):
+  state = {"x": jnp.zeros((1, 2))}
+  checkpoints = training.Checkpoints(tmp_path, _tiny.team("none"))
+  checkpoints.save(1, state)
+  checkpoints.wait()
+  # Another run takes the lease while this one is suspended.
+  (tmp_path / "lease.json").write_text(json.dumps({"run": "other"}))
+  checkpoints.save(2, state)
+  with pytest.raises(ValueError, match="is in use by run other"):
+    checkpoints.wait()
+  checkpoints.close()
+  assert not (tmp_path / "step_00000002.json").exists()
+
+
 @pytest.mark.parametrize(
   "shared", [{"a": True}, [True], "yes", {"a": 1, "b": 0}], ids=str
 )

@@ -43,7 +43,7 @@ class GradientWorker:
       larger than all `sizes`.
   """
 
-  # As of `ServerLedger`.
+  # As in `ServerLedger`.
   decoded = False
 
   def __init__(
@@ -57,12 +57,11 @@ class GradientWorker:
     num_workers: int,
     sizes: Sequence[int] | None = None,
     model_state: signatures.Arrays = None,
-    seed: int = 0,
+    seed: signatures.Seed = 0,
     local_step: _local_step.LocalStep | None = None,
   ):
     for size in sizes or ():
       checks.check_int("sizes", size, 1)
-    checks.check_seed(seed)
     if local_step is not None:
       checks.check_type(
         "local_step", local_step, _local_step.LocalStep, "a `server.LocalStep`"

@@ -159,6 +159,20 @@ def test_sigterm_is_forwarded_and_ends_the_run():
 
 
 @pytest.mark.parametrize(
+  ("statuses", "status"),
+  [
+    ([0, 143], 143),
+    ([143, 75], 75),
+    ([75, 1], 1),
+    ([75, 143, -9], 137),
+    ([-9, 3], 3),
+  ],
+)
+def test_status_of_a_run_is_its_root_cause(statuses, status):
+  assert _local_run.judge(statuses)[0] == status
+
+
+@pytest.mark.parametrize(
   ("words", "told"),
   [
     ("-n 2", "the command behind `--` must be `train`"),

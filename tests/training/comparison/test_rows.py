@@ -89,3 +89,6 @@ def test_tuning_rows_may_have_their_own_file(tmp_path):
   )
   assert again.find(_TRIAL)["accuracy"] == 0.5
   assert again.find(tuning)["accuracy"] == 0.25
+  # In a single file they are of the comparison.
+  single = comparison.Rows(tmp_path / "rows.jsonl", {})
+  assert single.find(_TRIAL)["accuracy"] == 0.5
