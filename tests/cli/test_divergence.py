@@ -7,6 +7,7 @@ import warnings
 import pytest
 
 from jdist import cli
+from jdist.training import comparison
 
 pytest.importorskip("grain")
 _RUN = "train --method ssgd --workers 2 --batch-size 64 --warmup-epochs 0"
@@ -30,6 +31,17 @@ def test_diverged_run_exits_3_and_saves_only_finite_states(tmp_path, capsys):
   assert "`--learning-rate`, 1e+30 here" in told
   assert _row(tmp_path / "out")["diverged"] is True
   assert _row(tmp_path / "out")["test_loss"] is None
+
+
+def test_comparison_without_a_finite_run_names_its_methods(
+  tmp_path, monkeypatch, capsys
+):
+  tuned = comparison.Tuned(0.1, (0.1,), None, diverged=True)
+  found = comparison.Compared({}, {"ssgd": tuned})
+  monkeypatch.setattr(comparison, "compare", lambda *given, **options: found)
+  words = f"compare --methods ssgd --workers 2 --output {tmp_path / 'out'}"
+  assert cli.main(words.split()) == 3
+  assert "ssgd ended with a loss that is not finite" in capsys.readouterr().err
 
 
 def test_run_that_was_never_finite_keeps_no_states(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import functools
 import json
 import pickle
+import queue
 import threading
 import time
 
@@ -323,6 +324,31 @@ def test_threaded_run_ends_after_its_seconds():
   first, last = result.records
   assert 0.2 <= first.train_s < 0.4 <= last.train_s
   assert last.step > first.step > 0
+
+
+def test_worker_sends_its_state_when_it_is_asked():
+  none, sent = np.zeros(0, np.uint8), queue.Queue()
+  asked = iter([{"kind": "save"}])
+
+  class Channel:
+    def push(self, header, payload=None):
+      if header["kind"] == "state":
+        sent.put((header["notes"], payload.tolist()))
+      return {"life": 1}
+
+    def pull(self, worker, life):
+      if (header := next(asked, None)) is None:
+        states.append(sent.get(timeout=5.0))
+        header = {"kind": "stop"}
+      return header, none
+
+  class Saved(server.EmptyWorker):
+    def save(self):
+      return {"seen": 3}, np.array([1, 2], np.uint8)
+
+  states = []
+  server.WorkerLoop(Channel(), "a", Saved(), depth=1).run()
+  assert states == [({"seen": 3}, [1, 2])]
 
 
 def test_failed_worker_is_noticed_and_spawned_again():

@@ -32,6 +32,10 @@ def test_local_steps_are_found_deep_in_a_chain():
   assert transforms.interval(state).item() == 5
   assert transforms.rounds(state, 7).item() == 0
   assert transforms.anchor(state, w)["w"].dtype == jnp.bfloat16
+  # A round has twice as many updates as its clock counts.
+  assert transforms.rounds_ahead(state) is None
+  between = state._replace(mini_step=jnp.ones((), jnp.int32))
+  assert transforms.synchronized(between).item() is False
 
 
 def test_apply_updates_without_a_state_is_optax():
