@@ -129,6 +129,30 @@ def test_missing_gpus_raise_one_line_and_leave_nothing(tmp_path, capsys):
 
 
 @needs_ray
+@pytest.mark.slow
+def test_start_that_fails_halfway_leaves_nothing():
+  code = (
+    "import os, subprocess, ray._private.worker as worker\n"
+    "from jdist import server\n"
+    "def connect(*args, **options): raise RuntimeError('It has failed.')\n"
+    "worker.connect = connect\n"
+    "try: server.RayEngine(1, cpus_per_worker=0.1)\n"
+    "except RuntimeError as error: print(error)\n"
+    "words = ['pgrep', '-P', str(os.getpid())]\n"
+    "own = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)\n"
+    "print(set(own.communicate()[0].split()) - {str(own.pid)})\n"
+  )
+  found = subprocess.run(
+    [sys.executable, "-c", code],
+    env=_processes.environment() | {"RAY_AUTH_MODE": "token"},
+    capture_output=True,
+    text=True,
+    timeout=240,
+  )
+  assert found.stdout.splitlines()[-2:] == ["It has failed.", "set()"]
+
+
+@needs_ray
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_open_ports_of_ray_are_those_that_its_page_names():
   code = (

@@ -287,7 +287,8 @@ class RayEngine:
       actors += [*self._idle.values(), *self._spares, self._server]
       for actor in actors:
         self._kill(actor)
-      ray.shutdown()
+    # A start that failed halfway has left processes, too.
+    ray.shutdown()
     self._workers.clear()
     self._idle.clear()
     self._spares.clear()
