@@ -34,6 +34,7 @@ EVERY = {
     "test_taken_port_and_wrong_address_have_other_statuses": 2,
   },
   "cli/test_interrupts.py": {
+    "test_interrupt_during_garbage_collection_is_not_lost": 0,
     "test_other_unraisable_errors_are_reported_as_usual": 0,
   },
   "cli/test_methods.py": {
@@ -47,6 +48,9 @@ EVERY = {
   "cli/test_pipeline_run.py": {
     "test_bad_stages_are_refused_in_one_line": 2,
     "test_pipeline_train_is_train_with_stages": 0,
+  },
+  "cli/test_resumed.py": {
+    "test_core_alone_trains_and_names_missing_extras": 0,
   },
   "cli/test_server_run.py": {
     "test_codec_compresses_pushes": 0,
@@ -107,7 +111,7 @@ EVERY = {
     "test_sampled_threshold_sends_nearly_k_of_the_largest": 6,
     "test_small_arrays": 2,
     "test_values_are_sent_by_their_codec": 4,
-    "test_vmap_equals_a_loop_on_the_device": 4,
+    "test_vmap_equals_a_loop_on_the_device": 0,
   },
   "collectives/test_lifeline.py": {
     "test_mismatched_processes_are_refused": 2,
@@ -295,6 +299,7 @@ EVERY = {
   },
   "pipeline/processes/test_layer_moves.py": {
     "test_moved_layers_keep_their_bits": 0,
+    "test_state_of_an_optimizer_of_all_leaves_moves_to_the_first_stage": 0,
   },
   "pipeline/processes/test_stage_process.py": {
     "test_asynchronous_table_reads_the_versions_that_it_names": 2,
@@ -312,13 +317,17 @@ EVERY = {
     "test_clip_norm_matches_unsplit_model": 2,
     "test_equal_stages_accept_optimizers_of_whole_leaves": 0,
   },
+  "pipeline/runtime/test_gpu_programs.py": {
+    "test_late_sends_overlap_the_conditionals_of_their_tick": 2,
+    "test_sends_between_ticks_do_not_overlap_the_conditionals": 2,
+  },
   "pipeline/runtime/test_one_program.py": {
     "test_drain_applies_every_gradient": 0,
     "test_masked_micro_batches_count_by_their_samples": 0,
     "test_memory_of_1f1b_does_not_grow_with_micro_batches": 0,
     "test_parameter_sized_buffers_do_not_grow_with_micro_batches": 2,
     "test_synchronous_table_matches_unsplit_model": 2,
-    "test_window_matches_delayed_gradients_on_one_device": 2,
+    "test_window_matches_delayed_gradients_on_one_device": 0,
     "test_window_with_a_correction_matches_delayed_gradients_with_it": 0,
   },
   "pipeline/runtime/test_split_backward.py": {
@@ -503,7 +512,7 @@ EVERY = {
     "test_every_state_is_restored_to_the_bit": 4,
     "test_leaves_split_over_the_inner_axis_are_restored_split": 0,
     "test_only_the_last_checkpoints_are_kept": 2,
-    "test_resumed_run_matches_uninterrupted_run": 8,
+    "test_resumed_run_matches_uninterrupted_run": 0,
     "test_run_continues_while_its_state_is_written": 0,
   },
   "training/test_damaged_checkpoints.py": {
@@ -521,6 +530,7 @@ EVERY = {
   "training/test_host_rounds.py": {
     "test_host_begins_a_delay_where_the_device_would": 0,
     "test_host_ends_rounds_where_the_device_would": 6,
+    "test_no_program_is_compiled_during_a_run": 0,
     "test_partial_mean_is_not_applied": 2,
     "test_run_resumes_in_the_middle_of_a_round": 0,
     "test_statistics_are_averaged_where_the_host_ends_a_round": 0,
@@ -553,8 +563,10 @@ EVERY = {
     "test_round_host_chooses_the_programs_of_the_trainer": 0,
   },
   "training/test_step.py": {
+    "test_batch_normalization_is_averaged_once_per_round": 0,
     "test_batch_statistics_are_averaged_when_a_round_ends": 2,
     "test_evaluation_uses_the_anchor_and_each_sample_once": 6,
+    "test_micro_batches_match_one_batch": 0,
     "test_round_ends_exactly_on_the_anchor": 4,
     "test_update_first_inside_another_transformation_raises": 2,
   },
@@ -584,6 +596,7 @@ EVERY = {
     "test_delay_of_whole_round_equals_round_late": 2,
     "test_steps_match_formulas": 12,
     "test_streamed_mean_equals_late_mean_to_the_bit": 2,
+    "test_sub_tensors_go_through_a_codec": 0,
   },
   "transforms/local/test_identities.py": {
     "test_interval_1_is_synchronous_where_linear": 12,
@@ -610,6 +623,7 @@ EVERY = {
   },
   "transforms/local/test_streaming.py": {
     "test_front_layers_are_sent_first": 2,
+    "test_no_progress_is_lost_for_any_host_choice": 0,
     "test_splitting_changes_no_bit": 0,
     "test_streamed_mean_equals_late_mean_to_the_bit": 0,
     "test_streamed_parts_and_step_are_independent": 6,

@@ -303,8 +303,16 @@ def test_figures_of_the_files_keep_their_limits():
   assert not _missed(house.file_limits(house.measure(_ROOT)))
 
 
-def test_traced_ways_keep_their_limits():
-  assert not _missed(house.trace_limits(house.trace(_ROOT)))
+@pytest.mark.parametrize(
+  "name",
+  [
+    "updates",
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("push", "option")),
+  ],
+)
+def test_traced_ways_keep_their_limits(name):
+  held = house.trace_limits(house.trace(_ROOT, [name]))
+  assert held and not _missed(held)
 
 
 def test_limits_have_two_directions():

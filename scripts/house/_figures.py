@@ -1,7 +1,7 @@
 """All figures of a tree, and the limits that they keep."""
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from house import (
@@ -90,13 +90,18 @@ def rooms(sources: _sources.Sources) -> list[str]:
   return sorted({x.split("/")[0] for x in sources if "/" in x})
 
 
-def trace(tree: pathlib.Path) -> dict[str, Any]:
+_TRACERS = {
+  "updates": _updates.trace_updates,
+  "push": _server_push.trace_push,
+  "option": _codec_option.trace_option,
+}
+
+
+def trace(
+  tree: pathlib.Path, names: Iterable[str] = tuple(_TRACERS)
+) -> dict[str, Any]:
   """Follows updates, a push and a codec option through a tree's library."""
-  return {
-    "updates": _updates.trace_updates(tree),
-    "push": _server_push.trace_push(tree),
-    "option": _codec_option.trace_option(tree),
-  }
+  return {name: _TRACERS[name](tree) for name in names}
 
 
 def file_limits(figures: Mapping[str, Any]) -> dict[str, Limit]:
@@ -125,11 +130,14 @@ def file_limits(figures: Mapping[str, Any]) -> dict[str, Limit]:
 def trace_limits(traces: Mapping[str, Any]) -> dict[str, Limit]:
   """Returns the figures of `trace` that have a limit, by their names."""
   ways = {
-    f"traced {name}": (traces["updates"][name], "hops", most)
-    for name, most in _MAX_UPDATES.items()
+    f"traced {name}": (way, "hops", _MAX_UPDATES[name])
+    for name, way in traces.get("updates", {}).items()
+    if name in _MAX_UPDATES
   }
-  ways["push"] = (traces["push"], "hops", _MAX_PUSH)
-  ways["codec option"] = (traces["option"], "frames", _MAX_OPTION)
+  if "push" in traces:
+    ways["push"] = (traces["push"], "hops", _MAX_PUSH)
+  if "option" in traces:
+    ways["codec option"] = (traces["option"], "frames", _MAX_OPTION)
   found = {}
   for name, (way, unit, (files, calls)) in ways.items():
     found[f"files of a {name}"] = Limit(len(way["files"]), files)

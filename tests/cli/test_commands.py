@@ -18,7 +18,7 @@ _ROUNDS = [*_TINY, "--interval", "2"]
 
 
 def test_compare_writes_rows_a_table_and_a_picture(tmp_path, capsys):
-  words = ["compare", *_ROUNDS, "--methods", "ssgd", "msdpu"]
+  words = ["compare", *_ROUNDS, "--methods", "ssgd", "local_sgd"]
   words += ["--seeds", "0", "1", "--learning-rate", "0.05"]
   words += ["--output", str(tmp_path / "out")]
   assert cli.main(words) == 0
@@ -36,7 +36,7 @@ def test_compare_writes_rows_a_table_and_a_picture(tmp_path, capsys):
   assert (tmp_path / "out" / "compare.png").read_bytes()[:4] == b"\x89PNG"
   rows = training.read_rows(tmp_path / "out" / "rows.jsonl")
   assert [(r["method"], r["seed"]) for r in rows] == [
-    ("ssgd", 0), ("msdpu", 0), ("ssgd", 1), ("msdpu", 1),
+    ("ssgd", 0), ("local_sgd", 0), ("ssgd", 1), ("local_sgd", 1),
   ]  # fmt: skip
   for row in rows:  # Each row is complete by itself.
     assert set(row) >= {

@@ -6,7 +6,7 @@ import sys
 from jdist import cli, training
 
 _WORDS = (
-  "train", "--dataset", "synthetic", "--method", "diloco", "--interval", "2",
+  "train", "--dataset", "synthetic", "--method", "local_sgd", "--interval", "2",
   "--batch-size", "64", "--evaluate-every-epochs", "100",
 )  # fmt: skip
 

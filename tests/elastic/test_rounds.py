@@ -253,7 +253,8 @@ def test_disturbed_run_is_replayed_to_the_same_bits(name, tmp_path):
 
 
 def test_survivors_go_on_without_a_worker_that_is_lost_for_good():
-  found = rounds("local_sgd", quorum=0.5, grace=1.0)
+  # Longer than a busy machine delays a survivor; the lost one is not awaited.
+  found = rounds("local_sgd", quorum=0.5, grace=10.0)
 
   def own(channel, name):
     if name == "b":
