@@ -67,11 +67,9 @@ def table(
 
   grid = table.Table(title=title, caption=caption)
   for number, heading in enumerate(columns):
-    # A first column that wraps would make rows hard to tell apart.
+    # Text that wraps would make rows hard to tell apart; headings may.
     text = number < left
-    grid.add_column(
-      heading, justify="left" if text else "right", no_wrap=number == 0
-    )
+    grid.add_column(heading, justify="left" if text else "right", no_wrap=text)
   for item in items:
     arguments = item if isinstance(item, tuple) else (item,)
     grid.add_row(*(column(*arguments) for column in columns.values()))
