@@ -5,6 +5,8 @@ import json
 import pytest
 
 from jdist import cli, pipeline
+from jdist.cli import _commands
+from jdist.cli.pipelines import _pipeline
 
 pytest.importorskip("simpy")
 pytest.importorskip("matplotlib")
@@ -182,3 +184,10 @@ def test_bad_pipeline_is_refused_in_one_line(name, capsys, tmp_path):
   assert bool(picture) == ("cannot run" in told)
   assert all(x.startswith("device ") for x in picture)
   assert not list(tmp_path.glob("runs*"))
+
+
+def test_costs_are_of_images_and_their_classes():
+  options = _commands.Pipeline(action="plan", model="mlp", samples=2)
+  costs, num_bytes = _pipeline._costs(options)
+  assert num_bytes == 2 * 32 * 32 * 3 * 4
+  assert costs[-1].parameter_bytes == 4 * (128 * 10 + 10)

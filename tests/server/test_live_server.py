@@ -1,5 +1,6 @@
 """Protocols on real workers: threads here, and messages by hand."""
 
+import contextlib
 import functools
 import json
 import pickle
@@ -338,7 +339,8 @@ def test_worker_sends_its_state_when_it_is_asked():
 
     def pull(self, worker, life):
       if (header := next(asked, None)) is None:
-        states.append(sent.get(timeout=5.0))
+        with contextlib.suppress(queue.Empty):
+          states.append(sent.get(timeout=5.0))
         header = {"kind": "stop"}
       return header, none
 
