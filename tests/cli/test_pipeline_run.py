@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from jdist import cli, models
+from jdist.cli import _methods
 from jdist.cli.pipelines import _pipeline_run
 
 pytest.importorskip("grain")
@@ -47,6 +48,25 @@ def test_late_table_resumes_from_its_checkpoint(tmp_path, capsys):
   )
   for name in ("test_loss", "accuracy", "sent_bytes"):
     assert again[name] == whole[name]
+
+
+@pytest.mark.parametrize(
+  ("more", "steps"), [("", None), ("--delay-fix prediction", 1)]
+)
+def test_prediction_looks_as_far_as_gradients_are_late(
+  more, steps, tmp_path, monkeypatch
+):
+  class Built(Exception):  # noqa: N818  It ends the run before it compiles.
+    pass
+
+  def build_method(*given, predicted_steps):
+    raise Built(predicted_steps)
+
+  monkeypatch.setattr(_methods, "build_method", build_method)
+  words = "--stages 2 --table ours --window 2 --microbatches 2 --cuts 1"
+  with pytest.raises(Built) as error:
+    cli.main(f"{_RUN} --output {tmp_path} {words} {more}".split())
+  assert error.value.args == (steps,)
 
 
 _HALF = "--late-from 0.5 --delay-fix prediction"
