@@ -13,10 +13,10 @@ library promises depends on that line.
 
 `--map` runs the tests of some folders and notes which file of tests comes
 through which line; a mutant is tried by these files, the fastest first.  With
-`--near N` no map is needed: a mutant is tried by the N files of its room's
-tests whose names have most words of its own.  Each verdict is a row of
-`--results`: what has one is not tried again, so a run that was interrupted
-continues.  A changed line is another mutant.
+`--near N` no map is needed: a mutant is tried by the doctests of its file and
+the N files of its room's tests whose names have most words of its own.  Each
+verdict is a row of `--results`: what has one is not tried again, so a run that
+was interrupted continues.  A changed line is another mutant.
 
 Python 3.12 or newer is needed for `--map`.
 """
@@ -262,13 +262,13 @@ def tests_of(
 
 
 def near_tests(path: str, number: int) -> list[str]:
-  """Returns files of a room's tests, those with most words of a name first."""
+  """Returns a file, whose doctests may fail, and tests nearest to its name."""
   words = _words(path)
   room = ROOT / "tests" / pathlib.Path(path).parts[1]
   files = [str(x.relative_to(ROOT)) for x in sorted(room.rglob("test_*.py"))]
   # Of equal ones the smaller file, which likely ends first.
   files.sort(key=lambda x: (-len(words & _words(x)), (ROOT / x).stat().st_size))
-  return files[:number]
+  return [path, *files[:number]]
 
 
 def _words(path: str) -> set[str]:

@@ -46,8 +46,9 @@ def test_every_kind_of_change_is_made():
 
 def test_nearest_tests_have_most_words_of_a_path():
   path = "jdist/reducers/_power_sgd.py"
-  nearest, *others = mutate.near_tests(path, 3)
-  assert nearest == "tests/reducers/test_power_sgd.py" and len(others) == 2
+  doctests, nearest, *others = mutate.near_tests(path, 3)
+  assert doctests == path and nearest == "tests/reducers/test_power_sgd.py"
+  assert len(others) == 2
 
 
 def test_default_is_tried_by_the_tests_of_its_function():
