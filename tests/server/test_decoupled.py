@@ -274,7 +274,7 @@ def test_a_run_with_failures_learns():
   records = fit(run, 8.0)
   assert records[-1].train_loss < 0.7 * records[0].train_loss
   # What an unsent fragment had learned is not merged.
-  assert 0 < run.state.merged_samples <= run.learner.samples
+  assert 0 < run.state.merged_samples <= run.learner.server.samples
 
 
 @pytest.mark.slow  # Compiles much: a few hundred arrays are saved and compared.

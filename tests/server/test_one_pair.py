@@ -223,6 +223,17 @@ def test_push_that_is_not_finite_is_refused_on_the_clock():
   assert set(run.state.members) == {"worker0"} and not run.all_expelled
 
 
+@pytest.mark.parametrize("size", (3, 2**13, 3 * 2**13))
+def test_one_number_that_is_not_finite_is_found(size):
+  found = jax.jit(_gradient_messages.all_finite)
+  x = np.zeros((size, 1), np.float32)
+  assert found([x, x])
+  for place in (0, size // 2, size - 1):
+    spoiled = x.copy()
+    spoiled[place] = np.inf
+    assert not found([x, spoiled]) and not found([spoiled, x])
+
+
 class Spoiled(_reference.Samples):
   """Samples whose rows from the 24th to the 31st are not numbers, once."""
 

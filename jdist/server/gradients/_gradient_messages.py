@@ -91,20 +91,6 @@ def check_names(workers: Sequence[Any]) -> None:
     )
 
 
-def first_states(
-  plans: MessagePlans, like: PyTree, seed: int, number: int, num_workers: int
-) -> tuple[PyTree, PyTree]:
-  """Returns a worker's first states of pushes and pulls.
-
-  Each rounds by random numbers of its own, in programs for all seeds.
-  """
-  stream = seed * num_workers + number
-  # The last codec: where plans differ, the first may be exact, without a state.
-  return tuple(
-    first_state(own[-1], like, stream) for own in (plans.push, plans.pull)
-  )
-
-
 def first_state(codec: Codec, like: PyTree, stream: int) -> PyTree:
   """Returns a sender's first state, with random numbers of its own.
 
@@ -254,7 +240,15 @@ def _exact_push(message: PyTree, params: PyTree) -> tuple[Pushed, bool]:
 
 def all_finite(tree: PyTree) -> jax.Array:
   """Returns whether all numbers of a tree are finite, in a compiled program."""
-  finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
+  finite = []
+  for leaf in jax.tree.leaves(tree):
+    found = jnp.isfinite(leaf).ravel()
+    # XLA's CPU compiler reduces entry by entry, and has vector instructions for
+    # all that is not a reduction.
+    while found.size >= 2**13 and not found.size % 2:
+      half = found.size // 2
+      found = found[:half] & found[half:]
+    finite.append(found.all())
   return jnp.stack(finite).all()
 
 

@@ -240,8 +240,10 @@ class GradientServer(ServerLedger):
     self.laws = states.exceptions(self.model.model_state)
     self.plans = plans
     self._compensation = compensation
+    first = seed * self.num_workers
     self._pull_states = [
-      _gradient_messages.first_states(plans, params, seed, i, len(workers))[1]
+      # The last codec: where plans differ, the first may have no state.
+      _gradient_messages.first_state(plans.pull[-1], params, first + i)
       for i in range(self.num_workers)
     ]
     # Exact parameters are encoded once for all workers that wait at a barrier.

@@ -78,18 +78,16 @@ class GradientWorker:
     self._local_step = local_step
     # Random numbers of its own: if all workers rounded alike, the error of a
     # mean of N gradients would not fall with N.
-    self._stream = seed, number, num_workers
+    self._stream = seed * num_workers + number
     self._own = self._first_states()
     self._last_task = -1
     self._last_version: int | None = None
 
   def _first_states(self) -> tuple[PyTree, PyTree]:
     """Returns the first states of its messages and of its local step."""
-    first = _gradient_messages.first_states(
-      self._plans, self._held, *self._stream
-    )
-    step = self._local_step
-    return first[0], () if step is None else step.init(self._held)
+    codec, step = self._plans.push[-1], self._local_step
+    first = _gradient_messages.first_state(codec, self._held, self._stream)
+    return first, () if step is None else step.init(self._held)
 
   def _program(self, passes: int, plan: int) -> Callable[..., Any]:
     # Not the cache of the programs alone: a codec takes long to hash.

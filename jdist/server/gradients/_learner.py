@@ -166,14 +166,3 @@ class Pair:
   def losses(self) -> list[tuple[int, float]]:
     """The samples so far and the loss of the last updates, at most 1,000."""
     return list(self.server.losses)
-
-  @property
-  def position(self) -> Any:
-    """Samples given out, by the server's count."""
-    return self.server.position
-
-  @property
-  def samples(self) -> int:
-    """Samples in updates."""
-    samples: int = self.server.samples
-    return samples

@@ -38,7 +38,7 @@ def narrowed(
   num_workers: int,
   now: PyTree = None,
   strength: float = 0.0,
-) -> tuple[list[Pushed], np.ndarray]:
+) -> tuple[list[Pushed], Any]:
   """Returns few pushes and their factors, with the sum of all, for `merge`.
 
   A program is compiled for each number of pushes, which changes whenever a
@@ -46,10 +46,11 @@ def narrowed(
   quarters and so on of the largest one.  `weights` are those of the gradients,
   `parts` those of the changes, whose sum is 1.
   """
-  pushes, factors = list(pushes), np.array([weights, parts], np.float32)
+  pushes, factors = list(pushes), _factors(tuple(weights), tuple(parts))
   if len(pushes) == 1:
     return pushes, factors
   while len(pushes) > _MOST:
+    factors = np.asarray(factors)
     first = _partial_sum(pushes[:_MOST], factors[:, :_MOST], now, strength)
     pushes = [first, *pushes[_MOST:]]
     factors = np.insert(factors[:, _MOST:], 0, 1.0, axis=1)
@@ -61,6 +62,12 @@ def narrowed(
     pushes += pushes[-1:] * missing
     factors = np.pad(factors, ((0, 0), (0, missing)))
   return pushes, factors
+
+
+@functools.lru_cache(maxsize=64)
+def _factors(weights: tuple[float, ...], parts: tuple[float, ...]) -> Any:
+  # An array of NumPy would be copied to the device in each update.
+  return jnp.array([weights, parts], jnp.float32)
 
 
 def widths(num_workers: int) -> list[int]:
