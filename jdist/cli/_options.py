@@ -1,7 +1,10 @@
 """Presets of options, and the checks of the table of options."""
 
 import dataclasses
+import importlib
 import math
+import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
@@ -102,6 +105,19 @@ def check_name(option: str, name: str, known: Iterable[str]) -> None:
     raise ValueError(
       f"`{option}` must be one of {', '.join(known)}, got {name!r}."
     )
+
+
+def load(option: str, name: str, kind: str) -> Any:
+  """Imports MODULE:NAME, also from the current directory."""
+  # Unlike `python -m jdist`, the installed command does not look there.
+  sys.path.append(os.getcwd())
+  module, _, attribute = name.partition(":")
+  try:
+    return getattr(importlib.import_module(module), attribute)
+  except (ImportError, AttributeError, ValueError) as error:
+    raise ValueError(
+      f"`{option}` must be {kind} that can be imported, got {name!r}: {error}."
+    ) from None
 
 
 def check_names(

@@ -1,11 +1,14 @@
 """Declarations of options: each number has its range."""
 
 import dataclasses
+import sys
 import typing
 
 import pytest
 
+from jdist import server
 from jdist.cli import _commands, _output
+from jdist.cli.servers import _protocols
 
 _COMMANDS = [
   x
@@ -43,6 +46,14 @@ def test_every_number_has_a_range(command):
     and getattr(field.metadata.get("option"), "within", None) is None
   }
   assert without == set(_ELSEWHERE.get(command.__name__, "").split())
+
+
+def test_own_protocol_is_found_in_the_current_directory(tmp_path, monkeypatch):
+  # As the installed command starts: without the directory on its path.
+  (tmp_path / "nearby.py").write_text("from jdist.server import ASP as Own\n")
+  monkeypatch.setattr(sys, "path", [x for x in sys.path if x])
+  monkeypatch.chdir(tmp_path)
+  assert _protocols.find("--protocol", "nearby:Own").factory is server.ASP
 
 
 def test_table_has_its_title_and_caption():

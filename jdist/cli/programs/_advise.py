@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import math
 import multiprocessing
 import statistics
@@ -103,14 +102,7 @@ def _named(options: _groups.Common) -> tuple[Any, ...]:
 
 def _own(name: str) -> tuple[Any, ...]:
   """Calls MODULE:FUNCTION, which returns the parts of a step."""
-  module, _, attribute = name.partition(":")
-  try:
-    function = getattr(importlib.import_module(module), attribute)
-  except (ImportError, AttributeError, ValueError) as error:
-    raise ValueError(
-      "`--step` must be MODULE:FUNCTION of a function that can be imported, "
-      f"got {name!r}: {error}."
-    ) from None
+  function = _options.load("--step", name, "MODULE:FUNCTION of a function")
   found = function() if callable(function) else function
   if not isinstance(found, tuple) or len(found) not in (3, 4):
     raise ValueError(

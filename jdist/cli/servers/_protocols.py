@@ -1,6 +1,5 @@
 """Protocols and clusters from the options of `simulate` and `train`."""
 
-import importlib
 import inspect
 import pathlib
 from collections.abc import Sequence
@@ -16,17 +15,10 @@ def find(option: str, name: str) -> server.ProtocolEntry:
   Raises:
     ValueError: If there is none.
   """
-  module, colon, attribute = name.partition(":")
-  if not colon:
+  if ":" not in name:
     _options.check_name(option, name, server.PROTOCOLS)
     return server.PROTOCOLS[name]
-  try:
-    factory = getattr(importlib.import_module(module), attribute)
-  except (ImportError, AttributeError, ValueError) as error:
-    raise ValueError(
-      f"`{option}` must be MODULE:NAME of a protocol that can be imported, got "
-      f"{name!r}: {error}."
-    ) from None
+  factory = _options.load(option, name, "MODULE:NAME of a protocol")
   # Help and tables list the registry alone, so that it needs no description.
   return server.ProtocolEntry(name, factory, meaning="", paper="")
 
