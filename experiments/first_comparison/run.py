@@ -124,7 +124,9 @@ class Runs:
 
   def tune(self, method: str, first: int) -> None:
     """Runs the grid, and extends it until its best rate is inside."""
-    rates = list(protocol.RATES)
+    # A command that was stopped has extended it already.
+    own = choice.of(self.rows["tuning"], method, first)
+    rates = [*{*protocol.RATES, *(row["learning_rate"] for row in own)}]
     for _ in range(_MOST_EXTENSIONS + 1):
       self.run("tuning", method, first, [
         program.Point(rate, seed)

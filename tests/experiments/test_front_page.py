@@ -9,7 +9,7 @@ from tests.experiments import _loading
 @pytest.fixture
 def page(monkeypatch):
   _loading.enter("first_comparison", monkeypatch)
-  return _loading.load("run", "first_comparison/run.py", monkeypatch)
+  return _loading.load("report", "first_comparison/report.py", monkeypatch)
 
 
 def row(method, first, seed, hits, rate=0.1, delay=0, loss=0.1):
@@ -66,3 +66,11 @@ def test_rounds_as_good_as_ssgd_that_are_first_or_send_least_are_chosen(page):
   assert fewest["local_sgd"].first == 16
   diverged = [x | {"test_loss": None} for x in tuning if x["first"] == 8]
   assert choice.quality(diverged) == (-np.inf, -np.inf)
+
+
+def test_pages_say_what_the_rows_say(page):
+  found = page.Found()
+  assert not {x["seed"] for x in found.tuning} & {
+    x["seed"] for runs in found.runs.values() for x in runs
+  }
+  assert not page.studies.write(page.pages(found), check=True)

@@ -7,8 +7,7 @@ import types
 
 import pytest
 
-from jdist import cli, cluster, training
-from jdist.cli import _compare
+from jdist import cluster, training
 from jdist.training import comparison
 from tests.experiments import _loading
 
@@ -120,12 +119,16 @@ def test_every_file_of_rows_is_read():
     assert training.read_rows(path), path
 
 
-def test_first_comparison_is_not_run_again(monkeypatch, tmp_path, capsys):
-  pytest.importorskip("matplotlib")
-  folder = _loading.FOLDER / "first_comparison/results"
-  for name in ("rows", "tuning"):
-    shutil.copy(folder / f"{name}.jsonl", tmp_path)
-  monkeypatch.setattr(_compare._Fit, "__call__", refuse)
-  monkeypatch.setattr(comparison, "plot_comparison", lambda *args: None)
-  assert cli.main(["compare", "--output", str(tmp_path)]) == 0
-  assert "97.65 ± 0.59" in capsys.readouterr().out
+def test_first_comparison_is_not_run_again(monkeypatch, tmp_path):
+  _loading.enter("first_comparison", monkeypatch)
+  module = _loading.load("run", "first_comparison/run.py", monkeypatch)
+  for name in ("costs", "tuning", "comparison"):
+    shutil.copy(module.RESULTS / f"{name}.jsonl", tmp_path)
+  monkeypatch.setattr(module.program, "Digits", lambda: None)
+  monkeypatch.setattr(module.Runs, "_program", refuse)
+  runs = module.Runs(tmp_path, clean=False)
+  for method in module.protocol.METHODS:
+    for first in module.protocol.firsts(method):
+      runs.tune(method, first)
+    for by in (module.choice.by_seconds, module.choice.by_bytes):
+      runs.compare(method, by, module.protocol.SEEDS)
