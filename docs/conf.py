@@ -76,6 +76,8 @@ katex_options = "output: 'mathml', throwOnError: true"
 
 html_theme = "sphinx_book_theme"
 html_title = "jdist"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_extra_path = ["_root"]
 templates_path = ["_templates"]
 # The pages keep the folders of the repository; the root leads to the first one.

@@ -114,6 +114,17 @@ def _exporter(name: Name) -> str:
   )
 
 
+@functools.cache
+def arguments() -> frozenset[str]:
+  """Returns the names of all arguments in the library."""
+  return frozenset(
+    node.arg
+    for path in PACKAGE.rglob("*.py")
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.arg)
+  )
+
+
 def undocumented() -> list[str]:
   """Returns the public names without a text of their own."""
   return [

@@ -36,7 +36,6 @@ _LOADED = re.compile(
 _ARRAY_LIKE = (
   "Array", "ndarray", "bool", "number", "bool", "int", "float", "complex",
 )  # fmt: skip
-_NAME = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:\(\))?")
 # Types of these packages stand in annotations.
 _FOREIGN = {"jax", "jaxlib", "jdist", "flax", "np", "numpy", "optax", "ray"}
 
@@ -91,7 +90,8 @@ def name_role(role: str, raw: str, text: str, *_: Any) -> tuple[list, list]:
   """Shows a name in backticks as code, with a link if it is public."""
   found = public_names.find(text.removesuffix("()"))
   code = nodes.literal(raw, text)
-  if found is None or not _NAME.fullmatch(text):
+  # A docstring may mean an argument of the same name.
+  if found is None or text in public_names.arguments():
     return [code], []
   link = addnodes.pending_xref(
     raw, code, refdomain="py", reftype="obj", reftarget=found, refexplicit=True
