@@ -78,7 +78,7 @@ def _formats(source: _sources.Source) -> Iterator[str]:
   for name, _ in _sources.imports(source):
     if (top := name.split(".")[0]) in _MODULES:
       yield _MODULES[top]
-  for node in ast.walk(source.tree):
+  for node in _sources.nodes(source.tree):
     if isinstance(node, ast.Call):
       yield from _formats_of_call(node)
 

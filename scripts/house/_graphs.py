@@ -45,7 +45,7 @@ def _definitions(
 ) -> set[str | None]:
   """Returns the files that define the names which a file imports."""
   attributes: dict[str, set[str]] = collections.defaultdict(set)
-  for node in ast.walk(source.tree):
+  for node in _sources.nodes(source.tree):
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
       attributes[node.value.id].add(node.attr)
   found: set[str | None] = set()

@@ -1,6 +1,7 @@
 """Comments and sentences of the library's prose."""
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -14,6 +15,7 @@ _SENTENCE = re.compile(r"(?<=[.!?:])\s+(?=[A-Z])|(?<=:)\s+(?=of\b)")
 _OF = re.compile(r"([-*] )?[Oo]f\b")
 
 
+@functools.cache
 def count_lines(source: _sources.Source) -> tuple[int, int]:
   """Returns the lines of comments and of code; docstrings count as neither."""
   comments, code = set(), set()
@@ -36,7 +38,7 @@ def count_lines(source: _sources.Source) -> tuple[int, int]:
 def _docstring_lines(tree: ast.Module) -> set[int]:
   found: set[int] = set()
   kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-  for node in ast.walk(tree):
+  for node in _sources.nodes(tree):
     if isinstance(node, kinds) and node.body:
       # In a class each string below an attribute is its docstring, as well.
       strings = node.body if isinstance(node, ast.ClassDef) else node.body[:1]

@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import io
 import pathlib
 import tokenize
@@ -42,6 +43,12 @@ class Source(NamedTuple):
 Sources = Mapping[str, Source]
 
 
+@functools.cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+  """Returns all nodes of a file, which several measures go through."""
+  return tuple(ast.walk(tree))
+
+
 def read_sources(tree: pathlib.Path) -> dict[str, Source]:
   """Reads all files of a tree's library, by their paths below jdist/."""
   package = tree / "jdist"
@@ -79,7 +86,7 @@ def find_file(module: str, sources: Sources) -> str | None:
 
 def imports(source: Source) -> Iterator[tuple[str, str]]:
   """Yields the dotted name of each import, and what it is called here."""
-  for node in ast.walk(source.tree):
+  for node in nodes(source.tree):
     if isinstance(node, ast.Import):
       for alias in node.names:
         yield alias.name, alias.asname or alias.name
@@ -91,7 +98,7 @@ def imports(source: Source) -> Iterator[tuple[str, str]]:
 def docstrings(source: Source) -> Iterator[tuple[str, str]]:
   """Yields path:line and text of each docstring, private ones included."""
   kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-  for node in ast.walk(source.tree):
+  for node in nodes(source.tree):
     if isinstance(node, kinds) and (text := ast.get_docstring(node)):
       yield f"{source.path}:{getattr(node, 'lineno', 1)}", text
 
