@@ -73,7 +73,7 @@ def train(names, dtypes, steps, every_way, folder):
         trainer = training.Trainer(
           team,
           training.make_step(loss, chains[name], axis=axis),
-          host_rounds=every_way,
+          host_rounds=None if every_way else False,
         )
         params = training.cast(model.params, dtype)
 
