@@ -25,6 +25,21 @@ def test_every_public_name_has_a_text(extension):
   assert extension("public_names").undocumented() == []
 
 
+def test_site_and_house_have_the_same_public_names(extension, monkeypatch):
+  monkeypatch.syspath_prepend(str(_ROOT / "scripts"))
+  house = importlib.import_module("house")
+  counted = set(house.public_names(house.read_sources(_ROOT)))
+  shown = {
+    f"{x.source.split('.')[1]}.{x.name}"
+    for names in extension("public_names").rooms().values()
+    for x in names
+    if x.kind != "module"
+  }
+  # Serve the library's own rooms.
+  assert counted - shown == {"signatures.checked", "training.check_metadata"}
+  assert {x.split(".")[0] for x in shown - counted} == {"states"}
+
+
 def test_name_without_a_text_is_found(extension, monkeypatch):
   names = extension("public_names")
   rooms = {"jdist.codecs": (names.Name("jdist.codecs", "New", "", "data", ""),)}

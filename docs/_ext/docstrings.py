@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 _SECTION = re.compile(r"[A-Z]\w+( \w+)?:$")
-# What keeps its marks: code, roles, and strong text.
+# Code, roles and strong text keep their marks.
 _KEPT = re.compile(r"(``.*?``|:\w+:`[^`]*`|`[^`]*`_{0,2}|\*\*[^*]+\*\*)")
 
 

@@ -1,4 +1,4 @@
-"""What the rows of tuning say: rates, delays, and the rounds of each method."""
+"""Chooses rates, delays and rounds of each method by the rows of tuning."""
 
 import math
 import statistics
@@ -74,7 +74,7 @@ def said(
 ) -> advice.Advice:
   """Returns the cost model of a method whose messages have `hidden` steps.
 
-  What a method computes itself is that of rounds of `protocol.MEASURED` steps.
+  Its own computation was measured in rounds of `protocol.MEASURED` steps.
   """
   base, extra_s = quietest(costs), 0.0
   row = quietest([row for row in costs if row["method"] == method])
@@ -145,7 +145,7 @@ def choose(
 ) -> dict[str, Chosen]:
   """Returns the setting of each method.
 
-  Of the rounds whose best rate is as good as synchronous SGD, less the margin,
+  Among rounds whose best rate is as good as synchronous SGD, less the margin,
   those with the least of `by` are taken; the best ones if none is as good.
   """
   tried: dict[str, list[Chosen]] = {}

@@ -149,7 +149,7 @@ class Program:
         "rounds": int(rounds[-1]),
         "sent_bytes": protocol.STEPS * bytes_per_step
         + int(rounds[-1]) * bytes_per_round,
-        # Of each mark; the last one is that of all messages.
+        # A value for each mark; the last one includes all messages.
         "marks": {
           "held": held,
           "hits": np.rint(held * np.append(hits[:-1], hit))

@@ -1,4 +1,4 @@
-"""What is compared on the front page: methods, grids, seeds and the margin.
+"""The front page's protocol: methods, grids, seeds and the margin.
 
 All of it was written down before any run of the report.
 """

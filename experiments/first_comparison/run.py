@@ -40,7 +40,7 @@ _CONFIG = {
 
 
 class Runs:
-  """What is missing is run, and its rows are kept."""
+  """Runs the missing settings and keeps their rows."""
 
   def __init__(self, folder: pathlib.Path, *, clean: bool = True):
     """Reads the rows that there are."""

@@ -129,7 +129,7 @@ def write(
     check: Whether to leave the pages as they are.
 
   Returns:
-    Whether any page differed from its parts.
+    True if a page differed from its parts.
   """
   differs = False
   for path, parts in pages.items():

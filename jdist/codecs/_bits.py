@@ -84,6 +84,7 @@ def unpack(packed: jax.Array, width: int, num_codes: int) -> jax.Array:
     codes = packed[..., None, :] >> shifts & np.uint8((1 << width) - 1)
     return codes.reshape(*packed.shape[:-1], num_codes)
 
+  # `choose` asks for the backend, too; so a trace on a CPU stays in this file.
   if lanes * width != 8 or num_rest or jax.default_backend() != "gpu":
     return plain(packed)
   return _gpu.choose(packed, plain=plain, cuda=fused)

@@ -300,7 +300,8 @@ class LateMean:
     )
 
   def _is_long(self, interval: jax.Array) -> jax.Array:
-    """Returns whether a mean is applied within the first third of a round."""
+    """Returns whether a round is at least thrice as long as its delay."""
+    # One step late is stable from rounds of two steps on.
     steps = self.delay.steps or 1
     return interval >= (3 * steps if steps > 1 else 2)
 

@@ -322,3 +322,22 @@ def test_greedy_respects_the_memory_of_each_stage():
 )
 def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)
+
+
+def test_needs_and_sends_stay_in_their_iteration():
+  table = pipeline.make_table("zb_h1", 3, 2, num_iterations=2)
+
+  def action(text):
+    return next(x for x in table if str(x) == text)
+
+  def needs(text):
+    return list(map(str, table.needs(action(text))))
+
+  assert needs("F1/0@1") == []
+  assert needs("F1/2@1") == ["F1/1@1"]
+  assert needs("I1/1@1") == ["F1/1@1", "I1/2@1"]
+  assert needs("W1/1@1") == ["I1/1@1"]
+  assert needs("U/1@1") == ["W0/1@1", "W1/1@1"]
+  assert str(table.sends_to(action("F1/0@1"))) == "F1/1@1"
+  assert str(table.sends_to(action("I1/2@1"))) == "I1/1@1"
+  assert table.sends_to(action("F1/2@1")) is None

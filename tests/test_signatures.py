@@ -1,0 +1,69 @@
+"""Arguments are checked by the annotations of a function."""
+
+import decimal
+
+import numpy as np
+import pytest
+
+from jdist import signatures
+
+
+@signatures.checked
+def taken(
+  names: tuple[str, ...] = (),
+  rates: tuple[float, ...] = (),
+  parts: dict[str, decimal.Decimal] | None = None,
+  rows: tuple[tuple[decimal.Decimal, ...], ...] = (),
+):
+  return names, rates, parts, rows
+
+
+_ONE = decimal.Decimal(1)
+
+
+@pytest.mark.parametrize(
+  "given",
+  [
+    {"names": ["a", "b", 3]},
+    {"names": [3, "a", "b"]},
+    {"rates": [1.0, 2, "3"]},
+    # Arrays of one class, of which one is no number.
+    {"rates": [np.ones(()), np.ones(2)]},
+    {"rates": [np.ones(2), np.ones(())]},
+    {"parts": {"a": _ONE, "b": "2"}},
+    {"parts": {"a": "2", "b": _ONE}},
+    {"parts": {"a": _ONE, 2: _ONE}},
+    {"rows": [[_ONE], [_ONE, 2]]},
+    {"rows": [[2, _ONE], [_ONE]]},
+  ],
+)
+def test_one_wrong_entry_is_refused(given):
+  (name,) = given
+  with pytest.raises(ValueError, match=f"`{name}` must be"):
+    taken(**given)
+
+
+def test_right_entries_are_taken():
+  found = taken(["a", "b"], [1, 2.0, np.ones(())], {"a": _ONE}, [[], [_ONE]])
+  assert found[0] == ["a", "b"] and found[3] == [[], [_ONE]]
+
+
+def test_long_containers_ask_each_class_once():
+  class Counting(type):
+    asked = 0
+
+    def __instancecheck__(cls, instance):
+      Counting.asked += 1
+      return super().__instancecheck__(instance)
+
+  class Action(metaclass=Counting):
+    pass
+
+  def run(actions: tuple[Action, ...]):
+    return len(actions)
+
+  run.__annotations__ = {"actions": tuple[Action, ...]}
+  checked = signatures.checked(run)
+  other = type("Other", (Action,), {})
+  assert checked([other() for _ in range(500)]) == 500
+  assert Counting.asked <= 2
