@@ -14,6 +14,7 @@ import sys
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
+import public
 import run
 import studies
 
@@ -22,6 +23,7 @@ from jdist import advice, cluster, training
 _FOLDER = pathlib.Path(__file__).resolve().parent
 _WITHIN = 0.12
 _REGRET = 0.05
+_PUBLIC = {"ddp": "SSGD", "localsgd": "Local SGD", "diloco": "DiLoCo"}
 
 
 def said_of(predicted, row):
@@ -119,6 +121,65 @@ def table(found):
   )  # fmt: skip
 
 
+def public_verdict(found):
+  """Returns what the comparison with the public grid says, as a list."""
+  ours, theirs = ([abs(x[key]) for x in found] for key in ("error", "formula"))
+  short = sum(x["error"] < 0 for x in found)
+  lines = [
+    f"{len(found)} settings: the error of the predicted step is "
+    f"{100 * statistics.median(ours):.1f} % in the median and "
+    f"{100 * max(ours):.1f} % at most; that of the papers' formula, which "
+    f"sends the parameters once, is {100 * statistics.median(theirs):.1f} % and "
+    f"{100 * max(theirs):.1f} %.",
+    f"{short} of {len(found)} predictions are too short.",
+  ]
+  for method, rows in studies.group(found, lambda x: x["method"]).items():
+    errors = [abs(x["error"]) for x in rows]
+    lines.append(
+      f"{_PUBLIC[method]}: {100 * statistics.median(errors):.1f} % in the "
+      f"median of {len(errors)} settings, {100 * max(errors):.1f} % at most."
+    )
+  return "\n".join(f"- {line}" for line in lines)
+
+
+def public_table(found):
+  """Returns a line for each setting of the public grid."""
+  return studies.table(
+    "method | H | Mbit/s | predicted, ms | measured, ms | error, % | error of "
+    "the papers' formula, %",
+    [
+      (
+        _PUBLIC[x["method"]], x["interval"], f"{x['rate'] / 1e6:g}",
+        f"{1e3 * x['said']:.1f}", f"{1e3 * x['took']:.1f}",
+        f"{100 * x['error']:+.1f}", f"{100 * x['formula']:+.1f}",
+      )
+      for x in found
+    ],
+  )  # fmt: skip
+
+
+def draw_public(found, path):
+  """Draws the public grid's steps, by our prediction and by the formula."""
+  from matplotlib import figure
+
+  picture = figure.Figure(figsize=(6.5, 5), layout="constrained")
+  axes = picture.subplots()
+  took = [1e3 * x["took"] for x in found]
+  for key, label, colour, marker in (
+    ("error", "advise", "#0072b2", "o"),
+    ("formula", "the papers' formula", "#d55e00", "x"),
+  ):
+    said = [y * (1 + x[key]) for x, y in zip(found, took, strict=True)]
+    axes.scatter(took, said, s=22, label=label, color=colour, marker=marker)
+  axes.plot(*[[min(took), max(took)]] * 2, color="black", lw=0.8)
+  axes.set(
+    xscale="log", yscale="log", xlabel="measured ms a step (public grid)",
+    ylabel="predicted ms a step",
+  )  # fmt: skip
+  axes.legend(fontsize=8, frameon=False)
+  picture.savefig(path, dpi=150)
+
+
 def draw(found, path):
   """Draws predicted against measured steps."""
   from matplotlib import figure
@@ -157,11 +218,16 @@ def main():
     for name in ("predicted", "measured")
   )
   found = compare(predicted, measured)
-  parts = {"verdict": verdict(found), "steps": table(found)}
+  grid = public.compare(training.read_rows(public.ROWS))
+  parts = {
+    "verdict": verdict(found), "public": public_verdict(grid),
+    "steps": table(found), "public steps": public_table(grid),
+  }  # fmt: skip
   print("\n\n".join(parts.values()))
   differs = studies.write({_FOLDER / "README.md": parts}, check=check)
   if not check:
     draw(found, run.RESULTS / "advise.png")
+    draw_public(grid, run.RESULTS / "public.png")
   return int(check and differs)
 
 
