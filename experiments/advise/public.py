@@ -23,6 +23,8 @@ ROWS = pathlib.Path(__file__).resolve().parent / "results" / "public.jsonl"
 _SOURCE = "https://github.com/Adnan082/diloco-measured"
 _WORKERS = 4
 _FLOAT_BYTES = 4
+# How often a ring sends each parameter.
+RING = 2 * (_WORKERS - 1) / _WORKERS
 
 
 def collect(folder):
@@ -82,16 +84,15 @@ def compare(rows):
     # A ring of the machines: the latency is not in the grid, and a message of
     # this size takes a thousand times as long.
     costs = advice.MethodCosts(
-      interval, [row["compute_s"]], [0.0],
-      size * 2 * (_WORKERS - 1) / _WORKERS, 0, 0,
-    )  # fmt: skip
+      interval, [row["compute_s"]], [0.0], RING * size, 0, 0
+    )
     link = cluster.Link(row["bits_per_s"])
     said = advice.Advice({row["method"]: costs}, link).seconds(row["method"])[1]
     # The formula of the papers: the parameters are sent once.
     formula = row["compute_s"] + link.send_s(size) / interval
     found.append({
       "method": row["method"], "interval": row["interval"],
-      "rate": row["rate"], "said": said, "took": row["step_s"],
+      "rate": row["rate"], "params": row["params"], "said": said, "took": row["step_s"],
       "error": said / row["step_s"] - 1, "formula": formula / row["step_s"] - 1,
     })  # fmt: skip
   return found

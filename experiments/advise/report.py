@@ -126,11 +126,12 @@ def public_verdict(found):
   ours, theirs = ([abs(x[key]) for x in found] for key in ("error", "formula"))
   short = sum(x["error"] < 0 for x in found)
   lines = [
-    f"{len(found)} settings: the error of the predicted step is "
+    f"{len(found)} settings of a model of {found[0]['params'] / 1e6:.1f} "
+    f"million parameters: the error of the predicted step is "
     f"{100 * statistics.median(ours):.1f} % in the median and "
-    f"{100 * max(ours):.1f} % at most; that of the papers' formula, which "
-    f"sends the parameters once, is {100 * statistics.median(theirs):.1f} % and "
-    f"{100 * max(theirs):.1f} %.",
+    f"{100 * max(ours):.1f} % at most. That of the papers' formula, which "
+    f"sends a parameter once and not {public.RING:.1f} times, is "
+    f"{100 * statistics.median(theirs):.1f} % and {100 * max(theirs):.1f} %.",
     f"{short} of {len(found)} predictions are too short.",
   ]
   for method, rows in studies.group(found, lambda x: x["method"]).items():
