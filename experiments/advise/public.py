@@ -92,7 +92,8 @@ def compare(rows):
     formula = row["compute_s"] + link.send_s(size) / interval
     found.append({
       "method": row["method"], "interval": row["interval"],
-      "rate": row["rate"], "params": row["params"], "said": said, "took": row["step_s"],
+      "rate": row["rate"], "params": row["params"],
+      "said": said, "took": row["step_s"],
       "error": said / row["step_s"] - 1, "formula": formula / row["step_s"] - 1,
     })  # fmt: skip
   return found
