@@ -1,14 +1,19 @@
 """Workers that are killed and stopped at random while a method trains on.
 
-    python experiments/storm/run.py short     # 4 workers, minutes
-    python experiments/storm/run.py full      # 8 workers, 5 seeds, hours
-    python experiments/storm/run.py report    # the table and the picture
+    python experiments/storm/run.py short          # 4 workers, minutes
+    python experiments/storm/run.py full           # 8 workers, 5 seeds, hours
+    python experiments/storm/run.py full 0 3       # of these seeds alone
+    python experiments/storm/run.py slow-tcp       # TCP as the system has it
+    python experiments/storm/run.py undisturbed    # without faults
+    python experiments/storm/run.py paced          # with the pauses of a storm
 
-Each seed leaves two rows, of a run in the storm and of one without faults.
+A row that is there is not made again.
 """
 
+import contextlib
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 import random
@@ -18,6 +23,7 @@ import time
 from typing import Any
 
 import jax
+import links
 import numpy as np
 import optax
 
@@ -44,51 +50,86 @@ class Storm:
     workers: their number.
     merges: length of the run; a merge takes about `interval * step_s`.
     faults_per_hour: of all workers together, as a Poisson process.
-    stopped: share of the faults that are a SIGSTOP, the others are a SIGKILL.
-    stop_s: shortest and longest time of a stop.
+    kinds: the faults, each as likely as the others.
+    stop_s: shortest and longest time of a stop and of a cut.
     interval: local steps of a round, H.
-    rate: the inner learning rate.
+    rate: the first inner learning rate, which falls to a hundredth by a cosine.
+    decay: weight decay.
     step_s: seconds to which a step is lengthened by sleeping: on few cores
       workers would otherwise measure each other.
     timeout_s: seconds after which a worker without a push counts as lost.
     spares: processes that wait to take the place of a killed one.
-    seeds: a storm and an undisturbed run for each.
+    rto_s: longest interval at which TCP sends again; None is the system's, 120.
+    quorum: part of the members whose pushes a merge waits for.
+    engine: `"ray"`, or `"threads"` of one process for a run without faults.
+    seeds: of the runs.
   """
 
   workers: int = 8
-  merges: int = 900
+  merges: int = 800
   faults_per_hour: float = 125.0
-  stopped: float = 0.5
+  kinds: tuple[str, ...] = ("SIGKILL", "SIGSTOP", "cut")
   stop_s: tuple[float, float] = (5.0, 60.0)
-  interval: int = 20
-  rate: float = 0.001
-  step_s: float = 0.1
+  interval: int = 10
+  rate: float = 0.01
+  decay: float = 0.01
+  step_s: float = 0.2
   timeout_s: float = 6.0
   spares: int = 1
+  rto_s: float | None = 5.0
+  quorum: float = 0.5
+  engine: str = "ray"
   seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
 
 
+def undisturbed(storm: Storm) -> Storm:
+  """Returns the run to compare with: without faults, and without sleeping.
+
+  All members are in each merge, so that it is the same run at any speed.
+  """
+  return dataclasses.replace(
+    storm, faults_per_hour=0.0, step_s=0.0, quorum=1.0, timeout_s=600.0,
+    spares=0, engine="threads",
+  )  # fmt: skip
+
+
+_FULL = Storm()
+# More faults an hour, so that minutes have some.
+_SHORT = Storm(
+  workers=4, merges=80, faults_per_hour=240.0, stop_s=(5.0, 30.0), seeds=(0,),
+)  # fmt: skip
 PRESETS = {
-  "full": Storm(),
-  # More faults an hour, so that minutes have some.
-  "short": Storm(
-    workers=4, merges=60, faults_per_hour=240.0, stop_s=(5.0, 12.0),
-    interval=10, rate=0.003, seeds=(0,),
-  ),
-}  # fmt: skip
+  "full": _FULL,
+  "undisturbed": undisturbed(_FULL),
+  "paced": dataclasses.replace(_FULL, faults_per_hour=0.0, seeds=(0,)),
+  # What the system's own interval costs after a cut.
+  "slow-tcp": dataclasses.replace(_FULL, rto_s=None, seeds=(0,)),
+  "short": _SHORT,
+  "short-undisturbed": undisturbed(_SHORT),
+}
 
 
 def rounds_of(storm: Storm, seed: int) -> elastic.Rounds:
-  """Returns the method: DiLoCo in four bits with feedback."""
+  """Returns the method: DiLoCo in four bits with feedback.
+
+  Weight decay and a falling rate give the loss a floor: that of an overfitted
+  network would change by percents with any change of the samples.
+  """
+  rate = optax.cosine_decay_schedule(
+    storm.rate, storm.merges * storm.interval, 0.01
+  )
+  inner = optax.chain(
+    optax.add_decayed_weights(storm.decay), optax.sgd(rate, momentum=0.9)
+  )
   method = methods.diloco(
-    optax.sgd(storm.rate, momentum=0.9), storm.interval, axis=None,
+    inner, storm.interval, axis=None,
     compression=reducers.Compression(
       codecs.Quantize(4), reducers.ErrorFeedback()
     ),
   )  # fmt: skip
   return elastic.Rounds(
     method, network(seed).params, workers=names(storm), samples=16,
-    timeout_s=storm.timeout_s, seed=seed,
+    quorum=storm.quorum, timeout_s=storm.timeout_s, seed=seed,
   )  # fmt: skip
 
 
@@ -134,14 +175,22 @@ def work(storm: Storm, seed: int, channel: server.Channel, name: str) -> None:
   rounds_of(storm, seed).work(channel, name, loss_fn, samples)
 
 
-class Faults:
-  """Kills and stops workers at the moments of a Poisson process."""
+# What ends a fault.
+_ENDS = {"SIGSTOP": "SIGCONT", "cut": "heal"}
 
-  def __init__(self, engine: server.RayEngine, storm: Storm, seed: int):
+
+class Faults:
+  """Kills, stops and cuts off workers at the moments of a Poisson process."""
+
+  def __init__(self, engine: Any, storm: Storm, seed: int):
     self.engine, self.storm = engine, storm
     self.random = random.Random(seed)
     self.log: list[dict[str, Any]] = []
-    self.stopped: dict[str, tuple[float, int]] = {}
+    self.cuts = links.Cuts()
+    # Each worker's process, asked for while it answers.
+    self.processes: dict[str, int] = {}
+    # What ends a fault, and when, by worker.
+    self.faulty: dict[str, tuple[float, str]] = {}
     self.next_s = self._gap_s()
 
   def _gap_s(self) -> float:
@@ -149,50 +198,76 @@ class Faults:
     return self.random.expovariate(rate / 3600) if rate else np.inf
 
   def __call__(self, status: dict[str, Any]) -> None:
-    """Sends the signals that are due, at the server's time."""
+    """Begins and ends the faults that are due, at the server's time."""
     now_s = status["now_s"]
-    for name, (until_s, process) in list(self.stopped.items()):
+    if not self.storm.faults_per_hour:
+      return
+    self.cuts.follow()
+    for name, (until_s, kind) in list(self.faulty.items()):
       if now_s >= until_s:
-        del self.stopped[name]
-        self._send(now_s, name, process, signal.SIGCONT)
+        del self.faulty[name]
+        self._do(now_s, name, kind)
+    for name in status["here"]:
+      if name not in self.processes:
+        with contextlib.suppress(ConnectionError, KeyError):
+          self.processes[name] = self.engine.process_of(name)
     while now_s >= self.next_s:
       self.next_s += self._gap_s()
       # Drawn in any case, so that a seed is one sequence of faults.
-      victim = self.random.choice(names(self.storm))
-      stops = self.random.random() < self.storm.stopped
+      order = self.random.sample(names(self.storm), self.storm.workers)
+      kind = self.random.choice(self.storm.kinds)
       length_s = self.random.uniform(*self.storm.stop_s)
-      if victim in self.stopped or victim not in status["here"]:
+      # The first that is well: who is being started cannot be killed.
+      name = next((x for x in order if self._is_well(x, status)), None)
+      if name is None:
         continue
-      try:
-        process = self.engine.process_of(victim)
-      except (ConnectionError, KeyError):
-        continue  # It is being started.
-      how = signal.SIGSTOP if stops else signal.SIGKILL
-      if stops:
-        self.stopped[victim] = now_s + length_s, process
-      self._send(now_s, victim, process, how)
+      self._do(now_s, name, kind)
+      if kind in _ENDS:
+        self.faulty[name] = now_s + length_s, _ENDS[kind]
 
-  def _send(self, now_s: float, name: str, process: int, how: Any) -> None:
-    kind = signal.Signals(how).name
+  def _is_well(self, name: str, status: dict[str, Any]) -> bool:
+    known = name in self.processes and name in status["here"]
+    return known and name not in self.faulty
+
+  def _do(self, now_s: float, name: str, kind: str) -> None:
     self.log.append({"kind": kind, "worker": name, "at_s": now_s})
     print(f"{now_s:7.1f} s  {kind} {name}", flush=True)
     try:
-      os.kill(process, how)
-    except ProcessLookupError:
-      self.log[-1]["kind"] += ", gone"
+      if kind == "heal":
+        self.cuts.heal(name)
+      elif kind == "cut":
+        self.cuts.cut(name, self.processes[name])
+      else:
+        os.kill(self.processes[name], signal.Signals[kind])
+    except (KeyError, ProcessLookupError):  # It has ended meanwhile.
+      self.log[-1]["gone"] = True
+    if kind == "SIGKILL":
+      self.processes.pop(name, None)
+
+  def lost(self, event: dict[str, Any]) -> None:
+    """Forgets the process of a worker that the engine has lost."""
+    print(event, flush=True)
+    if event["kind"] == "lost":
+      self.processes.pop(event["worker"], None)
 
   def finish(self) -> None:
-    """Continues the workers that are stopped."""
-    for _, process in self.stopped.values():
-      os.kill(process, signal.SIGCONT)
-    self.stopped.clear()
+    """Ends all faults."""
+    for name, (_, kind) in self.faulty.items():
+      if kind == "heal":
+        self.cuts.heal(name)
+      elif name in self.processes:
+        with contextlib.suppress(ProcessLookupError):
+          os.kill(self.processes[name], signal.SIGCONT)
+    self.faulty.clear()
 
 
 def train(storm: Storm, seed: int) -> dict[str, Any]:
   """Runs to the last merge, and returns the row."""
-  engine = server.RayEngine(
-    storm.workers, cpus_per_worker=0.1, spares=storm.spares
-  )
+  engine: Any = server.ThreadEngine()
+  if storm.engine == "ray":
+    engine = server.RayEngine(
+      storm.workers, cpus_per_worker=0.1, spares=storm.spares
+    )
   faults = Faults(engine, storm, seed)
   model, test = network(seed), data.load("digits", "test")
   loss_fn = loss_of(model)
@@ -200,20 +275,22 @@ def train(storm: Storm, seed: int) -> dict[str, Any]:
   batch = {"image": test.images, "label": test.labels}
   session = rounds_of(storm, seed).session(
     engine, functools.partial(work, storm, seed), shared=False,
-    on_status=faults, model=(model.params, {}),
+    on_status=faults, on_event=faults.lost, model=(model.params, {}),
   )  # fmt: skip
+  load = [os.getloadavg()[0]]
   try:
     records = server.ServerRun(session).fit(
-      storm.merges, every=max(storm.merges // 20, 1),
+      storm.merges, every=max(storm.merges // 40, 1),
       evaluate=lambda found: {"loss": float(evaluator(found.params, batch))},
     )  # fmt: skip
+    load.append(os.getloadavg()[0])
     summary = session.summary()
   finally:
     faults.finish()
     engine.stop()
   del summary["nodes"]
   return training.make_row(
-    dataclasses.asdict(storm), seed, faults=faults.log,
+    dataclasses.asdict(storm), seed, faults=faults.log, load=load,
     curve=[[x.train_s, x.metrics["loss"]] for x in records],
     final_loss=records[-1].metrics["loss"], **summary,
     **measures(faults.log, summary),
@@ -225,115 +302,60 @@ def measures(
 ) -> dict[str, Any]:
   """Returns how long survivors and victims took, in seconds.
 
-  `next_merge_s` counts from a fault to the next merge, `back_s` from a kill, or
-  from the end of a stop that the server has noticed, to the victim's return.
+  `next_merge_s` counts from a fault to the next merge.  `back_s` has for each
+  kind the time from a kill, or from the end of a stop or a cut that the server
+  has noticed, to the victim's return; None if it did not return in the run.
+  `short` counts the stops and cuts that nobody has noticed.
   """
   merges = [x[0] for x in summary["merges"]]
   changes = summary["changes"]
-  next_merge_s, back_s = [], []
+  next_merge_s: list[float] = []
+  back_s: dict[str, list[float | None]] = {"SIGKILL": []}
+  back_s |= {x: [] for x in _ENDS.values()}
+  short = 0
   for fault in faults:
-    at_s, name = fault["at_s"], fault["worker"]
-    if fault["kind"] in ("SIGKILL", "SIGSTOP"):
+    at_s, name, kind = fault["at_s"], fault["worker"], fault["kind"]
+    if kind not in _ENDS.values():
       next_merge_s += [x - at_s for x in merges if x > at_s][:1]
-    if fault["kind"] not in ("SIGKILL", "SIGCONT"):
+    if kind not in back_s:
       continue
     own = [x for x in changes if x[3] == name]
-    returns = [x[0] - at_s for x in own if x[2] == "returned" and x[0] > at_s]
-    # A short stop is not noticed, and has no return.
     before = [x[2] for x in own if x[0] <= at_s]
-    if fault["kind"] == "SIGKILL" or before[-1:] == ["left"]:
-      back_s += returns[:1]
+    if kind != "SIGKILL" and before[-1:] != ["left"]:
+      short += 1
+      continue
+    returns = [x[0] - at_s for x in own if x[2] == "returned" and x[0] > at_s]
+    back_s[kind].append(returns[0] if returns else None)
   return {
     "next_merge_s": next_merge_s,
     "back_s": back_s,
+    "short": short,
     "merge_gap_s": np.diff(merges).tolist(),
   }
 
 
-def report(rows: list[dict[str, Any]]) -> str:
-  """Returns the table of all storms beside their undisturbed runs."""
-  lines = [
-    "| workers | seed | kills, stops | merges | living in a merge, % | next "
-    "merge, s: median, most | back, s: median, most | time over undisturbed | "
-    "final loss over undisturbed, % |",
-    "|---|---|---|---|---|---|---|---|---|",
-  ]
-
-  def two(found: list[float]) -> str:
-    if not found:
-      return ""
-    return f"{np.median(found):.1f}, {max(found):.1f}"
-
-  for row in rows:
-    setting = row["config"] | {"faults_per_hour": 0.0}
-    same = [
-      x for x in rows if (x["config"], x["seed"]) == (setting, row["seed"])
-    ]
-    if not row["config"]["faults_per_hour"] or not same:
-      continue
-    kinds = [x["kind"] for x in row["faults"]]
-    loss = 100 * (row["final_loss"] / same[-1]["final_loss"] - 1)
-    lines.append(
-      f"| {row['config']['workers']} | {row['seed']} | "
-      f"{kinds.count('SIGKILL')}, {kinds.count('SIGSTOP')} | "
-      f"{row['updates']} | {100 * row['merged_share']:.1f} | "
-      f"{two(row['next_merge_s'])} | {two(row['back_s'])} | "
-      f"{row['wall_s'] / same[-1]['wall_s']:.2f} | {loss:+.2f} |"
-    )
-  return "\n".join(lines)
-
-
-def draw(row: dict[str, Any], path: pathlib.Path) -> None:
-  """Draws who is a member, the faults, the merges and the loss."""
-  plt = training.pyplot()
-  figure, (top, middle, below) = plt.subplots(
-    3, 1, sharex=True, figsize=(10, 7), height_ratios=(3, 1, 2)
-  )
-  workers = names(Storm(workers=row["config"]["workers"]))
-  for y, name in enumerate(workers):
-    own = [x for x in row["changes"] if x[3] == name]
-    for change, after in zip(own, [*own[1:], None], strict=True):
-      if change[2] != "left":
-        end_s = row["wall_s"] if after is None else after[0]
-        top.plot([change[0], end_s], [y, y], color="#0072b2", linewidth=4)
-  for kind, marker in (("SIGKILL", "x"), ("SIGSTOP", "|"), ("SIGCONT", ".")):
-    found = [x for x in row["faults"] if x["kind"] == kind]
-    top.scatter(
-      [x["at_s"] for x in found], [workers.index(x["worker"]) for x in found],
-      marker=marker, color="#d55e00", label=kind, zorder=3,
-    )  # fmt: skip
-  top.set_yticks(range(len(workers)), workers)
-  top.legend(loc="upper right", ncols=3)
-  times, merged, living = zip(*row["merges"], strict=True)
-  middle.step(times, living, color="#999999", label="living")
-  middle.scatter(times, merged, s=4, color="#009e73", label="in the merge")
-  middle.set_ylim(0, len(workers) + 0.5)
-  middle.legend(loc="lower right", ncols=2)
-  below.plot(*zip(*row["curve"], strict=True), color="#333333")
-  below.set(xlabel="seconds", ylabel="test loss", yscale="log")
-  figure.tight_layout()
-  figure.savefig(path, dpi=110)
-
-
 def main(words: list[str]) -> None:
-  """Runs a preset, or writes the table and the picture."""
-  if words == ["report"]:
-    rows = training.read_rows(ROWS)
-    (FOLDER / "TABLES.md").write_text(
-      "# Tables of the storm\n\nWritten by `run.py report` from "
-      f"[rows](results/rows.jsonl).\n\n{report(rows)}\n"
-    )
-    draw([x for x in rows if x["faults"]][-1], FOLDER / "results" / "storm.png")
-    return
-  if len(words) != 1 or words[0] not in PRESETS:
-    raise SystemExit(f"run.py must be given {', '.join(PRESETS)} or report.")
-  storm = PRESETS[words[0]]
-  ROWS.parent.mkdir(exist_ok=True)
-  for seed in storm.seeds:
-    for setting in (dataclasses.replace(storm, faults_per_hour=0.0), storm):
-      row = train(setting, seed)
-      training.append_rows(ROWS, [row])
-      print(f"loss {row['final_loss']:.4f} after {row['wall_s']:.0f} s")
+  """Runs a preset, as far as its rows are not there."""
+  name, *seeds = words or [""]
+  if name not in PRESETS:
+    raise SystemExit(f"The preset must be one of {', '.join(PRESETS)}.")
+  storm = PRESETS[name]
+  os.environ.setdefault("RAY_worker_niceness", "0")  # By default it is 15.
+  if links.possible():
+    links.enter()
+    if storm.rto_s is not None:
+      links.limit_rto(storm.rto_s)
+  elif "cut" in storm.kinds and storm.faults_per_hour:
+    raise SystemExit("Cuts of links need root and `ip`.")
+  known = training.read_rows(ROWS) if ROWS.exists() else []
+  # As JSON has it: lists in place of tuples.
+  config = json.loads(json.dumps(dataclasses.asdict(storm)))
+  for seed in map(int, seeds or storm.seeds):
+    if any((x["config"], x["seed"]) == (config, seed) for x in known):
+      continue
+    row = train(storm, seed)
+    training.append_rows(ROWS, [row])
+    print(f"loss {row['final_loss']:.4f} after {row['wall_s']:.0f} s")
 
 
 if __name__ == "__main__":

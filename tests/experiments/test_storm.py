@@ -1,11 +1,56 @@
-"""The storm's measures, by hand; its runs need Ray and minutes."""
+"""The storm's measures, by hand, and its cuts; runs need Ray and minutes."""
+
+import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 
 from tests.experiments import _loading
 
+CUT = """
+import os, socket, sys, threading
+sys.path.insert(0, sys.argv[1])
+import links
+links.enter()
+server = socket.create_server(("127.0.0.1", 0))
+near = socket.create_connection(server.getsockname())
+far, _ = server.accept()
+near.settimeout(0.3)
+
+def sent():
+  far.sendall(b"x")
+  try:
+    return near.recv(1)
+  except TimeoutError:
+    return None
+
+cuts = links.Cuts()
+found = [sent()]
+cuts.cut("a", os.getpid())
+found.append(sent())
+cuts.heal("a")
+near.settimeout(5.0)
+found += [near.recv(1), sent()]
+print(found)
+"""
+
+
+@pytest.mark.skipif(
+  os.geteuid() != 0 or not shutil.which("ip"), reason="needs root and ip"
+)
+def test_cut_delays_what_is_sent():
+  folder = _loading.FOLDER / "storm"
+  told = subprocess.run(
+    (sys.executable, "-c", CUT, str(folder)), capture_output=True, text=True,
+    timeout=60,
+  )  # fmt: skip
+  assert told.stdout.strip() == "[b'x', None, b'x', b'x']", told.stderr
+
 
 def test_times_count_from_the_fault(monkeypatch):
+  _loading.enter("storm", monkeypatch)
   storm = _loading.load("storm_run", "storm/run.py", monkeypatch)
   faults = [
     {"kind": "SIGKILL", "worker": "a", "at_s": 1.0},
@@ -14,6 +59,8 @@ def test_times_count_from_the_fault(monkeypatch):
     # Too short for the server to notice.
     {"kind": "SIGSTOP", "worker": "c", "at_s": 11.0},
     {"kind": "SIGCONT", "worker": "c", "at_s": 11.5},
+    {"kind": "cut", "worker": "d", "at_s": 11.75},
+    {"kind": "SIGKILL", "worker": "a", "at_s": 12.75},
   ]
   changes = [
     (1.25, 1, "left", "a", 2), (5.0, 4, "returned", "a", 3),
@@ -21,6 +68,10 @@ def test_times_count_from_the_fault(monkeypatch):
   ]  # fmt: skip
   merges = [(x + 0.5, 2, 3) for x in range(13)]
   found = storm.measures(faults, {"changes": changes, "merges": merges})
-  assert found["next_merge_s"] == [0.5, 0.5, 0.5]
-  assert found["back_s"] == [4.0, 0.5]
+  assert found["next_merge_s"] == [0.5, 0.5, 0.5, 0.75]
+  # The last kill's worker is away when the run ends.
+  assert found["back_s"] == {
+    "SIGKILL": [4.0, None], "SIGCONT": [0.5], "heal": []
+  }  # fmt: skip
+  assert found["short"] == 1
   assert found["merge_gap_s"] == pytest.approx([1.0] * 12)

@@ -1,0 +1,265 @@
+"""Writes the figures of the storms, and the picture of one.
+
+python experiments/storm/report.py          # README.md and storm.png
+python experiments/storm/report.py --check  # fails if a number differs
+"""
+
+import argparse
+import collections
+import pathlib
+import statistics
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import run
+import studies
+
+from jdist import training
+
+_FOLDER = pathlib.Path(__file__).resolve().parent
+# The aims: seconds to the next merge and to a return, percent of the living in
+# a merge, percent of the final loss.
+_MERGE_S, _BACK_S, _LIVING, _LOSS = 5.0, 30.0, 95.0, 0.6
+_NAMES = {"SIGKILL": "kills", "SIGSTOP": "stops", "cut": "cuts"}
+_ENDS = {"SIGKILL": "a kill", "SIGCONT": "a stop", "heal": "a cut"}
+_COLOURS = {"SIGKILL": "#d55e00", "SIGSTOP": "#e69f00", "cut": "#cc79a7"}
+
+
+def pairs(rows):
+  """Returns storms and their undisturbed runs, in the order of seeds."""
+  calm = {
+    _key(x["config"], x["seed"]): x
+    for x in rows
+    if x["config"]["engine"] == "threads"
+  }
+  found = [
+    (x, calm[_key(x["config"], x["seed"])])
+    for x in rows
+    if x["config"]["faults_per_hour"]
+    and x["config"]["workers"] == run.PRESETS["full"].workers
+    and _key(x["config"], x["seed"]) in calm
+  ]
+  return sorted(found, key=lambda x: x[0]["seed"])
+
+
+def _key(config, seed):
+  """Returns what a storm and its undisturbed run have in common."""
+  names = ("workers", "merges", "interval", "rate", "decay")
+  return seed, *(config[x] for x in names)
+
+
+def worse(storm, calm):
+  """Returns by how many percent a storm's final loss is higher."""
+  return 100 * (storm["final_loss"] / calm["final_loss"] - 1)
+
+
+def faults(row):
+  """Counts a storm's faults by kind."""
+  counts = collections.Counter(x["kind"] for x in row["faults"])
+  return {kind: counts[kind] for kind in _NAMES}
+
+
+def returns(row, kind=None):
+  """Returns the seconds of all returns, and how many did not happen."""
+  kinds = row["back_s"] if kind is None else (kind,)
+  found = [x for y in kinds for x in row["back_s"][y]]
+  return [x for x in found if x is not None], found.count(None)
+
+
+def share(row):
+  """Returns the percentage of the living in a merge, on average."""
+  return 100 * row["merged_share"]
+
+
+def _two(found):
+  if not found:
+    return "-"
+  return f"{statistics.median(found):.1f}, {max(found):.1f}"
+
+
+def _met(holds):
+  return "met" if holds else "**missed**"
+
+
+def verdict(found):
+  """Returns the aims and what came of them."""
+  storms = [x for x, _ in found]
+  minutes = sum(x["wall_s"] for x in storms) / 60
+  counts = collections.Counter()
+  for row in storms:
+    counts.update(faults(row))
+  number = counts.total()
+  named = ", ".join(f"{counts[x]} {_NAMES[x]}" for x in _NAMES)
+  merge_s = [x for row in storms for x in row["next_merge_s"]]
+  gaps = [x for row in storms for x in row["merge_gap_s"]]
+  back_s = [x for row in storms for x in returns(row)[0]]
+  missing = sum(returns(row)[1] for row in storms)
+  short = sum(row["short"] for row in storms)
+  within = sum(x <= _BACK_S for x in back_s)
+  kinds = "; ".join(
+    f"after {name} {statistics.median(own):.1f} and {max(own):.1f} s"
+    for kind, name in _ENDS.items()
+    if (own := [x for row in storms for x in returns(row, kind)[0]])
+  )
+  shares = [share(row) for row in storms]
+  losses = [worse(*x) for x in found]
+  mean = statistics.mean(losses)
+  rounds = sum(row["updates"] for row in storms)
+  return "\n".join((
+    f"- {len(storms)} storms, {minutes:.1f} minutes together: {number} faults "
+    f"({named}), {60 * number / minutes:.1f} an hour.",
+    f"- Next merge after a fault: {statistics.median(merge_s):.1f} s in the "
+    f"median and {max(merge_s):.1f} s at most (aim {_MERGE_S:g}): "
+    f"{_met(max(merge_s) <= _MERGE_S)}. The longest time between two merges is "
+    f"{max(gaps):.1f} s.",
+    f"- The victim back: {statistics.median(back_s):.1f} s in the median and "
+    f"{max(back_s):.1f} s at most (aim {_BACK_S:g}): "
+    f"{_met(max(back_s) <= _BACK_S)}; {within} of {len(back_s)} within "
+    f"{_BACK_S:g} s ({kinds}). {missing} had not returned when a run ended, "
+    f"and {short} stops and cuts were over before the server noticed.",
+    f"- Rounds that commit: {rounds} of {rounds}, since no merge depends on "
+    "any one worker (aim 97 %): met.",
+    f"- Of the living, {statistics.mean(shares):.1f} % take part in a merge in "
+    f"the mean, {min(shares):.1f} % in the worst run (aim {_LIVING:g}): "
+    f"{_met(min(shares) >= _LIVING)}.",
+    f"- Final loss against the undisturbed run: {mean:+.2f} % in the mean of "
+    f"{len(losses)} seeds, from {min(losses):+.2f} to {max(losses):+.2f} % "
+    f"(aim {_LOSS:g}): {_met(mean <= _LOSS)} in the mean, "
+    f"{sum(x <= _LOSS for x in losses)} of {len(losses)} seeds one by one.",
+  ))  # fmt: skip
+
+
+def table(found):
+  """Returns the table of all storms."""
+  return studies.table(
+    "seed | kills, stops, cuts | minutes | next merge, s: median, most | back "
+    "after a kill, s | after a stop, s | after a cut, s | living in a merge, % "
+    "| time between merges, s: median, most | final loss | undisturbed | more, "
+    "%",
+    [
+      (
+        x["seed"], ", ".join(map(str, faults(x).values())),
+        f"{x['wall_s'] / 60:.1f}", _two(x["next_merge_s"]),
+        *(_two(returns(x, kind)[0]) for kind in _ENDS),
+        f"{share(x):.1f}", _two(x["merge_gap_s"]),
+        f"{x['final_loss']:.5f}", f"{y['final_loss']:.5f}",
+        f"{worse(x, y):+.2f}",
+      )
+      for x, y in found
+    ],
+  )  # fmt: skip
+
+
+def setting(rows, found):
+  """Returns what the rows were made with."""
+  config = found[0][0]["config"]
+  lines = [
+    f"- {config['workers']} workers, rounds of {config['interval']} steps of "
+    f"{config['step_s']:g} s, {config['merges']} merges; a merge waits for "
+    f"{100 * config['quorum']:g} % of the members and then for the others at "
+    f"most as long as a round; a worker without a push for "
+    f"{config['timeout_s']:g} s counts as lost; {config['spares']} waiting "
+    f"processes to take a place.",
+    f"- {config['faults_per_hour']:g} faults an hour, kills, stops and cuts "
+    f"alike; stops and cuts last {config['stop_s'][0]:g} to "
+    f"{config['stop_s'][1]:g} s.",
+  ]
+  used = [x for pair in found for x in pair]
+  for row in rows:
+    paced = row["config"]["engine"] == "ray"
+    if not paced or row["config"]["faults_per_hour"]:
+      continue
+    used.append(row)
+    calm = [y for x, y in found if x["seed"] == row["seed"]]
+    for other in calm[:1]:
+      same = row["final_loss"] == other["final_loss"]
+      lines.append(
+        f"- Without faults, in processes with the pauses of a storm, seed "
+        f"{row['seed']}: a merge in {_two(row['merge_gap_s'])} s (median, "
+        f"most), final loss {'equal to the bit to' if same else 'not equal to'}"
+        f" that of the undisturbed run without pauses "
+        f"({row['final_loss']:.5f}, {other['final_loss']:.5f})."
+      )
+  commits = ", ".join(dict.fromkeys(x["commit"] for x in used))
+  devices = ", ".join(dict.fromkeys(str(x["device"]) for x in used))
+  lines.append(f"- {len(used)} rows, of the commits {commits}, on {devices}.")
+  return "\n".join(lines)
+
+
+def draw(row, path):
+  """Draws who is a member, the faults, the merges and the loss."""
+  plt = training.pyplot()
+  figure, (top, middle, below) = plt.subplots(
+    3, 1, sharex=True, figsize=(11, 7.5), height_ratios=(4, 1.6, 1.6)
+  )
+  names = [f"worker{i}" for i in range(row["config"]["workers"])]
+  for y, name in enumerate(names):
+    own = [x for x in row["changes"] if x[3] == name]
+    for change, after in zip(own, [*own[1:], None], strict=True):
+      if change[2] != "left":
+        end_s = row["wall_s"] if after is None else after[0]
+        top.plot(
+          [change[0] / 60, end_s / 60], [y, y], color="#0072b2", lw=5,
+          alpha=0.45, solid_capstyle="butt",
+        )  # fmt: skip
+  ends = {"SIGSTOP": "SIGCONT", "cut": "heal"}
+  for kind, marker in (("SIGKILL", "x"), ("SIGSTOP", "|"), ("cut", "|")):
+    mine = [x for x in row["faults"] if x["kind"] == kind]
+    top.scatter(
+      [x["at_s"] / 60 for x in mine], [names.index(x["worker"]) for x in mine],
+      marker=marker, s=45, color=_COLOURS[kind], label=_NAMES[kind], zorder=3,
+    )  # fmt: skip
+    for x in mine if kind in ends else ():
+      until = [
+        y["at_s"]
+        for y in row["faults"]
+        if (y["kind"], y["worker"]) == (ends[kind], x["worker"])
+        and y["at_s"] > x["at_s"]
+      ]
+      y = names.index(x["worker"])
+      span = [x["at_s"] / 60, min([*until, row["wall_s"]]) / 60]
+      top.plot(span, [y, y], color=_COLOURS[kind], lw=1.5)
+  top.set_yticks(range(len(names)), names)
+  top.set_ylim(-0.6, len(names) - 0.4)
+  top.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
+  top.set_title("members (blue) and faults", loc="left")
+  times, merged, living = zip(*row["merges"], strict=True)
+  times = [x / 60 for x in times]
+  middle.step(times, living, where="post", color="#999999", label="members")
+  middle.plot(times, merged, ".", ms=3, color="#009e73", label="in the merge")
+  middle.set_ylim(0, len(names) + 0.7)
+  middle.set_ylabel("workers")
+  middle.legend(loc="lower right", ncols=2, frameon=False)
+  curve = [(x / 60, y) for x, y in row["curve"]]
+  below.plot(*zip(*curve, strict=True), color="#333333")
+  below.set(xlabel="minutes", ylabel="test loss", yscale="log")
+  for axes in (top, middle, below):
+    axes.set_xlim(0, row["wall_s"] / 60)
+    for side in ("top", "right"):
+      axes.spines[side].set_visible(False)
+  figure.tight_layout()
+  figure.savefig(path, dpi=130)
+
+
+def main():
+  """Writes the page, or returns 1 if it is not what the rows say."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--check", action="store_true")
+  check = parser.parse_args().check
+  rows = studies.read(run.ROWS)
+  found = pairs(rows)
+  parts = {
+    "verdict": verdict(found), "storms": table(found),
+    "setting": setting(rows, found),
+  }  # fmt: skip
+  print("\n\n".join(parts.values()))
+  differs = studies.write({_FOLDER / "README.md": parts}, check=check)
+  if not check:
+    draw(found[0][0], run.ROWS.parent / "storm.png")
+  return int(check and differs)
+
+
+if __name__ == "__main__":
+  if main():
+    raise SystemExit("The page differs from what the rows say.")
