@@ -85,7 +85,7 @@ def _met(holds):
 def verdict(found):
   """Returns the aims and what came of them."""
   storms = [x for x, _ in found]
-  minutes = sum(x["wall_s"] for x in storms) / 60
+  minutes = sum(x["wall_s"] - x["config"]["calm_s"] for x in storms) / 60
   counts = collections.Counter()
   for row in storms:
     counts.update(faults(row))
@@ -107,7 +107,7 @@ def verdict(found):
   mean = statistics.mean(losses)
   rounds = sum(row["updates"] for row in storms)
   return "\n".join((
-    f"- {len(storms)} storms, {minutes:.1f} minutes together: {number} faults "
+    f"- {len(storms)} storms, {minutes:.1f} minutes of faults: {number} "
     f"({named}), {60 * number / minutes:.1f} an hour.",
     f"- Next merge after a fault: {statistics.median(merge_s):.1f} s in the "
     f"median and {max(merge_s):.1f} s at most (aim {_MERGE_S:g}): "
@@ -162,7 +162,8 @@ def setting(rows, found):
     f"{config['timeout_s']:g} s counts as lost; {config['spares']} waiting "
     f"processes to take a place.",
     f"- {config['faults_per_hour']:g} faults an hour, kills, stops and cuts "
-    f"alike; stops and cuts last {config['stop_s'][0]:g} to "
+    f"alike, after {config['calm_s']:g} s without any; stops and cuts last "
+    f"{config['stop_s'][0]:g} to "
     f"{config['stop_s'][1]:g} s.",
   ]
   used = [x for pair in found for x in pair]

@@ -50,6 +50,7 @@ class Storm:
     workers: their number.
     merges: length of the run; a merge takes about `interval * step_s`.
     faults_per_hour: of all workers together, as a Poisson process.
+    calm_s: seconds without faults at the start.
     kinds: the faults, each as likely as the others.
     stop_s: shortest and longest time of a stop and of a cut.
     interval: local steps of a round, H.
@@ -66,8 +67,9 @@ class Storm:
   """
 
   workers: int = 8
-  merges: int = 800
+  merges: int = 840
   faults_per_hour: float = 125.0
+  calm_s: float = 60.0
   kinds: tuple[str, ...] = ("SIGKILL", "SIGSTOP", "cut")
   stop_s: tuple[float, float] = (5.0, 60.0)
   interval: int = 10
@@ -96,7 +98,8 @@ def undisturbed(storm: Storm) -> Storm:
 _FULL = Storm()
 # More faults an hour, so that minutes have some.
 _SHORT = Storm(
-  workers=4, merges=80, faults_per_hour=240.0, stop_s=(5.0, 30.0), seeds=(0,),
+  workers=4, merges=80, faults_per_hour=240.0, calm_s=10.0,
+  stop_s=(5.0, 30.0), seeds=(0,),
 )  # fmt: skip
 PRESETS = {
   "full": _FULL,
@@ -145,10 +148,9 @@ def network(seed: int) -> models.Model:
   )
 
 
-def loss_of(model: models.Model) -> Any:
-  """Returns the loss of the network on the digits."""
-  normalize = data.load("digits").normalize
-  return training.classification_loss(model.apply, normalize=normalize)
+def loss_of(model: models.Model, dataset: data.Dataset) -> Any:
+  """Returns the loss of the network on a data set."""
+  return training.classification_loss(model.apply, normalize=dataset.normalize)
 
 
 class PacedSamples:
@@ -156,9 +158,9 @@ class PacedSamples:
 
   shared = False
 
-  def __init__(self, storm: Storm, seed: int):
+  def __init__(self, storm: Storm, seed: int, dataset: data.Dataset):
     self._stream = data.SampleStream(
-      data.load("digits"), storm.workers, seed=seed, owned=True
+      dataset, storm.workers, seed=seed, owned=True
     )
     self._step_s, self._until_s = storm.step_s, 0.0
 
@@ -169,9 +171,19 @@ class PacedSamples:
     return self._stream.batch(worker, start, count, **size)
 
 
-def work(storm: Storm, seed: int, channel: server.Channel, name: str) -> None:
-  """Trains as a worker, in a process of its own."""
-  samples, loss_fn = PacedSamples(storm, seed), loss_of(network(seed))
+def work(
+  storm: Storm,
+  seed: int,
+  dataset: data.Dataset,
+  channel: server.Channel,
+  name: str,
+) -> None:
+  """Trains as a worker, in a process of its own.
+
+  It is sent the data: to import what reads them takes seconds of a core.
+  """
+  samples = PacedSamples(storm, seed, dataset)
+  loss_fn = loss_of(network(seed), dataset)
   rounds_of(storm, seed).work(channel, name, loss_fn, samples)
 
 
@@ -191,7 +203,7 @@ class Faults:
     self.processes: dict[str, int] = {}
     # What ends a fault, and when, by worker.
     self.faulty: dict[str, tuple[float, str]] = {}
-    self.next_s = self._gap_s()
+    self.next_s = storm.calm_s + self._gap_s()
 
   def _gap_s(self) -> float:
     rate = self.storm.faults_per_hour
@@ -270,11 +282,12 @@ def train(storm: Storm, seed: int) -> dict[str, Any]:
     )
   faults = Faults(engine, storm, seed)
   model, test = network(seed), data.load("digits", "test")
-  loss_fn = loss_of(model)
+  dataset = data.load("digits")
+  loss_fn = loss_of(model, dataset)
   evaluator = jax.jit(lambda p, b: loss_fn(p, model.state, b, None)[0])
   batch = {"image": test.images, "label": test.labels}
   session = rounds_of(storm, seed).session(
-    engine, functools.partial(work, storm, seed), shared=False,
+    engine, functools.partial(work, storm, seed, dataset), shared=False,
     on_status=faults, on_event=faults.lost, model=(model.params, {}),
   )  # fmt: skip
   load = [os.getloadavg()[0]]
