@@ -24,7 +24,7 @@ from jdist import models, profiling, training
 
 _IMAGE = (32, 32, 3)
 # Those of images.
-_MODELS = tuple(name for name in models.NAMES if name != "transformer")
+_MODELS = tuple(name for name in models.MODELS if name != "transformer")
 
 
 def _loss(apply, params, model_state, images, labels):

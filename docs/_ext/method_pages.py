@@ -1,9 +1,9 @@
 """A page for each method, made from the registry, docstrings and counted bytes.
 
 The equation, the arguments, the departures and the reference are those of the
-docstring, the paper and the options are those of `methods.registry`, the bytes
-are counted in a traced step, and measured accuracies are the row of the method
-in `docs/methods.md`.
+docstring, the paper is that of `papers.toml`, the options are those of
+`methods.registry`, the bytes are counted in a traced step, and measured
+accuracies are the row of the method in `docs/methods.md`.
 """
 
 import functools
@@ -25,6 +25,9 @@ _HERE = pathlib.Path(__file__).resolve().parent
 _TABLE = _HERE.parent / "methods.md"
 _SYMBOLS: dict[str, dict[str, str]] = tomllib.loads(
   (_HERE / "symbols.toml").read_text()
+)
+PAPERS: dict[str, dict[str, str]] = tomllib.loads(
+  (_HERE / "papers.toml").read_text()
 )
 # Commands of LaTeX that are no symbols.
 _LAYOUT = {
@@ -154,11 +157,8 @@ def _tokens(latex: str) -> Iterator[str]:
 
 def _facts(name: str, method: methods.Method) -> str:
   rows = {"In one line": method.summary}
-  if method.paper is not None:
-    paper = method.paper
-    rows["Paper"] = (
-      f"{paper.author}, `{paper.title} <{paper.url}>`__, {paper.venue}"
-    )
+  if paper := PAPERS.get(name):
+    rows["Paper"] = "{author}, `{title} <{url}>`__, {venue}".format(**paper)
   rows["Command line"] = f"``jdist train --method {name}``"
   rows["Communication"] = (
     "once a round" if method.in_rounds else "in every step"

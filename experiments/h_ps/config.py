@@ -165,9 +165,7 @@ def build(
     batches = server.FixedBatches(total // num)
     assert variant.baseline is not None
     options = _OPTIONS.get(variant.baseline, {})
-    return server.PROTOCOLS[variant.baseline].factory(
-      batches=batches, **options
-    )
+    return server.PROTOCOLS[variant.baseline](batches=batches, **options)
   return server.h_ps(
     total,
     tasks="tasks" in variant.parts,

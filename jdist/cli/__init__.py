@@ -12,7 +12,15 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from jdist.cli import _commands, _help, _interrupts, _options, _output, _run_end
+from jdist.cli import (
+  _commands,
+  _help,
+  _interrupts,
+  _options,
+  _output,
+  _parts,
+  _run_end,
+)
 
 # The options of each command, the function that runs it, and a line of help.
 # The function is loaded when it is used, because help and errors should not
@@ -187,6 +195,8 @@ def _parse(name: str, words: list[str]) -> Any:
 def _parse_own(name: str, words: list[str]) -> Any:
   """Returns the checked options of one command, without those behind `--`."""
   command = _COMMANDS[name][0]
+  # Processes that `launch` starts import what its command names.
+  words = _parts.load(words) if name != "launch" else words
   defaults = _options.with_preset(command, _preset(words))
   if {"-h", "--help"} & set(words):
     print(_help.options(name, defaults), end="")
@@ -207,6 +217,7 @@ def _parse_own(name: str, words: list[str]) -> Any:
       f"{_message(box.getvalue())} `jdist {name} --help` explains the options."
     ) from None
   options = _options.with_driver(options)
+  _parts.resolve(options)
   _options.check(options)
   return options
 

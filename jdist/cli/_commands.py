@@ -358,9 +358,10 @@ class Launch:
   backoff_s: float = option(1.0, within=NOT_NEGATIVE)
   """Seconds before a restart; doubled each further time, up to a minute."""
 
-  print: Literal["slurm", "kubernetes", "mpi"] | None = None
+  print: Literal["slurm", "kubernetes", "mpi", "kuberay"] | None = None
   """Start nothing, but print the file with which Slurm, Kubernetes (JobSet) or
-  MPI starts the run."""
+  MPI starts the run, or KubeRay a parameter server: a pod with as many cores as
+  its speed for each machine of the cluster's file."""
 
   name: str = option("jdist", needs=("print",))
   """Name of the printed job."""
@@ -369,10 +370,11 @@ class Launch:
   """GPUs of a machine in the printed job, one process each (default: CPUs)."""
 
   image: str = option("jdist:latest", needs=("print",))
-  """Container image of a printed JobSet, in which jdist is installed."""
+  """Container image of the printed job, in which jdist is installed (for Slurm
+  none, unless it is given)."""
 
   claim: str = option("jdist-checkpoints", needs=("print",))
-  """Claim of the volume with the checkpoints of a printed JobSet."""
+  """Claim of the volume with the checkpoints of a printed JobSet or RayJob."""
 
   # The command behind `--` and its parsed options, which `cli` fills in.
   command: tyro.conf.Suppress[tuple[str, ...]] = ()

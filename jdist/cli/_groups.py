@@ -13,12 +13,8 @@ Directory = Annotated[str | None, tyro.conf.arg(metavar="DIR")]
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 Cluster = Annotated[str | None, tyro.conf.arg(metavar="CLUSTER.toml")]
 Norm = Literal["batch", "group", "none"]
-# The names of codecs and feedbacks stand here as literals, so that help and
-# errors need not import the codecs; `_methods` builds them.
-Codec = Literal[
-  "float16", "bfloat16", "int8", "int4", "int2", "sign", "ternary", "top_k",
-  "random_k", "dct",
-]  # fmt: skip
+# A name of this package or of others', or an attribute of an own module.
+Part = Annotated[str | None, tyro.conf.arg(metavar="NAME|MODULE:NAME")]
 
 COUNT = "[1, inf)"
 POSITIVE = "(0, inf)"
@@ -203,11 +199,10 @@ class RoundOptions:
 class OuterOptions:
   """Outer optimizer."""
 
-  outer: Literal["sgd", "momentum", "nesterov", "adam"] | None = option(
-    None, "rule"
-  )
+  outer: Part = option(None, "rule")
   """Optimizer of the outer parameters, applied to the mean pseudo-gradient of a
-  round (default: the method's own, for DiLoCo nesterov)."""
+  round: sgd, momentum, nesterov or adam, or a sync rule of your own (default:
+  the method's own, for DiLoCo nesterov)."""
 
   outer_learning_rate: float | None = option(
     None, "outer_learning_rate", within=POSITIVE, hint="--outer"
@@ -225,20 +220,17 @@ class OuterOptions:
 class MeanOptions:
   """Compression of means."""
 
-  codec: Codec | None = option(None, "compression")
+  codec: Part = option(None, "compression")
   """Encoding of the tensors that are averaged, for methods that do not define
-  one (default: no compression)."""
+  one: float16, bfloat16, int8, int4, int2, sign, ternary, top_k, random_k or
+  dct (default: no compression)."""
 
-  feedback: Literal["none", "error", "ef21", "momentum", "smoothing"] | None = (
-    option(None, "compression")
-  )
+  feedback: Part = option(None, "compression")
   """Use of the part that is not sent: none drops it; error is error feedback,
   ef21 is EF21, momentum is momentum correction; smoothing suits
   majority_vote."""
 
-  reducer: (
-    Literal["gather", "all_to_all", "power_sgd", "majority_vote"] | None
-  ) = option(None, "compression")
+  reducer: Part = option(None, "compression")
   """Computation of the mean: gather or all_to_all exchange a codec's payloads
   (default: whichever suits the codec); power_sgd and majority_vote need no
   codec."""

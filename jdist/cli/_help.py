@@ -90,6 +90,10 @@ _POSITIONAL = {
   ("pipeline", "tables"): "TABLE [TABLE ...]",
 }
 _COLUMN = 30
+_IMPORT = (
+  "Module of your own, also in the current directory, that is imported first; "
+  "any number of times. It adds parts to the registries."
+)
 
 
 def overview(commands: Mapping[str, str]) -> str:
@@ -116,6 +120,8 @@ def options(name: str, defaults: Any) -> str:
   hints = typing.get_type_hints(type(defaults), include_extras=True)
   for title, documents in groups(type(defaults)).items():
     parts.append(f"{title}:")
+    if title == "options" and name != "launch":
+      parts.append(_entry("--import MODULE", _IMPORT, width))
     for field, text in documents.items():
       form = _POSITIONAL.get((name, field))
       if form is None:
@@ -126,7 +132,7 @@ def options(name: str, defaults: Any) -> str:
     parts.append("")
   if name != "launch":
     kind, listed = _listed(name)
-    parts += [f"{kind} in one line each:", *_lines(listed)]
+    parts += [f"{kind}:", *_lines(listed)]
   return "\n".join(parts) + "\n"
 
 
@@ -136,7 +142,10 @@ def _listed(command: str) -> tuple[str, dict[str, str]]:
   if command == "simulate":
     from jdist import server
 
-    return "protocols", {x: y.meaning for x, y in server.PROTOCOLS.items()}
+    return "protocols", {
+      x: str(inspect.getdoc(y)).partition("\n")[0]
+      for x, y in server.PROTOCOLS.items()
+    }
   if command == "pipeline":
     from jdist import pipeline
 
@@ -147,9 +156,12 @@ def _listed(command: str) -> tuple[str, dict[str, str]]:
 
 
 def _lines(texts: Mapping[str, str]) -> Iterator[str]:
-  column = max(map(len, texts)) + 2
+  column = max(map(len, texts)) + 4
   for name, text in texts.items():
-    yield f"  {name:{column}}{text}"
+    first = f"  {name}".ljust(column)
+    yield textwrap.fill(
+      text, 80, initial_indent=first, subsequent_indent=" " * column
+    )
 
 
 def _entry(form: str, text: str, width: int) -> str:

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TYPE_CHECKING
 
 import optax
@@ -26,38 +27,6 @@ _HIGHEST = 16
 _PARTS = (
   "compression", "overlap", "stream", "rule", "interval", "predictor_params",
 )  # fmt: skip
-# Sparse codecs, by the share of the entries that they send and whether a
-# feedback keeps the rest: then random entries must not be scaled up.
-SPARSE: dict[str, Callable[[float, bool], codecs.Codec]] = {
-  "top_k": lambda ratio, kept: codecs.TopK(ratio),
-  "random_k": lambda ratio, kept: codecs.RandomK(ratio, scaled=not kept),
-  "dct": lambda ratio, kept: codecs.DCTTopK(ratio=ratio),
-}
-_DENSE: dict[str, codecs.Codec] = {
-  "float16": codecs.Cast("float16"),
-  "bfloat16": codecs.Cast("bfloat16"),
-  "int8": codecs.Quantize(8),
-  "int4": codecs.Quantize(4),
-  # Two bits have only three levels that are symmetric around zero, but four
-  # between the minimum and the maximum.
-  "int2": codecs.Quantize(2, 256, "min_max"),
-  "sign": codecs.Sign(),
-  "ternary": codecs.Ternary(),
-}
-_FEEDBACKS: dict[str, Callable[[], reducers.Feedback | None]] = {
-  "none": lambda: None,
-  "error": reducers.ErrorFeedback,
-  "ef21": reducers.EF21,
-  "momentum": reducers.MomentumCorrection,
-  "smoothing": reducers.Smoothing,
-}
-# Outer optimizers, with their default learning rates.
-_OUTER: dict[str, tuple[float, Callable[..., optax.GradientTransformation]]] = {
-  "sgd": (1.0, lambda rate, momentum: optax.sgd(rate)),
-  "momentum": (0.7, lambda rate, momentum: optax.sgd(rate, momentum)),
-  "nesterov": (0.7, transforms.outer_sgd),
-  "adam": (0.01, lambda rate, momentum: optax.adam(rate, b1=momentum)),
-}
 
 
 def check(option: str, options: _groups.Common, names: Sequence[str]) -> None:
@@ -77,19 +46,35 @@ def takes(options: _groups.Common, name: str) -> set[str]:
   if not method.in_rounds:
     found.discard("interval")
   if "compression" in found:
-    if options.codec in SPARSE:
-      found.add("ratio")
-    if options.reducer == "power_sgd":
-      found.add("rank")
+    found |= of_compression(options)
   if _is_late(method, options):
     found.add("late")
   if method.late is not None:
     found.discard("overlap")  # It is late by definition.
   if "rule" in found and options.outer is not None:
-    found.add("outer_learning_rate")
-    if options.outer != "sgd":
-      found.add("outer_momentum")
+    found |= _arguments_of(methods.PARTS["rules"][options.outer])
   return found
+
+
+def of_compression(options: Any) -> frozenset[str]:
+  """Returns the arguments of the codec and of the reducer that are named."""
+  named = (("codecs", "codec"), ("reducers", "reducer"))
+  parts = (methods.PARTS[x].get(getattr(options, y, "")) for x, y in named)
+  return frozenset().union(*map(_arguments_of, parts))
+
+
+def _arguments_of(part: Any) -> frozenset[str]:
+  """Returns the names of a factory's arguments; a finished part has none."""
+  if not callable(part):
+    return frozenset()
+  return frozenset(inspect.signature(part).parameters)
+
+
+def _make(kind: str, name: str, options: Any, **more: Any) -> Any:
+  """Builds a part with those options of a run that its arguments name."""
+  part, given = methods.PARTS[kind][name], vars(options) | more
+  takes = {x for x in _arguments_of(part) if given.get(x) is not None}
+  return part(**{x: given[x] for x in takes}) if callable(part) else part
 
 
 def filled(options: Any) -> dict[str, Any]:
@@ -128,32 +113,34 @@ def _arguments(
 
 def compression(options: _groups.MeanOptions) -> reducers.Compression | None:
   """Returns the compression that options name; None for an exact mean."""
-  feedback = _FEEDBACKS[options.feedback or "none"]()
-  reducer: reducers.Reducer
-  if options.reducer in ("power_sgd", "majority_vote"):
+  feedback = _feedback(options)
+  if options.reducer in methods.PARTS["reducers"]:
     if options.codec is not None:
       raise ValueError(
         f"`--codec` must be left out with `--reducer {options.reducer}`, which "
         f"has its own encoding, got {options.codec}."
       )
-    if options.reducer == "majority_vote":
-      reducer = reducers.MajorityVote()
-    else:
-      reducer = reducers.PowerSGD(2 if options.rank is None else options.rank)
+    reducer = _make("reducers", options.reducer, options)
     return reducers.Compression(reducer, feedback)
   codec = _codec(options, feedback)
   if codec is None:
     return None
-  # Its annotation has all reducers, of which two remain here.
+  # Of all reducers' names two remain here.
   reducer = reducers.compressed(codec, wire=options.reducer)  # type: ignore[arg-type]
   return reducers.Compression(reducer, feedback)
 
 
 def message(options: _groups.MeanOptions) -> server.MessageCodec | None:
   """Returns the codec of a server's pushes; None to send them exactly."""
-  feedback = _FEEDBACKS[options.feedback or "none"]()
+  feedback = _feedback(options)
   codec = _codec(options, feedback)
   return None if codec is None else server.MessageCodec(codec, feedback)
+
+
+def _feedback(options: _groups.MeanOptions) -> reducers.Feedback | None:
+  if options.feedback in (None, "none"):
+    return None
+  return _make("feedbacks", options.feedback, options)
 
 
 def _codec(
@@ -169,10 +156,9 @@ def _codec(
           "`--codec int4`."
         )
     return None
-  if name in SPARSE:
-    kept = feedback is not None and feedback.keeps_rest
-    return SPARSE[name](0.01 if options.ratio is None else options.ratio, kept)
-  return _DENSE[name]
+  # Random entries must not be scaled up where a feedback keeps the rest.
+  kept = feedback is not None and feedback.keeps_rest
+  return _make("codecs", name, options, scaled=not kept)
 
 
 def _is_late(method: methods.Method, options: _groups.MethodOptions) -> bool:
@@ -196,11 +182,7 @@ def outer_optimizer(
   options: _groups.OuterOptions,
 ) -> optax.GradientTransformation:
   """Returns the outer optimizer, by default with Nesterov's momentum."""
-  usual, make = _OUTER[options.outer or "nesterov"]
-  rate, momentum = options.outer_learning_rate, options.outer_momentum
-  return make(
-    usual if rate is None else rate, 0.9 if momentum is None else momentum
-  )
+  return _make("rules", options.outer or "nesterov", options)
 
 
 def common(options: Any, **more: Any) -> _groups.Common:

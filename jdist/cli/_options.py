@@ -108,12 +108,13 @@ def check_name(option: str, name: str, known: Iterable[str]) -> None:
 
 
 def load(option: str, name: str, kind: str) -> Any:
-  """Imports MODULE:NAME, also from the current directory."""
+  """Imports MODULE or MODULE:NAME, also from the current directory."""
   # Unlike `python -m jdist`, the installed command does not look there.
   sys.path.append(os.getcwd())
   module, _, attribute = name.partition(":")
   try:
-    return getattr(importlib.import_module(module), attribute)
+    found = importlib.import_module(module)
+    return getattr(found, attribute) if attribute else found
   except (ImportError, AttributeError, ValueError) as error:
     raise ValueError(
       f"`{option}` must be {kind} that can be imported, got {name!r}: {error}."

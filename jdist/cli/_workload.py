@@ -113,17 +113,20 @@ def _check_data(options: _groups.Common) -> dict[str, str]:
 
   Returns the modules that read the data set, with their extras.
   """
+  if options.text is None:
+    _options.check_name("--dataset", options.dataset, data.DATASETS)
+  _options.check_name("--model", options.model, models.MODELS)
+  source = data.DATASETS.get(options.dataset)
   text = options.text is not None or options.dataset in data.TEXT_NAMES
-  if not text:
-    known = (*data.NAMES, *data.TEXT_NAMES)
-    _options.check_name("--dataset", options.dataset, known)
-  _options.check_name("--model", options.model, models.NAMES)
-  if text and options.model not in models.TEXT_NAMES:
+  if callable(source):
+    text = isinstance(source("train"), data.TextDataset)
+  takes_text = getattr(models.MODELS[options.model], "takes_tokens", False)
+  if text and not takes_text:
     raise ValueError(
-      f"`--model` must be {' or '.join(models.TEXT_NAMES)} for a text, got "
+      "`--model` must be transformer for a text, or another one of tokens, got "
       f"{options.model}."
     )
-  if not text and options.model in models.TEXT_NAMES:
+  if not text and takes_text:
     raise ValueError(
       f"`--model` must be one for images with {options.dataset}, got "
       f"{options.model}. It needs a text: `--dataset {data.TEXT_NAMES[0]}` or "
@@ -140,7 +143,7 @@ def _check_data(options: _groups.Common) -> dict[str, str]:
       )
   if options.dataset == "digits":
     return {"sklearn": "data"}
-  if options.text is not None or options.dataset == "synthetic":
+  if source is None or callable(source) or options.dataset == "synthetic":
     return {}
   images = {} if text else {"PIL": "data"}
   return {"tensorflow_datasets": "data", "array_record": "data"} | images
@@ -196,7 +199,7 @@ def make_directories(options: Any) -> None:
 
 def _load(options: _groups.Common) -> tuple[AnyDataset, AnyDataset]:
   """Returns the training and the test set."""
-  if options.text is None and options.dataset in data.NAMES:
+  if options.text is None and options.dataset not in data.TEXT_NAMES:
     return data.load(options.dataset), data.load(options.dataset, "test")
   source = options.dataset if options.text is None else options.text
   given: dict[str, Any] = {}

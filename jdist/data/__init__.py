@@ -16,7 +16,7 @@ from jdist.data._dataset import Dataset as Dataset
 from jdist.data._dataset import TextDataset as TextDataset
 from jdist.data._load import load as load
 from jdist.data._load import load_text as load_text
-from jdist.data._prepare import NAMES as NAMES
+from jdist.data._prepare import DATASETS as DATASETS
 from jdist.data._prepare import prepare as prepare
 from jdist.data._prepare import TEXT_NAMES as TEXT_NAMES
 from jdist.data._sample_stream import partition as partition

@@ -45,7 +45,7 @@ def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
   validation split of sets that have no test split.
 
   Args:
-    name: A name of the table; `load_text` reads texts.
+    name: A name of the table, or of `DATASETS`; `load_text` reads texts.
     split: "train" (default) or "test".
     download: Whether to prepare a missing set first, see `prepare`, which needs
       a network and TensorFlow. Default False.
@@ -60,8 +60,10 @@ def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
   >>> len(digits), digits.images.shape, digits.num_classes
   (1442, (1442, 8, 8, 1), 10)
   """
-  source = _prepare.find(name, _prepare.NAMES)
+  source = _prepare.find(name, images=True)
   _prepare.check_split(split)
+  if callable(source):
+    return source(split)
   if name == "digits":
     images, labels = _read_digits(split)
   elif name == "synthetic":

@@ -37,7 +37,6 @@ class Source:
   std: tuple[float, ...] | None = None
   # Images of different sizes are cropped to this one.
   size: int | None = None
-  text: bool = False
 
 
 def _cifar(
@@ -48,7 +47,8 @@ def _cifar(
   return Source(num_classes, name, url, mean=mean, std=std)
 
 
-SOURCES = {
+# Every data set by its name: a `Source`, or a function of the split.
+DATASETS: dict[str, Any] = {
   "synthetic": Source(10, mean=(127.0444140625,), std=(56.06049651562633,)),
   "digits": Source(10, mean=(4.882173,), std=(6.018521,)),
   "mnist": Source(
@@ -98,16 +98,14 @@ SOURCES = {
       "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
       "tinyshakespeare/input.txt"
     ),
-    text=True,
   ),
 }
-# `load` reads sets of images, and `load_text` reads texts.
-NAMES = tuple(name for name, source in SOURCES.items() if not source.text)
-TEXT_NAMES = tuple(name for name, source in SOURCES.items() if source.text)
+TEXT_NAMES = ("tiny_shakespeare",)  # The texts among them.
 
 
-def find(name: str, names: tuple[str, ...] = tuple(SOURCES)) -> Source:
+def find(name: str, *, images: bool = False) -> Any:
   """Returns the entry of a set; raises a ValueError for an unknown name."""
+  names = [x for x in DATASETS if not images or x not in TEXT_NAMES]
   if name not in names:
     remedy = "For data of your own make a `jdist.data.Dataset`."
     if name in TEXT_NAMES:
@@ -115,7 +113,7 @@ def find(name: str, names: tuple[str, ...] = tuple(SOURCES)) -> Source:
     raise ValueError(
       f"`name` must be one of {', '.join(names)}, got {name!r}. {remedy}"
     )
-  return SOURCES[name]
+  return DATASETS[name]
 
 
 def check_split(split: str) -> None:

@@ -4,7 +4,7 @@ Every method takes the optimizer of a worker first, any Optax chain, and the
 axis of the workers by name, and raises a ValueError if an argument is out of
 its range.  Methods with rounds take `axis`, `overlap` and `compression` as
 `transforms.local_steps` does; `transforms.drain` describes how each ends.
-`registry` has all methods by name, with papers and options.
+`registry` has all methods by name, with the facts of a run that they need.
 """
 
 from jdist.methods._compressed_gradients import demo as demo
@@ -28,7 +28,6 @@ from jdist.methods._local_sgd import post_local_sgd as post_local_sgd
 from jdist.methods._local_sgd import scaffold as scaffold
 from jdist.methods._local_sgd import slow_mo as slow_mo
 from jdist.methods._method import Method as Method
-from jdist.methods._method import Paper as Paper
 from jdist.methods._method import Run as Run
 from jdist.methods._method_registry import registry as registry
 from jdist.methods._mp2 import mp2 as mp2
@@ -36,3 +35,4 @@ from jdist.methods._overlapped import cocod as cocod
 from jdist.methods._overlapped import msdpu as msdpu
 from jdist.methods._overlapped import od_sgd as od_sgd
 from jdist.methods._overlapped import overlap_local_sgd as overlap_local_sgd
+from jdist.methods._part_registry import PARTS as PARTS

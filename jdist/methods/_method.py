@@ -11,22 +11,6 @@ import optax
 from jdist import collectives, transforms
 
 
-class Paper(NamedTuple):
-  """The publication of a method.
-
-  Attributes:
-    author: The first author, or all authors when they are few.
-    title: The title of the paper.
-    venue: The conference or journal and its year, or "arXiv" and the year.
-    url: The address of an open copy, or its doi.
-  """
-
-  author: str
-  title: str
-  venue: str
-  url: str
-
-
 class Run(NamedTuple):
   """The facts of a training run on which methods depend.
 
@@ -54,14 +38,13 @@ class Run(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-  """An entry of the registry: where a method is published and how it is built.
+  """An entry of the registry: how a method is built from the facts of a run.
 
   Attributes:
     summary: One line of help.
     factory: A function of `jdist.methods`, or another one with arguments of
       the same names, for instance
       `functools.partial(transforms.local_steps, rule=...)`.
-    paper: The publication; None for a method without one.
     from_run: Arguments of the factory that follow from a run.  An argument
       called `learning_rate` is the run's schedule and needs no entry.
     interval_policy: The default interval policy, a name of
@@ -80,7 +63,6 @@ class Method:
 
   summary: str
   factory: Callable[..., optax.GradientTransformationExtraArgs]
-  paper: Paper | None = None
   from_run: Mapping[str, Callable[[Run], Any]] = dataclasses.field(
     default_factory=dict
   )

@@ -5,8 +5,7 @@ same form, a `Model`, whose use needs no Flax.
 """
 
 from jdist.models._build import build as build
-from jdist.models._build import NAMES as NAMES
-from jdist.models._build import TEXT_NAMES as TEXT_NAMES
+from jdist.models._build import MODELS as MODELS
 from jdist.models._functional import functional as functional
 from jdist.models._functional import Layer as Layer
 from jdist.models._functional import Model as Model

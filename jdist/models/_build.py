@@ -37,9 +37,9 @@ def _vgg_of(*convs: int) -> Callable[..., nnx.Module]:
 
 
 # A factory is called as factory(input_shape, num_classes, rngs=..., **options)
-# and raises a ValueError for arguments that it cannot take. A new family is a
-# file with factories, and a line here for each of them.
-_FACTORIES: dict[str, Callable[..., nnx.Module]] = {
+# and raises a ValueError for arguments that it cannot take. One with a true
+# attribute `takes_tokens` makes a model of tokens, and the others of images.
+MODELS: dict[str, Callable[..., nnx.Module]] = {  # Every model by its name.
   "mlp": _lenet.MLP,
   "lenet": _lenet.LeNet,
   "cnn": _lenet.CNN,
@@ -62,9 +62,6 @@ _FACTORIES: dict[str, Callable[..., nnx.Module]] = {
   "resnet50": _resnet_of(3, 4, 6, 3, bottleneck=True),
   "transformer": _transformer.Transformer,
 }
-NAMES = tuple(_FACTORIES)  # The names that `build` takes.
-# These models take tokens; the others take images.
-TEXT_NAMES = ("transformer",)
 
 
 @signatures.checked
@@ -136,14 +133,14 @@ def build(
   ... )
   Model(25,557,032 parameters)
   """
-  if name not in NAMES:
+  if name not in MODELS:
     raise ValueError(
-      f"`name` must be one of {', '.join(NAMES)}, got {name!r}. For a network "
+      f"`name` must be one of {', '.join(MODELS)}, got {name!r}. For a network "
       "of your own use `jdist.models.functional`."
     )
-  is_text = name in TEXT_NAMES
+  factory = MODELS[name]
+  is_text = getattr(factory, "takes_tokens", False)
   shape = _check_input_shape(input_shape, is_text)
-  factory = _FACTORIES[name]
   known = _options_of(factory)
   if unknown := sorted(set(options) - set(known)):
     # The factory's own TypeError would not name the options that there are.
@@ -191,7 +188,10 @@ def _options_of(factory: Callable[..., nnx.Module]) -> list[str]:
     factory = factory.func
   # NNX hides the constructor's arguments behind its metaclass, so that
   # `inspect` must look at `__init__` itself.
-  parameters = inspect.signature(factory.__init__).parameters.values()
+  made: Any = factory  # Mypy calls `__init__` of an instance unsound.
+  if isinstance(factory, type):
+    made = made.__init__
+  parameters = inspect.signature(made).parameters.values()
   return [
     parameter.name
     for parameter in parameters

@@ -38,6 +38,8 @@ class Transformer(_layered_network.LayeredNetwork):
     by (2 * num_layers)**-0.5.
   """
 
+  takes_tokens = True
+
   def __init__(
     self,
     input_shape: tuple[int],

@@ -41,6 +41,7 @@ from jdist.pipeline.schedule._table_registry import make_table as make_table
 from jdist.pipeline.schedule._table_registry import (
   table_options as table_options,
 )
+from jdist.pipeline.schedule._table_registry import TableEntry as TableEntry
 from jdist.pipeline.schedule._table_registry import TABLES as TABLES
 from jdist.pipeline.schedule._text_form import draw_table as draw_table
 from jdist.pipeline.schedule._text_form import format_table as format_table

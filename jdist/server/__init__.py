@@ -20,7 +20,6 @@ from jdist.server._messages import Reply as Reply
 from jdist.server._messages import Timer as Timer
 from jdist.server._messages import Worker as Worker
 from jdist.server._protocol import Protocol as Protocol
-from jdist.server._registry import ProtocolEntry as ProtocolEntry
 from jdist.server._registry import PROTOCOLS as PROTOCOLS
 from jdist.server._server_state import Assignment as Assignment
 from jdist.server._server_state import ServerState as ServerState

@@ -29,9 +29,10 @@ def check_limits(limits: Mapping[Worker, int | None] | None) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Protocol(Generic[State]):
-  """Decides when a worker starts, and which gradients make an update.
+  """Asynchronous SGD (ASP), and the base of all protocols.
 
-  A protocol is a state machine: `receive` takes one message and returns what
+  A protocol decides when a worker starts, and which gradients make an update.
+  It is a state machine: `receive` takes one message and returns what
   the driver has to do.  It has no clock, no randomness and no arrays.  The
   messages of one worker must come in their order; they may be lost or repeated.
   A worker whose push is discarded with `"left"` sends `Join` again.

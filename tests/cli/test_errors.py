@@ -124,7 +124,7 @@ _BAD = [
     "`feedback` keeps what is not in a worker's share",
   ),
   ("train --codec int4 --ratio 0.1", "`--ratio` must be left out for msdpu"),
-  ("train --codec int3", "invalid choice 'int3' for argument '--codec'"),
+  ("train --codec int3", "`--codec` must be one of float16, bfloat16, int8, "),
   (
     "train --outer sgd --outer-learning-rate 0",
     "`--outer-learning-rate` must be positive, got 0",

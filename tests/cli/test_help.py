@@ -67,9 +67,9 @@ def test_help_shows_the_defaults_of_the_preset(capsys):
 
 def test_help_names_every_data_set_and_every_model():
   told = _help.fields(_commands.Train)
-  for name in (*data.NAMES, *data.TEXT_NAMES):
+  for name in data.DATASETS:
     assert name.split("/")[0] in told["dataset"], name
-  for name in models.NAMES:
+  for name in models.MODELS:
     assert name in told["model"], name
 
 

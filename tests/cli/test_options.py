@@ -7,8 +7,7 @@ import typing
 import pytest
 
 from jdist import server
-from jdist.cli import _commands, _output
-from jdist.cli.servers import _protocols
+from jdist.cli import _commands, _output, _parts
 
 _COMMANDS = [
   x
@@ -53,7 +52,8 @@ def test_own_protocol_is_found_in_the_current_directory(tmp_path, monkeypatch):
   (tmp_path / "nearby.py").write_text("from jdist.server import ASP as Own\n")
   monkeypatch.setattr(sys, "path", [x for x in sys.path if x])
   monkeypatch.chdir(tmp_path)
-  assert _protocols.find("--protocol", "nearby:Own").factory is server.ASP
+  _parts.resolve(_commands.Train(protocol="nearby:Own"))
+  assert server.PROTOCOLS.pop("nearby:Own") is server.ASP
 
 
 def test_table_has_its_title_and_caption():

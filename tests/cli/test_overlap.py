@@ -110,7 +110,7 @@ def test_forms_name_methods_of_the_registry():
   assert set(_overlap_inputs.FORMS) <= set(methods.registry)
 
 
-@pytest.mark.parametrize("model", models.NAMES)
+@pytest.mark.parametrize("model", models.MODELS)
 def test_every_model_has_a_batch(model):
   task = _overlap_inputs.make_task(_commands.Overlap(model=model, batch_size=3))
   assert all(x.shape[0] == 3 for x in task.batch.values())

@@ -16,7 +16,9 @@ from jdist.data import _load, _prepare
 from jdist.storage import sealed_json
 
 BUNDLED = {"digits", "synthetic"}
-TFDS_NAMES = [name for name in data.NAMES if name not in BUNDLED]
+TFDS_NAMES = [
+  name for name in data.DATASETS if name not in (*BUNDLED, *data.TEXT_NAMES)
+]
 
 
 def load_or_skip(name, split="train"):
@@ -96,7 +98,7 @@ def test_train_split_has_the_published_order(name, shape, labels):
 
 
 STATED = [
-  name for name, source in _prepare.SOURCES.items() if source.mean is not None
+  name for name, source in data.DATASETS.items() if source.mean is not None
 ]
 
 

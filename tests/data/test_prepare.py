@@ -51,14 +51,16 @@ def answer(monkeypatch, error):
 BUNDLED = {"digits", "synthetic"}
 
 
-@pytest.mark.parametrize("name", sorted(set(data.NAMES) - BUNDLED))
+@pytest.mark.parametrize(
+  "name", sorted(set(data.DATASETS) - BUNDLED - {*data.TEXT_NAMES})
+)
 def test_set_is_prepared_as_array_record(machine, name):
   data.prepare(name)
-  assert machine == [_prepare.SOURCES[name].tfds_name]
+  assert machine == [data.DATASETS[name].tfds_name]
 
 
 def test_every_set_is_bundled_or_can_be_prepared():
-  for name, source in _prepare.SOURCES.items():
+  for name, source in data.DATASETS.items():
     bundled = name in BUNDLED
     assert bundled == (not source.tfds_name) == (not source.url)
     # Either both are stated, or both are measured.
@@ -67,7 +69,7 @@ def test_every_set_is_bundled_or_can_be_prepared():
 
 def test_tensorflow_datasets_has_every_set():
   tfds = pytest.importorskip("tensorflow_datasets")
-  for source in _prepare.SOURCES.values():
+  for source in data.DATASETS.values():
     if source.tfds_name:
       name, _, config = source.tfds_name.partition("/")
       assert config in tfds.builder_cls(name).builder_configs or not config

@@ -116,8 +116,6 @@ def test_load_refuses_texts_and_load_text_refuses_images():
   with pytest.raises(ValueError, match="load_text` reads"):
     data.load("tiny_shakespeare")
   assert "tiny_shakespeare" in data.TEXT_NAMES
-  assert not set(data.NAMES) & set(data.TEXT_NAMES)
-  assert set(data.NAMES) | set(data.TEXT_NAMES) == set(_prepare.SOURCES)
 
 
 def test_prepared_text_is_decoded_once(tmp_path, monkeypatch, capsys):

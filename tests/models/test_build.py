@@ -22,10 +22,10 @@ def cast(tree, dtype):
 
 def test_table_has_every_model():
   tried = {name for name, _ in _variants.VARIANTS} | set(_variants.ALSO)
-  assert tried == set(models.NAMES)
+  assert tried == set(models.MODELS)
 
 
-IMAGE_MODELS = [name for name in models.NAMES if name != "transformer"]
+IMAGE_MODELS = [name for name in models.MODELS if name != "transformer"]
 # Deep models take long to trace, so only small ones get further image sizes.
 SMALL = ["mlp", "lenet", "cnn", "alexnet", "vgg11", "resnet8", "resnet18"]
 SIZES = [(name, (28, 28, 1)) for name in IMAGE_MODELS] + [
@@ -74,7 +74,7 @@ def test_resnet_of_n_blocks_has_6n_plus_2_layers():
 
 
 def test_networks_have_the_published_number_of_layers():
-  for name in models.NAMES:
+  for name in models.MODELS:
     if name[:3] in ("vgg", "res") and name not in ("resnet8", "resnet20"):
       leaves = leaves_of(build(name, abstract=True))
       layers = [p for p in leaves if "kernel" in p and "shortcut" not in p]

@@ -152,7 +152,7 @@ def count(name, shape, num_classes, **options):
 
 
 def test_every_model_is_counted():
-  assert {name for name, _, _ in COUNTS} == set(models.NAMES)
+  assert {name for name, _, _ in COUNTS} == set(models.MODELS)
 
 
 @pytest.mark.parametrize("key", COUNTS, ids=str)

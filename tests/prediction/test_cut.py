@@ -170,7 +170,7 @@ def test_numbers_in_names_are_sorted_as_numbers():
   assert [layer.name for layer in odd.front] == ["1a", "a", "x", "x01"]
 
 
-@pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.parametrize("name", models.MODELS)
 def test_models_of_jdist_are_cut_in_order_of_execution(name):
   """So the fingerprints of saved predictors and data sets stay theirs."""
   images = {"input_shape": (32, 32, 3)}

@@ -40,8 +40,8 @@ PROTOCOLS = {
 def test_every_named_protocol_is_tested():
   tried = {type(protocol) for protocol in PROTOCOLS.values()}
   made = {
-    type(entry.factory(**_REQUIRED.get(name, {})))
-    for name, entry in server.PROTOCOLS.items()
+    type(factory(**_REQUIRED.get(name, {})))
+    for name, factory in server.PROTOCOLS.items()
   }
   assert made == tried
 

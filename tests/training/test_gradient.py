@@ -57,7 +57,7 @@ def padded(batch, num):
   "name",
   [
     name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow)
-    for name in models.NAMES
+    for name in models.MODELS
     if name != "transformer"  # Its loss is the user's.
   ],
 )

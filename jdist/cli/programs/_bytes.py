@@ -34,7 +34,7 @@ class Counted:
 
 def count(options: _commands.Bytes) -> None:
   """Counts the bytes of each method, and prints a table."""
-  names = tuple(name for name in models.NAMES if name != "transformer")
+  names = tuple(name for name in models.MODELS if name != "transformer")
   _options.check_name("--model", options.model, names)
   _methods.check("--methods", _methods.common(options), options.methods)
   collectives.make_cpu_devices(options.workers)

@@ -55,7 +55,7 @@ def check(
   """Checks the options and returns the stated GPUs and their link."""
   _options.check_names("--methods", options.methods, "methods")
   names = [split(method)[0] for method in options.methods]
-  _options.check_name("--model", options.model, models.NAMES)
+  _options.check_name("--model", options.model, models.MODELS)
   try:
     topology = profiling.gpu_target(options.topology)
   except ValueError as error:

@@ -9,44 +9,27 @@ from jdist import cluster, server
 from jdist.cli import _methods, _options
 
 
-def find(option: str, name: str) -> server.ProtocolEntry:
-  """Returns a protocol of the registry, or of a module as MODULE:NAME.
-
-  Raises:
-    ValueError: If there is none.
-  """
-  if ":" not in name:
-    _options.check_name(option, name, server.PROTOCOLS)
-    return server.PROTOCOLS[name]
-  factory = _options.load(option, name, "MODULE:NAME of a protocol")
-  # Help and tables list the registry alone, so that it needs no description.
-  return server.ProtocolEntry(name, factory, meaning="", paper="")
-
-
 def check_used(option: str, names: Sequence[str], options: Any) -> None:
   """Raises a ValueError for an option that none of the protocols uses."""
-  _options.check_names(option, names, "protocols")
+  _options.check_names(option, names, "protocols", server.PROTOCOLS)
   _options.check_used(
     options,
     names,
     server.PROTOCOLS,
-    lambda name: _takes(find(option, name), options),
+    lambda name: _takes(server.PROTOCOLS[name], options),
   )
 
 
-def _takes(entry: server.ProtocolEntry, options: Any) -> set[str]:
+def _takes(factory: Any, options: Any) -> set[str]:
   """Returns the arguments of a protocol and of its learners."""
-  found = set(inspect.signature(entry.factory).parameters)
-  if entry.factory is server.DecoupledDiLoCo:
+  found = set(inspect.signature(factory).parameters)
+  if factory is server.DecoupledDiLoCo:
     found |= {"rule", "outer_learning_rate", "outer_momentum"}
-  if entry.factory is server.h_ps:
+  if factory is server.h_ps:
     # It chooses the bits of each message, and takes no codec.
     return found | ({"local_step"} if "pipeline" in options.parts else set())
   # A protocol of a user's own trains by the learners of plain gradients.
-  found.add("compression")
-  if getattr(options, "codec", None) in _methods.SPARSE:
-    found.add("ratio")
-  return found
+  return found | {"compression"} | _methods.of_compression(options)
 
 
 def load(path: str) -> tuple[cluster.Cluster, cluster.Profile]:
@@ -104,7 +87,7 @@ def build(
     "pipelined_from": _pipelined_from(options.pipeline_from, updates),
     "plans": (plans or server.BitPlans()) if "bits" in options.parts else None,
   }
-  factory = find("--protocol", name).factory
+  factory = server.PROTOCOLS[name]
   takes = inspect.signature(factory).parameters
   return factory(**{key: x for key, x in given.items() if key in takes})
 

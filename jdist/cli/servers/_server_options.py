@@ -81,9 +81,7 @@ class ProtocolOptions:
 class ServerOptions(ProtocolOptions):
   """Parameter server."""
 
-  protocol: Annotated[str | None, tyro.conf.arg(metavar="NAME|MODULE:NAME")] = (
-    None
-  )
+  protocol: _groups.Part = None
   """Train with a parameter server's protocol in place of a method: one of
   `jdist simulate --help`, or a class or function of your own."""
 

@@ -1,0 +1,97 @@
+"""Parts by name, from this package, from others', and from own modules."""
+
+import importlib
+import importlib.metadata
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jdist.cli import _options
+
+# The registry of each kind of part, whose entry points are "jdist.methods" and
+# so on, and the class of its entries if they have one.
+_REGISTRIES = {
+  "methods": ("methods", "registry", "Method"),
+  "codecs": ("methods", "PARTS", ""),
+  "reducers": ("methods", "PARTS", ""),
+  "feedbacks": ("methods", "PARTS", ""),
+  "rules": ("methods", "PARTS", ""),
+  "protocols": ("server", "PROTOCOLS", ""),
+  "tables": ("pipeline", "TABLES", "TableEntry"),
+  "models": ("models", "MODELS", ""),
+  "datasets": ("data", "DATASETS", ""),
+}
+# The kind of part that an option names, and its words that name none.
+_NAMED: dict[str, tuple[str, tuple[str, ...]]] = {
+  "codec": ("codecs", ()),
+  "reducer": ("reducers", ("gather", "all_to_all")),
+  "feedback": ("feedbacks", ("none",)),
+  "outer": ("rules", ()),
+}
+_LISTED = {
+  "method": "methods", "methods": "methods", "protocol": "protocols",
+  "protocols": "protocols", "table": "tables", "tables": "tables",
+  "model": "models", "dataset": "datasets",
+}  # fmt: skip
+
+
+def load(words: Sequence[str]) -> list[str]:
+  """Imports the modules of `--import`, and all entry points.
+
+  Returns the other words.
+  """
+  rest: list[str] = []
+  given = iter(words)
+  for word in given:
+    if word == "--import" or word.startswith("--import="):
+      module = word.partition("=")[2] or next(given, "")
+      _options.load("--import", module, "a module")
+    else:
+      rest.append(word)
+  for kind in _REGISTRIES:
+    for point in importlib.metadata.entry_points(group=f"jdist.{kind}"):
+      where = f"entry point {point.name!r} of {point.group!r}"
+      _add(kind, point.name, _options.load(where, point.value, "a part"))
+  return rest
+
+
+def resolve(options: Any) -> None:
+  """Adds what options name as MODULE:NAME to the registries.
+
+  Raises:
+    ValueError: If a module or a name does not exist.
+  """
+  for name, kind in (_LISTED | {x: y for x, (y, _) in _NAMED.items()}).items():
+    found = getattr(options, name, None)
+    option = _options.word(name)
+    for one in found if isinstance(found, tuple) else (found,):
+      # A form of a method as `ssgd:first` names no module.
+      own = one and re.fullmatch(r"[\w.]+:\w+", one)
+      if own and one.partition(":")[0] not in _registry(kind):
+        part = _options.load(option, one, f"MODULE:NAME of one of its {kind}")
+        _add(kind, one, part)
+      if one and name in _NAMED:
+        known = (*_NAMED[name][1], *_registry(kind))
+        _options.check_name(option, one, known)
+
+
+def _registry(kind: str) -> dict[str, Any]:
+  room, name, _ = _REGISTRIES[kind]
+  found: dict[str, Any] = getattr(
+    importlib.import_module(f"jdist.{room}"), name
+  )
+  return found[kind] if name == "PARTS" else found
+
+
+def _add(kind: str, name: str, part: Any) -> None:
+  room, _, entry = _REGISTRIES[kind]
+  wanted = getattr(importlib.import_module(f"jdist.{room}"), entry or "__doc__")
+  if entry and not isinstance(part, wanted):
+    raise ValueError(
+      f"{name!r} of {kind} must be a `{room}.{entry}`, got "
+      f"{type(part).__name__}."
+    )
+  if _registry(kind).setdefault(name, part) is not part:
+    raise ValueError(
+      f"{name!r} of {kind} must have another name: there is one already."
+    )

@@ -1,0 +1,172 @@
+"""Parts of others: by `--import`, by MODULE:NAME, and by entry points."""
+
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from jdist import cli, data, methods, models, pipeline, server, training
+from jdist.cli import _methods
+
+_MODULE = '''
+import dataclasses, functools
+import jax, jax.numpy as jnp, optax
+from flax import nnx
+from jdist import codecs, data, methods, models, pipeline, reducers, server
+from jdist import transforms
+
+@dataclasses.dataclass(frozen=True)
+class Half(codecs.Codec):
+  """Sends 16-bit floats."""
+
+  def encode(self, x, state=(), key=None):
+    return x.reshape(-1).astype(jnp.float16), state
+
+  def decode(self, payload, state, like):
+    return payload.reshape(like.shape).astype(like.dtype)
+
+  def num_bits(self, like):
+    return 16 * like.size
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mine(server.Protocol):
+  """Asynchronous SGD by another name."""
+
+def slow(outer_learning_rate=0.5):
+  return optax.sgd(outer_learning_rate)
+
+class Linear(nnx.Module):
+  def __init__(self, input_shape, num_classes, *, scale=1.0, rngs):
+    self.size = input_shape[0] * input_shape[1] * input_shape[2]
+    self.layer = nnx.Linear(self.size, num_classes, rngs=rngs)
+
+  def __call__(self, x):
+    return self.layer(x.reshape(-1, self.size))
+
+def few(split):
+  return data.load("synthetic", split)
+
+class SignedOuterStep(transforms.OuterStep):
+  """Moves the anchor by the signs of the mean pseudo-gradient."""
+
+  def move(self, end, mean, exact, relative):
+    return super().move(end, jax.tree.map(jnp.sign, mean), exact, relative)
+
+signed = methods.Method(
+  "local steps; the signs of their mean are an outer gradient",
+  functools.partial(
+    transforms.local_steps, rule=SignedOuterStep(optax.sgd(0.01))
+  ),
+)
+order = pipeline.TableEntry(
+  lambda s, m, *, num_iterations=1: pipeline.make_table("gpipe", s, m),
+  "gpipe by another name",
+)
+'''
+_ADDED = """
+methods.PARTS["codecs"]["half"] = Half
+methods.PARTS["rules"]["slow"] = slow
+methods.PARTS["reducers"]["vote"] = reducers.MajorityVote()
+methods.registry["signed"] = signed
+models.MODELS["linear"] = Linear
+data.DATASETS["few"] = few
+server.PROTOCOLS["mine"] = Mine
+pipeline.TABLES["order"] = order
+"""
+_REGISTRIES = (
+  *methods.PARTS.values(), methods.registry, models.MODELS, data.DATASETS,
+  server.PROTOCOLS, pipeline.TABLES,
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+  """An empty current directory; what is imported from it is forgotten."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, "path", [x for x in sys.path if x])
+  before = [dict(x) for x in _REGISTRIES]
+  yield tmp_path
+  for registry, entries in zip(_REGISTRIES, before, strict=True):
+    registry.clear()
+    registry.update(entries)
+  for name in ("outside", "outside_parts"):
+    sys.modules.pop(name, None)
+
+
+def _options(words):
+  name, *rest = words.split()
+  return cli._parse_own(name, rest)
+
+
+def test_module_of_ones_own_brings_parts_to_every_command(folder, capsys):
+  (folder / "outside.py").write_text(_MODULE + _ADDED)
+  words = (
+    "train --import outside --method signed --codec half --outer slow "
+    "--outer-learning-rate 0.25 --model linear --dataset few --steps 4 "
+    "--interval 2 --workers 2 --batch-size 16 --warmup-epochs 0 "
+    "--substrate vmap --output out"
+  )
+  assert cli.main(words.split()) == 0
+  (row,) = training.read_rows(folder / "out" / "rows.jsonl")
+  assert row["method"] == "signed" and row["rounds"] == 2
+  # Two rounds of sixteen bits for each of 650 parameters.
+  assert row["sent_bytes"] == pytest.approx(2 * 2 * 650, rel=0.01)
+  for words in (
+    "pipeline check order --import outside",
+    "train --import=outside --help",
+  ):
+    assert cli.main(words.split()) == 0
+  told = capsys.readouterr().out
+  assert "gpipe" in told and "the signs of their mean" in told
+
+
+def test_parts_are_named_by_their_modules(folder):
+  (folder / "outside.py").write_text(_MODULE)
+  options = _options(
+    "train --method outside:signed --codec outside:Half --outer outside:slow "
+    "--model outside:Linear --dataset outside:few --outer-learning-rate 0.25"
+  )
+  _methods.check("--method", options, [options.method])
+  assert _methods.compression(options).reducer.codec.num_bits(jnp.ones(2)) == 32
+  rule = _methods.outer_optimizer(options)
+  assert rule.update(1.0, rule.init(1.0))[0] == -0.25
+
+
+def test_installed_package_brings_parts_by_entry_points(
+  folder, monkeypatch, capsys
+):
+  (folder / "outside_parts.py").write_text(_MODULE)
+  about = folder / "outside-1.0.dist-info"
+  about.mkdir()
+  (about / "METADATA").write_text(
+    "Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n"
+  )
+  (about / "entry_points.txt").write_text(
+    "[jdist.codecs]\nhalf = outside_parts:Half\n"
+    "[jdist.protocols]\nmine = outside_parts:Mine\n"
+  )
+  monkeypatch.syspath_prepend(str(folder))
+  assert _options("bytes --codec half").codec == "half"
+  assert methods.PARTS["codecs"]["half"].__name__ == "Half"
+  assert server.PROTOCOLS["mine"].__name__ == "Mine"
+  (about / "entry_points.txt").write_text(
+    "[jdist.codecs]\nint4 = outside_parts:Half\n"
+  )
+  assert cli.main(["train"]) == 2
+  told = capsys.readouterr().err
+  assert "'int4' of codecs must have another name" in told
+
+
+@pytest.mark.parametrize(
+  ("words", "told"),
+  [
+    ("--import nowhere", "`--import` must be a module that can be imported"),
+    ("--import", "`--import` must be a module that can be imported, got ''"),
+    ("--codec none_such", "`--codec` must be one of float16, bfloat16"),
+    ("--codec os:none", "`--codec` must be MODULE:NAME of one of its codecs"),
+    ("--method os:path", "'os:path' of methods must be a `methods.Method`"),
+    ("--outer os:none", "`--outer` must be MODULE:NAME of one of its rules"),
+  ],
+)
+def test_what_is_no_part_is_refused(words, told, folder, refusal):
+  assert told in refusal(f"train {words}")
