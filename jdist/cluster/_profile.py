@@ -1,12 +1,9 @@
 """A model's costs: seconds and memory of a batch, bytes of a message."""
 
 import dataclasses
-import functools
 import math
-import statistics
-from collections.abc import Callable, Sequence
 
-from jdist import checks, signatures
+from jdist import signatures
 
 
 @signatures.checked
@@ -74,64 +71,3 @@ class Profile:
     if not self.bytes_per_sample or left == math.inf:
       return None
     return math.floor(left / self.bytes_per_sample)
-
-  @classmethod
-  def fit(
-    cls, samples: Sequence[int], seconds: Sequence[float], **costs: float
-  ) -> "Profile":
-    """Fits both times of a batch by least squares; neither is negative.
-
-    Args:
-      samples: Batch sizes, at least two different ones.
-      seconds: The measured seconds of each.
-      **costs: The other fields.
-
-    Raises:
-      ValueError: With fewer than two sizes.
-
-    >>> found = Profile.fit([10, 20, 40], [0.2, 0.3, 0.5])
-    >>> round(found.seconds_per_sample, 6), round(found.seconds_per_batch, 6)
-    (0.01, 0.1)
-    """
-    if len(samples) != len(seconds) or len(set(samples)) < 2:
-      raise ValueError(
-        "`samples` must have two different sizes at least, and `seconds` one "
-        f"time for each, got {samples!r} and {seconds!r}."
-      )
-    fit = functools.partial(statistics.linear_regression, samples, seconds)
-    slope = max(fit().slope, 0.0)
-    start = statistics.fmean(seconds) - slope * statistics.fmean(samples)
-    # A negative time per batch would let small batches end before they begin:
-    # the best line through zero takes its place.
-    if start < 0:
-      start, slope = 0.0, fit(proportional=True).slope
-    return cls(seconds_per_sample=slope, seconds_per_batch=start, **costs)  # type: ignore[arg-type]
-
-  @classmethod
-  def measure(
-    cls,
-    step: Callable[[int], float],
-    samples: Sequence[int],
-    *,
-    repeats: int = 5,
-    **costs: float,
-  ) -> "Profile":
-    """Measures a batch of each size and fits both times to the medians.
-
-    Args:
-      step: A function of a batch size that computes a gradient, waits for it
-        and returns the seconds.
-      samples: Batch sizes.
-      repeats: Measurements of each size.
-      **costs: The other fields.
-    """
-    checks.check_int("repeats", repeats, 1)
-    for size in samples:
-      step(size)  # The first call compiles and is not counted.
-    found: dict[int, list[float]] = {size: [] for size in samples}
-    # Sizes take turns, so that a slow phase of the machine hits all of them.
-    for _ in range(repeats):
-      for size in samples:
-        found[size].append(step(size))
-    medians = [statistics.median(found[size]) for size in samples]
-    return cls.fit(samples, medians, **costs)

@@ -60,11 +60,3 @@ def test_batch_larger_than_memory_raises():
   machines.check_batches(profile, 8)
   with pytest.raises(ValueError, match="'small' has 1 GB: 8 samples fit"):
     machines.check_batches(profile, 9)
-
-
-def test_profile_is_measured_by_medians():
-  seconds = iter([9.0, 9.0, 1.0, 2.0, 50.0, 2.0, 1.0, 2.0])
-  found = cluster.Profile.measure(
-    lambda _: next(seconds), [10, 20], repeats=3, pull_bytes=4.0
-  )
-  assert found == cluster.Profile(0.1, 0.0, pull_bytes=4.0)

@@ -38,16 +38,6 @@ OUTAGES = (cluster.Outage(1.0, 3.0), cluster.Outage(2.0))
     lambda: cluster.Profile(1.0, pull_bytes=-1.0),
     "in [0, inf]",
   ),
-  (
-    "samples",
-    lambda: cluster.Profile.fit([1, 1], [1.0, 1.0]),
-    "two different sizes",
-  ),
-  (
-    "repeats",
-    lambda: cluster.Profile.measure(float, [1, 2], repeats=0),
-    "an int >= 1",
-  ),
   ("trace", lambda: cluster.plot_trace(cluster.Trace(), "none.png"), "a span"),
 )
 def test_invalid_arguments_raise(argument, call, rule):
