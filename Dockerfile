@@ -1,6 +1,8 @@
 # The image of a training run on CPUs, or with EXTRA=train,cuda13 on NVIDIA GPUs:
 #   docker build -t jdist .
 #   docker build -t jdist-cuda --build-arg EXTRA=train,cuda13 .
+#   docker build -t jdist-ray --build-arg EXTRA=train,ray .
+# `jdist launch --print kubernetes|kuberay|slurm --image jdist` runs it.
 FROM python:3.13-slim
 ARG EXTRA=train
 WORKDIR /src

@@ -1,6 +1,7 @@
 """`jdist launch`: a training run in several processes, here or on a cluster."""
 
 import json
+import math
 import pathlib
 import re
 import shlex
@@ -8,9 +9,11 @@ import sys
 
 from jdist.cli import _commands, _options
 from jdist.cli.launch import _local_run
+from jdist.cli.servers import _protocols
 
 _TEMPLATES = pathlib.Path(__file__).parent / "templates"
 _PORT = 29400
+_MOUNTED = "/etc/jdist/cluster.toml"
 
 
 def launch(options: _commands.Launch) -> int:
@@ -89,7 +92,8 @@ def _check_printed(options: _commands.Launch, train: _commands.Train) -> None:
       f"`--num-processes` must be a multiple of the {gpus} GPUs of a machine, "
       f"one process each, got {options.num_processes}."
     )
-  if options.print == "kubernetes" and not train.checkpoints.startswith("/"):
+  kube = (options.print or "").startswith("kube")
+  if kube and not train.checkpoints.startswith("/"):
     raise ValueError(
       "`--checkpoints` must be absolute for Kubernetes, which mounts the claim "
       f"of `--claim` there, got {train.checkpoints}."
@@ -98,7 +102,12 @@ def _check_printed(options: _commands.Launch, train: _commands.Train) -> None:
 
 def _file(options: _commands.Launch) -> str:
   """Returns the file that starts a run, with the command to use it on top."""
-  writers = {"slurm": _slurm, "mpi": _mpi, "kubernetes": _kubernetes}
+  writers = {
+    "slurm": _slurm,
+    "mpi": _mpi,
+    "kubernetes": _kubernetes,
+    "kuberay": _kuberay,
+  }
   assert options.print is not None
   return writers[options.print](options)
 
@@ -106,7 +115,12 @@ def _file(options: _commands.Launch) -> str:
 def _fill(template: str, options: _commands.Launch, **values: str) -> str:
   """Returns a template with values in the places of their names, as @name@."""
   text = (_TEMPLATES / template).read_text()
+  # Every string of JSON is also a string of YAML, whatever it contains.
+  assert options.train is not None
   values |= {
+    "image": json.dumps(options.image),
+    "claim": json.dumps(options.claim),
+    "checkpoints": json.dumps(options.train.checkpoints),
     "name": options.name,
     "n": str(options.num_processes),
     "restarts": str(options.restarts),
@@ -139,6 +153,8 @@ def _slurm(options: _commands.Launch) -> str:
   # Without these flags srun would kill the others when one process ends,
   # before they have said why.
   start = "srun --kill-on-bad-exit=0 --wait=60 "
+  if "image" in _options.given(options):
+    start += f"--container-image={shlex.quote(options.image)} "
   start += _started(options, '"$SLURM_PROCID"')
   return _fill("slurm.sbatch", options, resources=resources, start=start)
 
@@ -167,14 +183,46 @@ def _kubernetes(options: _commands.Launch) -> str:
     else "                  resources:\n                    limits:\n"
     "                      nvidia.com/gpu: 1\n"
   )
-  assert options.train is not None and options.train.checkpoints is not None
-  # Every string of JSON is also a string of YAML, whatever it contains.
   return _fill(
     "kubernetes.yaml",
     options,
-    image=json.dumps(options.image),
     command=json.dumps(command),
     resources=resources,
-    checkpoints=json.dumps(options.train.checkpoints),
-    claim=json.dumps(options.claim),
+  )
+
+
+def _kuberay(options: _commands.Launch) -> str:
+  train = options.train
+  assert train is not None
+  if train.driver != "ray" or not train.cluster or train.cpus_per_worker != 1:
+    raise ValueError(
+      "`--print kuberay` must be given with `train --protocol NAME --driver "
+      "ray --cluster CLUSTER.toml`, whose machines become pods of a worker "
+      f"each, got {shlex.join(options.command)}."
+    )
+  _options.check_left_out(train, ("address",), "for KubeRay, which sets it")
+  machines, _ = _protocols.load(train.cluster)
+  workers = ""
+  for node in machines.nodes:
+    limits = {"cpu": str(max(1, round(node.speed)))}
+    if node.memory_bytes < math.inf:
+      limits["memory"] = f"{node.memory_bytes:.0f}"
+    if train.gpus_per_worker:
+      limits["nvidia.com/gpu"] = str(math.ceil(train.gpus_per_worker))
+    workers += _fill(
+      "kuberay_worker.yaml",
+      options,
+      machine=re.sub("[^a-z0-9]+", "-", node.name.lower()),
+      limits=json.dumps(limits),
+    )
+  # The file is in the pod, and its machines are real: nothing is slept away.
+  words = [_MOUNTED if x == train.cluster else x for x in options.command]
+  words += ["--no-paced"] if train.paced else []
+  command = f"{shlex.join(['python', '-m', 'jdist', *words])} --address"
+  return _fill(
+    "kuberay.yaml",
+    options,
+    cluster=json.dumps(pathlib.Path(train.cluster).read_text()),
+    command=json.dumps(f'{command} "$RAY_ADDRESS"'),
+    workers=workers,
   )

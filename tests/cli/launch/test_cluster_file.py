@@ -20,6 +20,7 @@ _FILES = {
   "mpi": ("jdist.sh", "checkpoints"),
   "kubernetes": ("jdist.yaml", "/checkpoints"),
 }
+_RAY = "train --protocol h_ps --driver ray --cluster {} --checkpoints /ckpt"
 
 
 def _print(capsys, kind, *command, options=("--gpus-per-node", "8")):
@@ -33,6 +34,84 @@ def test_examples_match_the_printed_files(kind, capsys):
   name, checkpoints = _FILES[kind]
   told = _print(capsys, kind, *_COMMAND, checkpoints)
   assert (_ROOT / "scripts" / "cluster" / name).read_text() == told
+
+
+def test_slurm_starts_the_image_of_a_container(capsys):
+  told = _print(capsys, "slurm", *_COMMAND, "ckpt", options=("--image", "a:b"))
+  assert (
+    "srun --kill-on-bad-exit=0 --wait=60 --container-image=a:b bash" in told
+  )
+
+
+def _ray_manifest(capsys, file, *options):
+  words = [*_RAY.format(file).split(), *options]
+  assert cli.main(["launch", "--print", "kuberay", "--name", "jdist-ray",
+                   "--", *words]) == 0  # fmt: skip
+  return capsys.readouterr().out
+
+
+def test_ray_cluster_has_the_cores_of_its_machines(capsys):
+  """Four workers with 12, 12, 8 and 16 cores, as published, by the token."""
+  file = _ROOT / "scripts" / "cluster" / "cluster.toml"
+  told = _ray_manifest(capsys, file)
+  assert told == (_ROOT / "scripts/cluster/jdist-ray.yaml").read_text()
+  config, cluster, job = yaml.safe_load_all(told)
+  assert config["data"]["cluster.toml"] == file.read_text()
+  # KubeRay's own schemas, made as JobSet's below of version 1.7.
+  packed = pathlib.Path(__file__).parent / "ray_schemas.json.gz"
+  schemas = json.loads(gzip.decompress(packed.read_bytes()))
+  for one in (cluster, job):
+    schema = {**schemas[one["kind"]], "$defs": schemas["$defs"]}
+    jsonschema.validate(one, schema)
+    one["spec"]["authOption"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="authOption"):
+      jsonschema.validate(one, schema)
+  assert cluster["spec"]["authOptions"] == {"mode": "token"}
+  workers = cluster["spec"]["workerGroupSpecs"]
+  pods = [x["template"]["spec"]["containers"][0] for x in workers]
+  assert [x["resources"]["limits"]["cpu"] for x in pods] == [
+    "12", "12", "8", "16",
+  ]  # fmt: skip
+  # One worker a pod, as each takes one CPU of Ray's count.
+  assert {x["rayStartParams"]["num-cpus"] for x in workers} == {"1"}
+  assert job["spec"]["clusterSelector"] == {
+    "ray.io/cluster": cluster["metadata"]["name"]
+  }
+  assert job["spec"]["entrypoint"].endswith(
+    "--cluster /etc/jdist/cluster.toml --checkpoints /ckpt --no-paced "
+    '--address "$RAY_ADDRESS"'
+  )
+
+
+def test_ray_cluster_has_memory_and_gpus(capsys, tmp_path):
+  file = tmp_path / "c.toml"
+  file.write_text(
+    '[[nodes]]\nname = "A_b"\nmemory_gb = 2\n[profile]\n'
+    "seconds_per_sample = 1\n"
+  )
+  told = _ray_manifest(capsys, file, "--gpus-per-worker", "0.5", "--no-paced")
+  _, cluster, job = yaml.safe_load_all(told)
+  (worker,) = cluster["spec"]["workerGroupSpecs"]
+  assert worker["groupName"] == "a-b"
+  (pod,) = worker["template"]["spec"]["containers"]
+  assert pod["resources"]["limits"] == {
+    "cpu": "1", "memory": "2000000000", "nvidia.com/gpu": "1",
+  }  # fmt: skip
+  assert job["spec"]["entrypoint"].count("--no-paced") == 1
+
+
+@pytest.mark.parametrize("words", [
+  "train --checkpoints /ckpt",
+  f"{_RAY} --address a:1",
+  f"{_RAY} --cpus-per-worker 0.5",
+  _RAY.replace("ray --", "threads --"),
+])  # fmt: skip
+def test_ray_cluster_needs_a_protocol_on_ray(words, capsys):
+  file = _ROOT / "scripts" / "cluster" / "cluster.toml"
+  words = ["launch", "--print", "kuberay", "--", *words.format(file).split()]
+  assert cli.main(words) == 2
+  error = capsys.readouterr().err
+  assert "for KubeRay" in error or "`--print kuberay` must be given" in error
 
 
 @pytest.mark.parametrize("kind", ["slurm", "mpi"])
