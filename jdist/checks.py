@@ -350,8 +350,8 @@ def check_gradients(name: str, tree: Any) -> None:
       )
 
 
-def check_rate(name: str, value: Any) -> None:
-  """Raises a ValueError unless `value` is a positive number or a schedule."""
+def check_rate(name: str, value: Any) -> Any:
+  """Returns a positive number or a schedule, integers as floats."""
   if isinstance(value, tuple) and any(map(callable, value)):
     raise ValueError(
       f"`{name}` must be a positive number or a schedule, a function of the "
@@ -361,7 +361,8 @@ def check_rate(name: str, value: Any) -> None:
   if not callable(value) or isinstance(value, type):
     # JAX refuses a Python int that does not fit into int32.
     most = float(_LARGEST) if isinstance(value, int) else math.inf
-    check_continuous(name, value, open_low=True, high=most)
+    return check_continuous(name, value, open_low=True, high=most)
+  return value
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

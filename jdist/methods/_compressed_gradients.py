@@ -223,7 +223,7 @@ def one_bit_adam(
     of `scale_by_frozen_adam`; each part of a leaf has a scale, where the
     authors' code has one for all parameters in a row.
   """
-  checks.check_rate("learning_rate", learning_rate)
+  learning_rate = checks.check_rate("learning_rate", learning_rate)
   weight_decay = checks.check_continuous("weight_decay", weight_decay)
   # The authors' scale keeps the norm of the momentum, not its mean magnitude.
   signs = reducers.Compression(

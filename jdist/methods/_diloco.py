@@ -205,7 +205,7 @@ def muloco(
     the greatest of 256 entries; the outer rate and momentum are DiLoCo's, where
     the paper tunes them.
   """
-  checks.check_rate("learning_rate", learning_rate)
+  learning_rate = checks.check_rate("learning_rate", learning_rate)
   checks.check_continuous("momentum", momentum, high=1.0)
   weight_decay = checks.check_continuous("weight_decay", weight_decay)
   # Muon's updates are orthogonal matrices, without large entries, so that two

@@ -254,10 +254,10 @@ def od_sgd(
     optimizer); the delayed phase follows the warm-up at once.
   """
   # Checked here, under the name that the user has written.
-  checks.check_rate("local_learning_rate", local_learning_rate)
+  rate = checks.check_rate("local_learning_rate", local_learning_rate)
   return transforms.lead_step(
     optimizer,
-    optax.sgd(local_learning_rate),
+    optax.sgd(rate),
     axis=axis,
     warmup_steps=warmup_steps,
     compression=compression,

@@ -1,7 +1,10 @@
 """Refusals of methods: an argument and its rule."""
 
+import chex
 import jax.numpy as jnp
+import numpy as np
 import optax
+import pytest
 
 from jdist import methods, transforms
 from jdist.transforms import intervals
@@ -140,3 +143,24 @@ def late(**options):
 )
 def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda rate: methods.od_sgd(optax.sgd(0.1), rate, axis=None),
+    lambda rate: methods.muloco(rate, interval=2, axis=None),
+    lambda rate: methods.one_bit_adam(rate, warmup_steps=1, axis=None),
+    lambda rate: methods.diloco(
+      optax.sgd(0.1), 2, axis=None, outer_learning_rate=rate
+    ),
+  ],
+)
+def test_a_rate_may_be_an_integer_of_numpy(make):
+  params = {"w": jnp.ones((2, 2))}
+
+  def updates(rate):
+    optimizer = make(rate)
+    return optimizer.update(params, optimizer.init(params), params)[0]
+
+  chex.assert_trees_all_equal(updates(np.int64(2)), updates(2.0))

@@ -131,12 +131,11 @@ def outer_sgd(
   References:
     Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1 and table 5.
   """
-  checks.check_rate("outer_learning_rate", outer_learning_rate)
+  rate = checks.check_rate("outer_learning_rate", outer_learning_rate)
   if outer_momentum is not None:
     checks.check_continuous("outer_momentum", outer_momentum, high=1.0)
     outer_momentum = _as_float(outer_momentum)
-  rate = _as_float(outer_learning_rate)
-  return optax.sgd(rate, outer_momentum, nesterov=True)
+  return optax.sgd(_as_float(rate), outer_momentum, nesterov=True)
 
 
 def _as_float(x: Any) -> Any:
