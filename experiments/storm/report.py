@@ -26,27 +26,17 @@ _ENDS = {"SIGKILL": "a kill", "SIGCONT": "a stop", "heal": "a cut"}
 _COLOURS = {"SIGKILL": "#d55e00", "SIGSTOP": "#e69f00", "cut": "#cc79a7"}
 
 
-def pairs(rows):
-  """Returns storms and their undisturbed runs, in the order of seeds."""
-  calm = {
-    _key(x["config"], x["seed"]): x
-    for x in rows
-    if x["config"]["engine"] == "threads"
-  }
-  found = [
-    (x, calm[_key(x["config"], x["seed"])])
-    for x in rows
-    if x["config"]["faults_per_hour"]
-    and x["config"]["workers"] == run.PRESETS["full"].workers
-    and _key(x["config"], x["seed"]) in calm
-  ]
+def pairs(rows, name="full", calm="undisturbed"):
+  """Returns a preset's rows and their undisturbed runs, in order of seeds."""
+  calm = {x["seed"]: x for x in of(rows, calm)}
+  found = [(x, calm[x["seed"]]) for x in of(rows, name) if x["seed"] in calm]
   return sorted(found, key=lambda x: x[0]["seed"])
 
 
-def _key(config, seed):
-  """Returns what a storm and its undisturbed run have in common."""
-  names = ("workers", "merges", "interval", "rate", "decay")
-  return seed, *(config[x] for x in names)
+def of(rows, name):
+  """Returns the rows of a preset."""
+  config = run.config_of(run.PRESETS[name])
+  return [x for x in rows if x["config"] == config]
 
 
 def worse(storm, calm):
@@ -72,6 +62,12 @@ def share(row):
   return 100 * row["merged_share"]
 
 
+def share_of_all(row):
+  """Returns the percentage of all workers in a merge, on average."""
+  merged = statistics.mean(x[1] for x in row["merges"])
+  return 100 * merged / row["config"]["workers"]
+
+
 def _two(found):
   if not found:
     return "-"
@@ -93,56 +89,70 @@ def verdict(found):
   named = ", ".join(f"{counts[x]} {_NAMES[x]}" for x in _NAMES)
   merge_s = [x for row in storms for x in row["next_merge_s"]]
   gaps = [x for row in storms for x in row["merge_gap_s"]]
-  back_s = [x for row in storms for x in returns(row)[0]]
+  shares = [share(row) for row in storms]
+  losses = [worse(*x) for x in found]
+  mean, seeds = statistics.mean(losses), {x["seed"] for x in storms}
+  rounds = sum(row["updates"] for row in storms)
+  return "\n".join((
+    f"- {len(storms)} storms, {minutes:.1f} minutes with faults: {number} "
+    f"({named}), {60 * number / minutes:.1f} an hour.",
+    f"- Next merge after a fault: {statistics.median(merge_s):.1f} s in the "
+    f"median and {max(merge_s):.1f} s at most (aim {_MERGE_S:g}): "
+    f"{_met(max(merge_s) <= _MERGE_S)}; {sum(x <= _MERGE_S for x in merge_s)} "
+    f"of {len(merge_s)} within {_MERGE_S:g} s. The longest time between two "
+    f"merges is {max(gaps):.1f} s.",
+    *(
+      _back([x for x in storms if x["config"]["spares"] == spares], spares)
+      for spares in sorted({x["config"]["spares"] for x in storms})
+    ),
+    f"- Rounds that commit: {rounds} of {rounds}, since no merge depends on "
+    "any one worker (aim 97 %): met.",
+    f"- Of the living, {statistics.mean(shares):.1f} % take part in a merge in "
+    f"the mean, {min(shares):.1f} % in the worst run (aim {_LIVING:g}): "
+    f"{_met(min(shares) >= _LIVING)}. Of all workers, those away among them, "
+    f"{statistics.mean(map(share_of_all, storms)):.1f} % do.",
+    f"- Final loss against the undisturbed run: {mean:+.2f} % in the mean of "
+    f"{len(losses)} storms over {len(seeds)} seeds, from {min(losses):+.2f} to "
+    f"{max(losses):+.2f} % (aim {_LOSS:g}): {_met(mean <= _LOSS)} in the mean, "
+    f"{sum(x <= _LOSS for x in losses)} of {len(losses)} storms one by one.",
+  ))  # fmt: skip
+
+
+def _back(storms, spares):
+  """Returns how soon victims were back, with a number of waiting processes."""
+  found = [x for row in storms for x in returns(row)[0]]
   missing = sum(returns(row)[1] for row in storms)
   short = sum(row["short"] for row in storms)
-  within = sum(x <= _BACK_S for x in back_s)
   kinds = "; ".join(
     f"after {name} {statistics.median(own):.1f} and {max(own):.1f} s"
     for kind, name in _ENDS.items()
     if (own := [x for row in storms for x in returns(row, kind)[0]])
   )
-  shares = [share(row) for row in storms]
-  losses = [worse(*x) for x in found]
-  mean = statistics.mean(losses)
-  rounds = sum(row["updates"] for row in storms)
-  return "\n".join((
-    f"- {len(storms)} storms, {minutes:.1f} minutes of faults: {number} "
-    f"({named}), {60 * number / minutes:.1f} an hour.",
-    f"- Next merge after a fault: {statistics.median(merge_s):.1f} s in the "
-    f"median and {max(merge_s):.1f} s at most (aim {_MERGE_S:g}): "
-    f"{_met(max(merge_s) <= _MERGE_S)}. The longest time between two merges is "
-    f"{max(gaps):.1f} s.",
-    f"- The victim back: {statistics.median(back_s):.1f} s in the median and "
-    f"{max(back_s):.1f} s at most (aim {_BACK_S:g}): "
-    f"{_met(max(back_s) <= _BACK_S)}; {within} of {len(back_s)} within "
-    f"{_BACK_S:g} s ({kinds}). {missing} had not returned when a run ended, "
-    f"and {short} stops and cuts were over before the server noticed.",
-    f"- Rounds that commit: {rounds} of {rounds}, since no merge depends on "
-    "any one worker (aim 97 %): met.",
-    f"- Of the living, {statistics.mean(shares):.1f} % take part in a merge in "
-    f"the mean, {min(shares):.1f} % in the worst run (aim {_LIVING:g}): "
-    f"{_met(min(shares) >= _LIVING)}.",
-    f"- Final loss against the undisturbed run: {mean:+.2f} % in the mean of "
-    f"{len(losses)} seeds, from {min(losses):+.2f} to {max(losses):+.2f} % "
-    f"(aim {_LOSS:g}): {_met(mean <= _LOSS)} in the mean, "
-    f"{sum(x <= _LOSS for x in losses)} of {len(losses)} seeds one by one.",
-  ))  # fmt: skip
+  return (
+    f"- The victim back, with {spares} waiting "
+    f"process{'es' * (spares > 1)}: {statistics.median(found):.1f} s in the "
+    f"median and {max(found):.1f} s at most (aim {_BACK_S:g}): "
+    f"{_met(max(found) <= _BACK_S)}; {sum(x <= _BACK_S for x in found)} of "
+    f"{len(found)} within {_BACK_S:g} s ({kinds}). {missing} had not returned "
+    f"when a run ended, and {short} stops and cuts were over before the server "
+    "noticed."
+  )
 
 
 def table(found):
   """Returns the table of all storms."""
   return studies.table(
-    "seed | kills, stops, cuts | minutes | next merge, s: median, most | back "
-    "after a kill, s | after a stop, s | after a cut, s | living in a merge, % "
-    "| time between merges, s: median, most | final loss | undisturbed | more, "
-    "%",
+    "spares | seed | kills, stops, cuts | minutes | next merge, s: median, "
+    "most | back after a kill, s | after a stop, s | after a cut, s | living "
+    "in a merge, % | of all | time between merges, s: median, most | final "
+    "loss | undisturbed | more, %",
     [
       (
-        x["seed"], ", ".join(map(str, faults(x).values())),
+        x["config"]["spares"], x["seed"],
+        ", ".join(map(str, faults(x).values())),
         f"{x['wall_s'] / 60:.1f}", _two(x["next_merge_s"]),
         *(_two(returns(x, kind)[0]) for kind in _ENDS),
-        f"{share(x):.1f}", _two(x["merge_gap_s"]),
+        f"{share(x):.1f}", f"{share_of_all(x):.1f}", _two(x["merge_gap_s"]),
         f"{x['final_loss']:.5f}", f"{y['final_loss']:.5f}",
         f"{worse(x, y):+.2f}",
       )
@@ -159,36 +169,30 @@ def setting(rows, found):
     f"{config['step_s']:g} s, {config['merges']} merges; a merge waits for "
     f"{100 * config['quorum']:g} % of the members and then for the others at "
     f"most as long as a round; a worker without a push for "
-    f"{config['timeout_s']:g} s counts as lost; {config['spares']} waiting "
-    f"processes to take a place.",
+    f"{config['timeout_s']:g} s counts as lost.",
     f"- {config['faults_per_hour']:g} faults an hour, kills, stops and cuts "
     f"alike, after {config['calm_s']:g} s without any; stops and cuts last "
     f"{config['stop_s'][0]:g} to "
     f"{config['stop_s'][1]:g} s.",
   ]
   used = [x for pair in found for x in pair]
-  for row in rows:
-    paced = row["config"]["engine"] == "ray"
-    if not paced or row["config"]["faults_per_hour"]:
-      continue
-    used.append(row)
-    calm = [y for x, y in found if x["seed"] == row["seed"]]
-    for other in calm[:1]:
-      same = row["final_loss"] == other["final_loss"]
-      lines.append(
-        f"- Without faults, in processes with the pauses of a storm, seed "
-        f"{row['seed']}: a merge in {_two(row['merge_gap_s'])} s (median, "
-        f"most), final loss {'equal to the bit to' if same else 'not equal to'}"
-        f" that of the undisturbed run without pauses "
-        f"({row['final_loss']:.5f}, {other['final_loss']:.5f})."
-      )
+  for row, calm in pairs(rows, "paced", "paced-undisturbed"):
+    used += [row, calm]
+    same = row["final_loss"] == calm["final_loss"]
+    lines.append(
+      f"- Without faults, in processes with the pauses of a storm, seed "
+      f"{row['seed']}: a merge in {_two(row['merge_gap_s'])} s (median, most), "
+      f"final loss {'equal to the bit to' if same else 'not equal to'} that of "
+      f"the undisturbed run in threads ({row['final_loss']:.5f}, "
+      f"{calm['final_loss']:.5f})."
+    )
   commits = ", ".join(dict.fromkeys(x["commit"] for x in used))
   devices = ", ".join(dict.fromkeys(str(x["device"]) for x in used))
   lines.append(f"- {len(used)} rows, of the commits {commits}, on {devices}.")
   return "\n".join(lines)
 
 
-def draw(row, path):
+def draw(row, calm, path):
   """Draws who is a member, the faults, the merges and the loss."""
   plt = training.pyplot()
   figure, (top, middle, below) = plt.subplots(
@@ -230,10 +234,15 @@ def draw(row, path):
   middle.step(times, living, where="post", color="#999999", label="members")
   middle.plot(times, merged, ".", ms=3, color="#009e73", label="in the merge")
   middle.set_ylim(0, len(names) + 0.7)
+  middle.set_yticks(range(0, len(names) + 1, 2))
   middle.set_ylabel("workers")
   middle.legend(loc="lower right", ncols=2, frameon=False)
-  curve = [(x / 60, y) for x, y in row["curve"]]
-  below.plot(*zip(*curve, strict=True), color="#333333")
+  at = [x / 60 for x, _ in row["curve"]]
+  for of_run, style, label in ((calm, "#999999", "undisturbed, at the same "
+    "merges"), (row, "#333333", "storm")):  # fmt: skip
+    losses = [x for _, x in of_run["curve"]]
+    below.plot(at, losses, color=style, label=label)
+  below.legend(frameon=False)
   below.set(xlabel="minutes", ylabel="test loss", yscale="log")
   for axes in (top, middle, below):
     axes.set_xlim(0, row["wall_s"] / 60)
@@ -249,7 +258,7 @@ def main():
   parser.add_argument("--check", action="store_true")
   check = parser.parse_args().check
   rows = studies.read(run.ROWS)
-  found = pairs(rows)
+  found = pairs(rows) + pairs(rows, "one-spare")
   parts = {
     "verdict": verdict(found), "storms": table(found),
     "setting": setting(rows, found),
@@ -257,7 +266,7 @@ def main():
   print("\n\n".join(parts.values()))
   differs = studies.write({_FOLDER / "README.md": parts}, check=check)
   if not check:
-    draw(found[0][0], run.ROWS.parent / "storm.png")
+    draw(*found[0], run.ROWS.parent / "storm.png")
   return int(check and differs)
 
 

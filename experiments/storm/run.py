@@ -3,7 +3,7 @@
     python experiments/storm/run.py short          # 4 workers, minutes
     python experiments/storm/run.py full           # 8 workers, 5 seeds, hours
     python experiments/storm/run.py full 0 3       # of these seeds alone
-    python experiments/storm/run.py slow-tcp       # TCP as the system has it
+    python experiments/storm/run.py one-spare      # one waiting process, not 4
     python experiments/storm/run.py undisturbed    # without faults
     python experiments/storm/run.py paced          # with the pauses of a storm
 
@@ -77,7 +77,7 @@ class Storm:
   decay: float = 0.01
   step_s: float = 0.2
   timeout_s: float = 6.0
-  spares: int = 1
+  spares: int = 4
   rto_s: float | None = 5.0
   quorum: float = 0.5
   engine: str = "ray"
@@ -101,15 +101,24 @@ _SHORT = Storm(
   workers=4, merges=80, faults_per_hour=240.0, calm_s=10.0,
   stop_s=(5.0, 30.0), seeds=(0,),
 )  # fmt: skip
+# Whether pauses and processes change what is computed.
+_PACED = dataclasses.replace(_FULL, merges=60, faults_per_hour=0.0, seeds=(0,))
 PRESETS = {
   "full": _FULL,
   "undisturbed": undisturbed(_FULL),
-  "paced": dataclasses.replace(_FULL, faults_per_hour=0.0, seeds=(0,)),
-  # What the system's own interval costs after a cut.
-  "slow-tcp": dataclasses.replace(_FULL, rto_s=None, seeds=(0,)),
+  "paced": _PACED,
+  "paced-undisturbed": undisturbed(_PACED),
+  # Where several kills come within seconds, the later ones start cold.
+  "one-spare": dataclasses.replace(_FULL, spares=1),
   "short": _SHORT,
   "short-undisturbed": undisturbed(_SHORT),
 }
+
+
+def config_of(storm: Storm) -> dict[str, Any]:
+  """Returns the settings as a row has them, with lists in place of tuples."""
+  found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(storm)))
+  return found
 
 
 def rounds_of(storm: Storm, seed: int) -> elastic.Rounds:
@@ -361,8 +370,7 @@ def main(words: list[str]) -> None:
   elif "cut" in storm.kinds and storm.faults_per_hour:
     raise SystemExit("Cuts of links need root and `ip`.")
   known = training.read_rows(ROWS) if ROWS.exists() else []
-  # As JSON has it: lists in place of tuples.
-  config = json.loads(json.dumps(dataclasses.asdict(storm)))
+  config = config_of(storm)
   for seed in map(int, seeds or storm.seeds):
     if any((x["config"], x["seed"]) == (config, seed) for x in known):
       continue
