@@ -7,7 +7,9 @@ FROM python:3.13-slim
 ARG EXTRA=train
 WORKDIR /src
 COPY . .
-RUN pip install --no-cache-dir ".[${EXTRA}]" && useradd --create-home jdist
+# The versions and hashes are those of EXTRA=train; the other extras add to them.
+RUN pip install --no-cache-dir --require-hashes -r constraints.txt \
+  && pip install --no-cache-dir ".[${EXTRA}]" && useradd --create-home jdist
 USER jdist
 WORKDIR /home/jdist
 ENTRYPOINT ["jdist"]
