@@ -70,7 +70,7 @@ _MAY_USE = {
 # Every room may use these.
 _GROUND = {"checks", "signatures", "states"}
 # May use everything, and nobody may use them.
-_TOPS = {"cli", "__main__"}
+_TOPS = {"cli", "conformance", "__main__"}
 _EXTRAS = {
   "array_record",
   "grain",

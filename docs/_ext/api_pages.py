@@ -15,6 +15,7 @@ _GROUPS = {
     "jdist.transforms",
     "jdist.transforms.intervals",
     "jdist.methods",
+    "jdist.conformance",
     "jdist.states",
     "jdist.training",
     "jdist.training.comparison",

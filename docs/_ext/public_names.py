@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "jdist"
 # Modules without a folder whose functions users call.
-_SINGLE = ("states",)
+_SINGLE = ("conformance", "states")
 _KINDS = ("function", "class", "data", "module")
 
 

@@ -4,84 +4,20 @@ import ast
 import dataclasses
 import functools
 import inspect
+import pathlib
 import shutil
 import textwrap
+import tomllib
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jdist.cli import _options
 
-_OVERVIEW = """usage: jdist COMMAND [OPTIONS]
-
-Trains with little communication: local steps, delayed updates, compressed
-messages and more, on one device, many devices, or many hosts.
-
-commands:
-{commands}
-
-methods:
-{methods}
-
-examples:
-{examples}
-  jdist train --help
-      every option of a command
-
-presets: {presets}.
-They set the defaults, and options override them.
-
-exit status: 0 success, 2 wrong options, 3 diverged, 143 ended by SIGTERM (saved
-with --checkpoints), 75 another process was lost (run it again), 130
-interrupted.
-"""
-
-_EXAMPLES = {
-  "train": """
-  jdist train --method local_sgd --interval 16
-  jdist train --preset cifar10 --method diloco --checkpoints ckpt
-  jdist train --stages 2 --table ours --window 2 --model cnn    a pipeline
-  jdist train --preset tiny_shakespeare --stages 4 --method ssgd      on a text
-  jdist train --preset tiny_shakespeare --text FILE           on another text
-  # two processes: the same command with numbers 0 and 1
-  jdist train --coordinator-address host0:1234 --num-processes 2 --process-id 0
-""",
-  "compare": """
-  jdist compare --methods ssgd diloco --seeds 0 1 2 3 4
-  jdist compare --learning-rate 0.05 0.1 0.2      each method is tuned
-  jdist compare --alpha 0.1                       workers with unlike data
-""",
-  "overlap": """
-  jdist overlap --methods msdpu --model resnet50 --topology 8xh200
-  jdist overlap --methods ssgd local_sgd msdpu    one line each
-  jdist overlap --topology 2x8xh100 --interval 32
-""",
-  "advise": """
-  jdist advise --preset mnist --model lenet --bandwidth-mbit-per-s 100
-  jdist advise --step my_model:make --workers 4   a step of your own
-""",
-  "bytes": """
-  jdist bytes --methods ssgd topk_sgd powersgd --model resnet18 --workers 8
-  jdist bytes --methods topk_sgd --workers 32      payloads are gathered
-  jdist bytes --methods dgc one_bit_adam --warmup-steps 500   each phase
-""",
-  "pipeline": """
-  jdist pipeline draw zb_h1 --stages 4 --microbatches 8
-  jdist pipeline check mine.txt --sends blocking
-  jdist pipeline simulate naive gpipe 1f1b ours --cluster cluster.toml
-  jdist pipeline plan --costs layers.toml --cluster cluster.toml
-  jdist pipeline train 1f1b --stages 2 --microbatches 8
-""",
-  "simulate": """
-  jdist simulate cluster.toml
-  jdist simulate cluster.toml --protocols ssp --bound 1 --seconds 600
-""",
-  "launch": """
-  jdist launch -n 4 -- train --method diloco --checkpoints ckpt
-  jdist launch -n 16 --print slurm --gpus-per-node 8 -- train --checkpoints ckpt
-  jdist launch -n 4 --print kubernetes -- train --checkpoints /ckpt
-""",
-}
+_TEXTS = tomllib.loads(
+  (pathlib.Path(__file__).parent / "help.toml").read_text()
+)
+_EXAMPLES: dict[str, str] = _TEXTS["examples"]
 
 # Arguments that are given without the name of the option.
 _POSITIONAL = {
@@ -98,11 +34,11 @@ _IMPORT = (
 
 def overview(commands: Mapping[str, str]) -> str:
   """Returns the help of `jdist` itself, with a line for each command."""
-  return _OVERVIEW.format(
+  return str(_TEXTS["overview"]).format(
     commands="\n".join(_lines(commands)),
     methods="\n".join(_lines(_listed("train")[1])),
     # The first example of each command has no options of special use.
-    examples="\n".join(x.splitlines()[1] for x in _EXAMPLES.values()),
+    examples="\n".join(x.splitlines()[0] for x in _EXAMPLES.values()),
     presets=", ".join(_options.PRESETS),
   )
 
@@ -114,7 +50,7 @@ def options(name: str, defaults: Any) -> str:
   text = " ".join((type(defaults).__doc__ or "").split())
   parts = [
     f"usage: jdist {name} [OPTIONS]\n\n{textwrap.fill(text, width)}\n",
-    f"examples:{_EXAMPLES[name]}",
+    f"examples:\n{_EXAMPLES[name]}",
   ]
   # Annotations are strings or aliases until they are resolved.
   hints = typing.get_type_hints(type(defaults), include_extras=True)

@@ -4,7 +4,9 @@ import dataclasses
 import importlib
 import math
 import os
+import pathlib
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
@@ -13,52 +15,9 @@ from jdist.cli import _groups
 
 Options = TypeVar("Options")
 
-# Presets are for all commands: a learning rate of several values is the grid of
-# `compare`, and its first value is the learning rate of `train`.
-_SHORT = {"warmup_epochs": 0.1, "evaluate_every_epochs": 0.5}
-PRESETS: dict[str, dict[str, Any]] = {
-  # 144 digits are held out; a lucky seed predicts all of them at any rate, so
-  # that a rate is judged by three seeds.
-  "digits": {"learning_rate": (0.1, 0.025, 0.05, 0.2), "tuning_seeds": 3},
-  "mnist": {
-    "dataset": "mnist",
-    "model": "lenet",
-    "epochs": 2.0,
-    "learning_rate": (0.05,),
-    **_SHORT,
-  },
-  "cifar10": {
-    "dataset": "cifar10",
-    "model": "cnn",
-    "epochs": 4.0,
-    "warmup_epochs": 0.5,
-    "evaluate_every_epochs": 0.5,
-    "learning_rate": (0.05,),
-  },
-  "cifar10-gpu": {
-    "dataset": "cifar10",
-    "model": "resnet20",
-    "batch_size": 1024,
-    "epochs": 160.0,
-    "warmup_epochs": 5.0,
-    "weight_decay": 5e-4,
-    "evaluate_every_epochs": 5.0,
-    "learning_rate": (0.4,),
-    "dtype": "bfloat16",
-    "stream": True,
-  },
-  "tiny_shakespeare": {
-    "dataset": "tiny_shakespeare",
-    "model": "transformer",
-    "window_length": 64,
-    "num_layers": 2,
-    "width": 64,
-    "epochs": 2.0,
-    "optimizer": "adamw",
-    "learning_rate": (0.01,),
-    **_SHORT,
-  },
-}
+PRESETS: dict[str, dict[str, Any]] = tomllib.loads(
+  (pathlib.Path(__file__).parent / "presets.toml").read_text()
+)
 
 
 def with_preset(command: type[Options], name: str) -> Options:
@@ -69,10 +28,9 @@ def with_preset(command: type[Options], name: str) -> Options:
   check_name("--preset", name, PRESETS)
   # Commands lack some of a preset's options: `train` tunes nothing.
   changes = {key: x for key, x in PRESETS[name].items() if key in fields}
-  if "learning_rate" in fields and isinstance(
-    fields["learning_rate"].default, float
-  ):
-    changes["learning_rate"] = changes["learning_rate"][0]
+  if rates := changes.get("learning_rate"):
+    one = isinstance(fields["learning_rate"].default, float)
+    changes["learning_rate"] = rates[0] if one else tuple(rates)
   return command(**{"preset": name, **changes})
 
 

@@ -21,18 +21,14 @@ _REGISTRIES = {
   "models": ("models", "MODELS", ""),
   "datasets": ("data", "DATASETS", ""),
 }
-# The kind of part that an option names, and its words that name none.
-_NAMED: dict[str, tuple[str, tuple[str, ...]]] = {
-  "codec": ("codecs", ()),
-  "reducer": ("reducers", ("gather", "all_to_all")),
-  "feedback": ("feedbacks", ("none",)),
-  "outer": ("rules", ()),
-}
-_LISTED = {
+# The kind of part that an option names, and words that name none.
+_NAMED = {
   "method": "methods", "methods": "methods", "protocol": "protocols",
   "protocols": "protocols", "table": "tables", "tables": "tables",
-  "model": "models", "dataset": "datasets",
+  "model": "models", "dataset": "datasets", "codec": "codecs",
+  "reducer": "reducers", "feedback": "feedbacks", "outer": "rules",
 }  # fmt: skip
+_WORDS = {"reducers": ("gather", "all_to_all"), "feedbacks": ("none",)}
 
 
 def load(words: Sequence[str]) -> list[str]:
@@ -61,7 +57,7 @@ def resolve(options: Any) -> None:
   Raises:
     ValueError: If a module or a name does not exist.
   """
-  for name, kind in (_LISTED | {x: y for x, (y, _) in _NAMED.items()}).items():
+  for name, kind in _NAMED.items():
     found = getattr(options, name, None)
     option = _options.word(name)
     for one in found if isinstance(found, tuple) else (found,):
@@ -70,8 +66,8 @@ def resolve(options: Any) -> None:
       if own and one.partition(":")[0] not in _registry(kind):
         part = _options.load(option, one, f"MODULE:NAME of one of its {kind}")
         _add(kind, one, part)
-      if one and name in _NAMED:
-        known = (*_NAMED[name][1], *_registry(kind))
+      if one and _REGISTRIES[kind][1] == "PARTS":
+        known = (*_WORDS.get(kind, ()), *_registry(kind))
         _options.check_name(option, one, known)
 
 

@@ -119,12 +119,12 @@ def _check_data(options: _groups.Common) -> dict[str, str]:
   source = data.DATASETS.get(options.dataset)
   text = options.text is not None or options.dataset in data.TEXT_NAMES
   if callable(source):
-    text = isinstance(source("train"), data.TextDataset)
+    found = checks.call("--dataset", source, "train")
+    text = isinstance(found, data.TextDataset)
   takes_text = getattr(models.MODELS[options.model], "takes_tokens", False)
   if text and not takes_text:
     raise ValueError(
-      "`--model` must be transformer for a text, or another one of tokens, got "
-      f"{options.model}."
+      f"`--model` must be transformer for a text, got {options.model}."
     )
   if not text and takes_text:
     raise ValueError(

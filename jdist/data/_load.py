@@ -77,7 +77,9 @@ def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
   # data of all of them.
   images.setflags(write=False)
   labels.setflags(write=False)
-  return Dataset(name, split, images, labels, source.num_classes, mean, std)
+  return Dataset(
+    name, split, images, labels, source.num_classes, tuple(mean), tuple(std)
+  )
 
 
 def _draw(split: str) -> tuple[np.ndarray, np.ndarray]:
@@ -117,7 +119,7 @@ def _read_cached(
   return images, labels
 
 
-def _read_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _read_statistics(name: str) -> tuple[list[float], list[float]]:
   """Returns mean and deviation of the train split, measured if missing."""
   prepared = _prepare.require_prepared(name)
   mean, std = cached(
@@ -125,7 +127,7 @@ def _read_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     ("mean", "std"),
     lambda: _prepare.measure(_read_cached(name, "train", download=False)[0]),
   )
-  return tuple(mean.tolist()), tuple(std.tolist())
+  return mean.tolist(), std.tolist()
 
 
 @signatures.checked

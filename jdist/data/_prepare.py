@@ -7,8 +7,10 @@ import json
 import os
 import pathlib
 import re
+import tomllib
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +25,8 @@ _CHUNK = 1000
 class Source:
   """A data set, and its place in TensorFlow Datasets.
 
-  Mean and deviation are per channel, over all pixels of the train split, in raw
-  units; a test computes them again from the data.  If None, they are measured
-  when the set is decoded, and cached with it.
+  Mean and deviation of each channel are measured when the set is decoded, and
+  cached with it, if they are None.
   """
 
   num_classes: int
@@ -33,72 +34,18 @@ class Source:
   # One file of the download, which shows whether the server answers.
   url: str = ""
   test_split: str = "test"
-  mean: tuple[float, ...] | None = None
-  std: tuple[float, ...] | None = None
+  mean: Sequence[float] | None = None
+  std: Sequence[float] | None = None
   # Images of different sizes are cropped to this one.
   size: int | None = None
 
 
-def _cifar(
-  num_classes: int, mean: tuple[float, ...], std: tuple[float, ...]
-) -> Source:
-  name = f"cifar{num_classes}"
-  url = f"https://www.cs.toronto.edu/~kriz/cifar-{num_classes}-binary.tar.gz"
-  return Source(num_classes, name, url, mean=mean, std=std)
-
-
 # Every data set by its name: a `Source`, or a function of the split.
 DATASETS: dict[str, Any] = {
-  "synthetic": Source(10, mean=(127.0444140625,), std=(56.06049651562633,)),
-  "digits": Source(10, mean=(4.882173,), std=(6.018521,)),
-  "mnist": Source(
-    num_classes=10,
-    tfds_name="mnist",
-    url=(
-      "https://storage.googleapis.com/cvdf-datasets/mnist/"
-      "train-labels-idx1-ubyte.gz"
-    ),
-    mean=(33.31842,),
-    std=(78.56749,),
-  ),
-  "fashion_mnist": Source(
-    num_classes=10,
-    tfds_name="fashion_mnist",
-    url=(
-      "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
-      "train-labels-idx1-ubyte.gz"
-    ),
-  ),
-  "cifar10": _cifar(
-    10, (125.3069, 122.9504, 113.8654), (62.99322, 62.08871, 66.70490)
-  ),
-  "cifar100": _cifar(
-    100, (129.3042, 124.0700, 112.4341), (68.17024, 65.39181, 70.41837)
-  ),
-  "imagenette": Source(
-    num_classes=10,
-    tfds_name="imagenette/160px-v2",
-    url="https://s3.amazonaws.com/fast-ai-imageclas/imagenette2-160.tgz",
-    test_split="validation",
-    size=160,
-  ),
-  **{
-    f"imagenet_resized/{size}x{size}": Source(
-      1000,
-      f"imagenet_resized/{size}x{size}",
-      f"http://www.image-net.org/data/downsample/Imagenet{size}_val_npz.zip",
-      "validation",
-    )
-    for size in (8, 16, 32, 64)
-  },
-  "tiny_shakespeare": Source(
-    num_classes=256,
-    tfds_name="tiny_shakespeare",
-    url=(
-      "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
-      "tinyshakespeare/input.txt"
-    ),
-  ),
+  name: Source(**table)
+  for name, table in tomllib.loads(
+    (pathlib.Path(__file__).parent / "sources.toml").read_text()
+  ).items()
 }
 TEXT_NAMES = ("tiny_shakespeare",)  # The texts among them.
 

@@ -187,7 +187,6 @@ class SampleStream:
 
   Attributes:
     shared: Whether all workers take from one stream with one position.
-    part_sizes: Samples of each worker's part, or of the whole set if shared.
 
   Raises:
     ValueError: If an argument is out of range.
@@ -223,13 +222,6 @@ class SampleStream:
         seed=self._seed,
       )
     self._orders: dict[int, _Order] = {}
-
-  @property
-  def part_sizes(self) -> tuple[int, ...]:
-    """The number of samples of each worker's part."""
-    if self.shared:
-      return (len(self.dataset),) * self.num_workers
-    return tuple(map(len, self._parts))
 
   def indices(self, worker: int, start: int, count: int) -> np.ndarray:
     """Returns samples of the shared or the worker's stream, int64 [count].

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import methods, training, transforms
+from jdist import conformance, methods, training, transforms
 from jdist.cli import (
   _commands,
   _groups,
@@ -49,26 +49,11 @@ _NAMES = [name for name in methods.registry if name != _methods.TRAINED]
 def test_method_trains_towards_its_target(name, interval):
   options = _commands.Train(interval=interval, steps=120, momentum=0.5)
   budget = _methods.make_budget(options, 0.1, steps_per_epoch=4.0)
-  optimizer = _methods.build_method(name, options, budget, "worker")
-  params = {key: jnp.zeros(shape) for key, shape in _SHAPES.items()}
 
-  def one(target):
-    def body(carry, _):
-      w, state = carry
-      loss = sum(jnp.mean((x - target) ** 2) for x in w.values())
-      gradients = jax.tree.map(lambda x: x - target, w)
-      updates, state = optimizer.update(gradients, state, w, loss=loss)
-      return (transforms.apply_updates(w, updates, state), state), None
+  def build(*, axis):
+    return _methods.build_method(name, options, budget, axis)
 
-    carry = params, optimizer.init(params)
-    w, state = jax.lax.scan(body, carry, length=budget.num_steps)[0]
-    return transforms.anchor(state, w)
-
-  # The targets of the two workers lie around 3.
-  anchors = jax.jit(jax.vmap(one, axis_name="worker"))(jnp.array([2.0, 4.0]))
-  for x in jax.tree.leaves(anchors):
-    np.testing.assert_array_equal(x[0], x[1])
-    np.testing.assert_allclose(x, 3.0, atol=_FAR.get(name, 0.7))
+  conformance.check(methods.Method("", build), within=_FAR.get(name, 0.7))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """Parts of others: by `--import`, by MODULE:NAME, and by entry points."""
 
+import importlib
+import pathlib
 import sys
+import tomllib
 
 import jax.numpy as jnp
 import pytest
@@ -89,7 +92,7 @@ def folder(tmp_path, monkeypatch):
   for registry, entries in zip(_REGISTRIES, before, strict=True):
     registry.clear()
     registry.update(entries)
-  for name in ("outside", "outside_parts"):
+  for name in ("outside", "outside_parts", "powers_of_two", "test_powers"):
     sys.modules.pop(name, None)
 
 
@@ -155,6 +158,33 @@ def test_installed_package_brings_parts_by_entry_points(
   assert cli.main(["train"]) == 2
   told = capsys.readouterr().err
   assert "'int4' of codecs must have another name" in told
+
+
+_OWN = pathlib.Path(__file__).resolve().parents[2] / "docs" / "own_codec"
+
+
+def test_package_of_the_page_has_a_codec_for_every_command(
+  folder, monkeypatch, capsys
+):
+  """The example of docs/extending.md, as pip would have installed it."""
+  project = tomllib.loads((_OWN / "pyproject.toml").read_text())["project"]
+  (group,) = project["entry-points"]
+  about = folder / "powers_of_two-0.1.0.dist-info"
+  about.mkdir()
+  (about / "METADATA").write_text(
+    f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0.1.0\n"
+  )
+  points = [f"{x} = {y}" for x, y in project["entry-points"][group].items()]
+  (about / "entry_points.txt").write_text("\n".join([f"[{group}]", *points]))
+  monkeypatch.syspath_prepend(str(folder))
+  monkeypatch.syspath_prepend(str(_OWN))
+  words = "bytes --methods ssgd --codec powers --model lenet --workers 2"
+  assert cli.main(words.split()) == 0
+  # A byte each of 61,706 parameters, there and back.
+  assert "ssgd" in capsys.readouterr().out
+  codec = methods.PARTS["codecs"]["powers"]()
+  assert codec.num_bits(jnp.ones(61_706)) == 8 * 61_706
+  importlib.import_module("test_powers").test_powers_keep_the_laws()
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ def test_epoch_has_every_sample_once():
   shared = stream().indices(0, 0, len(DIGITS))
   assert sorted(shared) == list(range(len(DIGITS)))
   own = stream(owned=True)
-  parts = [own.indices(i, 0, own.part_sizes[i]) for i in range(4)]
+  sizes = map(len, data.partition(DIGITS.labels, 4, seed=0))
+  parts = [own.indices(i, 0, size) for i, size in enumerate(sizes)]
   assert sorted(np.concatenate(parts)) == list(range(len(DIGITS)))
 
 

@@ -8,8 +8,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from jdist import server
+from jdist import conformance, server
 from jdist.server import _messages
+from tests import _thinned
 
 BATCHES = server.SpeedBatches(total=64)
 PROTOCOLS = {
@@ -171,6 +172,30 @@ def test_each_push_is_applied_once_or_discarded(name, num_workers, seed):
   assert len(net.state.tasks) <= protocol.depth * num_workers
   if isinstance(protocol, server.SSP):
     assert max(net.ahead) <= protocol.bound
+
+
+@pytest.mark.parametrize(
+  "name",
+  _thinned.some(list(PROTOCOLS), ["bsp with backups", "h_ps", "decoupled"]),
+)
+def test_protocol_keeps_the_laws_on_the_clock(name):
+  pytest.importorskip("simpy")
+  conformance.check(PROTOCOLS[name])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Waiting(server.Protocol):
+  """Waits for ever from the tenth task on."""
+
+  def on_pull(self, state, worker, actions):
+    if state.next_task < 10:
+      super().on_pull(state, worker, actions)
+
+
+def test_protocol_that_waits_for_ever_is_named():
+  pytest.importorskip("simpy")
+  with pytest.raises(AssertionError, match="no worker waits for ever"):
+    conformance.check(Waiting())
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)

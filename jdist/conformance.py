@@ -1,0 +1,186 @@
+"""Laws that every part keeps: codecs, methods, protocols and tables.
+
+The tests of this package call `check` for its own parts, and those of another
+package for theirs.
+"""
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdist import cluster, codecs, methods, pipeline, server, transforms
+
+_SHAPES = ((), (0,), (1,), (7,), (256,), (3, 171))
+# This makes a full block of 256 and a short one, and is no multiple of 5 or 8.
+_SIZE = 283
+_SIZES = ((1, 1), (1, 4), (2, 1), (2, 8), (3, 5), (4, 4), (4, 8), (8, 16))
+
+
+def check(part: Any, *, sees_all: bool = True, within: float = 1.3) -> None:
+  """Checks the laws of a part, each in small cases.
+
+  - A codec's packed bytes are `num_bits`, for arrays of several shapes and
+    dtypes, and decode to the array's shape and dtype; its states have no array
+    of size zero; it gives the same under `jit` and `vmap`; finite entries stay
+    finite, and what is not finite stays visible; it compares by its settings.
+  - A method of two workers takes steps towards the targets of both; its state
+    has no array of size zero, and the workers agree on their anchor to the bit.
+  - A protocol, on a virtual clock whose machines fail and return, makes updates
+    for ever, keeps the members that are there, and repeats itself.
+  - A table of each size that it takes has all actions, in an order that can
+    run, within its window of versions, and is equal to its text.
+
+  Args:
+    part: A `codecs.Codec`, `methods.Method`, `server.Protocol` or
+      `pipeline.TableEntry`.
+    sees_all: Whether a codec must show each entry that is not finite; those
+      that send random entries do not.
+    within: The largest distance of a method's anchor from the middle of the
+      targets, 2 and 4, after 120 steps from 0 with a learning rate of 0.1.
+
+  Raises:
+    AssertionError: If a law is broken; names it.
+    ValueError: If the part is of another kind.
+    ImportError: For a protocol, if SimPy is not installed (`jdist[sim]`).
+
+  >>> check(codecs.Sign())
+  """
+  if isinstance(part, codecs.Codec):
+    _check_codec(part, sees_all)
+  elif isinstance(part, methods.Method):
+    _check_method(part, within)
+  elif isinstance(part, server.Protocol):
+    _check_protocol(part)
+  elif isinstance(part, pipeline.TableEntry):
+    _check_table(part)
+  else:
+    raise ValueError(
+      "`part` must be a codec, a method, a protocol or the entry of a table, "
+      f"got a {type(part).__name__}."
+    )
+
+
+def _hold(law: Any, text: str) -> None:
+  if not law:
+    raise AssertionError(text)
+
+
+def _check_codec(codec: codecs.Codec, sees_all: bool) -> None:
+  def run(x: Any, key: Any) -> Any:
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    payload, state = codec.encode(x, codec.init(like), key)
+    return payload, codec.decode(payload, state, like), state
+
+  same = type(codec)(**vars(codec))
+  _hold(codec == same and hash(codec) == hash(same), "equal settings are equal")
+  key, granule = jax.random.key(0), codec.granule()
+  for shape, dtype in itertools.product(_SHAPES, (jnp.float32, jnp.bfloat16)):
+    like = jax.ShapeDtypeStruct(shape, dtype)
+    payload, found, state = jax.eval_shape(run, like, key)
+    sent = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(payload))
+    told = -(-codec.num_bits(like) // 8)
+    _hold(sent == told, f"{like} is {told} bytes by `num_bits`, {sent} packed")
+    _hold((found.shape, found.dtype) == (shape, dtype), f"{like} is {found}")
+    full = not like.size or all(x.size for x in jax.tree.leaves(state))
+    _hold(full, "no array of a state has size zero")
+    part = jax.ShapeDtypeStruct((max(like.size, 1) * granule,), dtype)
+    whole = dtype != jnp.float32 or codec.num_bits(part) % 8 == 0
+    _hold(whole, "parts of a granule are whole bytes")
+  xs = np.random.default_rng(0).normal(size=(3, _SIZE)).astype(np.float32)
+  keys = jax.random.split(key, 3)
+  compiled = jax.jit(run).lower(xs[0], key).compile()
+  rows = jax.jit(jax.vmap(run))(xs, keys)
+  for i in range(3):
+    both = jax.tree.map(lambda x, i=i: x[i], rows), compiled(xs[i], keys[i])
+    for row, one in zip(*map(jax.tree.leaves, both), strict=True):
+      _hold((row.shape, row.dtype) == (one.shape, one.dtype), "`vmap` keeps it")
+      equal = np.allclose(np.float32(row), np.float32(one), 1e-6, 1e-7)
+      _hold(equal, "`vmap` gives what a loop gives")
+  ends = np.where(np.arange(_SIZE) % 2, 1, -1) * np.finfo(np.float32).max
+  for x in (ends, np.abs(ends), np.where(np.arange(_SIZE) % 5, xs[0], ends)):
+    found = compiled(np.float32(x), key)[1]
+    _hold(np.all(np.isfinite(found)), "finite entries stay finite")
+  for value in (np.nan, -np.nan, np.inf, -np.inf) if sees_all else ():
+    for place in (0, 131, _SIZE - 1):
+      found = compiled(np.where(np.arange(_SIZE) == place, value, xs[0]), key)
+      _hold(not np.isfinite(found[1][place]), f"{value} stays visible")
+
+
+def _check_method(method: methods.Method, within: float) -> None:
+  run = methods.Run(120, 4, optax.constant_schedule(0.1), interval=3)
+  start = {"a": jnp.zeros(3), "b": jnp.zeros((2, 2)), "c": jnp.zeros(())}
+  start |= {"d": jnp.zeros(5)}
+  chain = method.build(optax.sgd(0.1), run, axis="worker")
+
+  def train(target: jax.Array) -> Any:
+    def step(carry: Any, _: None) -> Any:
+      w, state = carry
+      loss = sum(jnp.mean((x - target) ** 2) for x in w.values())
+      gradients = jax.tree.map(lambda x: x - target, w)
+      updates, state = chain.update(gradients, state, w, loss=loss)
+      return (transforms.apply_updates(w, updates, state), state), None
+
+    carry = start, chain.init(start)
+    w, state = jax.lax.scan(step, carry, length=run.num_steps)[0]
+    return transforms.anchor(state, w), state
+
+  # Their middle is the target of both.
+  two = jax.jit(jax.vmap(train, axis_name="worker"))
+  anchors, state = two(jnp.array([2.0, 4.0]))
+  _hold(all(x.size for x in jax.tree.leaves(state)), "no state has size zero")
+  for x in jax.tree.leaves(anchors):
+    _hold(np.array_equal(x[0], x[1]), "workers agree on the anchor to the bit")
+    _hold(np.all(abs(x - 3) <= within), f"anchors come near to 3, got {x[0]}")
+
+
+def _check_table(entry: pipeline.TableEntry) -> None:
+  made = 0
+  for stages, microbatches in _SIZES:
+    try:
+      table = entry.factory(stages, microbatches)
+    except ValueError:  # Some tables need a multiple of the stages.
+      continue
+    made += 1
+    report = pipeline.check_table(table)
+    _hold(sorted(table) == sorted(table.expected()), "each action occurs once")
+    least = 1 if table.weights != "delayed" else max(report.versions)
+    _hold(least <= table.window, "versions stay within the window")
+    text = pipeline.format_table(table)
+    _hold(pipeline.parse_table(text) == table, "a table is equal to its text")
+  _hold(made, f"a table takes one of {_SIZES} stages and micro-batches")
+
+
+def _check_protocol(protocol: server.Protocol) -> None:
+  away = {"b": ((3.2, 3.4), (7.1, 20.0)), "c": ((11.0, math.inf),)}
+  away["d"] = ((0.0, 5.0),)
+  machines = cluster.Cluster(
+    tuple(
+      cluster.Node(
+        name,
+        jitter=jitter,
+        outages=tuple(cluster.Outage(*x) for x in away.get(name, ())),
+      )
+      for name, jitter in (("a", 0.2), ("b", 0.0), ("c", 0.1), ("d", 0.0))
+    )
+  )
+
+  def run(seconds: float) -> server.Simulation:
+    costs = cluster.Profile(seconds_per_sample=1 / 64)
+    found = server.Simulation(machines, protocol, costs)
+    found.run(seconds=seconds)
+    return found
+
+  early, late, again = run(40.0), run(120.0), run(120.0)
+  states = dataclasses.asdict(late.state), dataclasses.asdict(again.state)
+  _hold(states[0] == states[1], "equal messages have equal answers")
+  _hold(late.events == again.events, "equal messages have equal answers")
+  _hold(set(late.state.members) == {"a", "b", "d"}, "those that are there stay")
+  _hold(late.state.version > early.state.version, "no worker waits for ever")
+  tasks = len(late.state.tasks)
+  _hold(tasks <= 3 * protocol.depth, "tasks of workers that left end")
