@@ -163,10 +163,10 @@ def check_int(
 # Modules whose package has another name on the index.
 _PACKAGES = {
   "PIL": "pillow",
-  "matplotlib": "matplotlib",
   "orbax": "orbax-checkpoint",
   "sklearn": "scikit-learn",
   "tensorflow_datasets": "tensorflow-datasets",
+  "vl_convert": "vl-convert-python",
 }
 
 

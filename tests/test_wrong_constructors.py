@@ -98,7 +98,6 @@ ROOMS = {
     "plot_trace": {"trace": TRACE, "path": FOLDER / "trace.png"},
     "ring_messages": {"num_workers": 2},
     "star": {"links": {"a": LINK}, "centre": "b"},
-    "time_unit": {"seconds": 1.0},
     "workers": {"speeds": [1.0, 2.0]},
   },
   "data": {
@@ -143,7 +142,6 @@ ROOMS = {
       "program": "", "device": cluster.Device("a", 1.0, 1.0), "link": LINK,
     },
     "gpu_target": {"text": "8xh200"},
-    "plot_forecasts": {"forecasts": {}, "path": FOLDER / "forecasts.png"},
     "read_collectives": {"program": ""},
     "read_loop": {"program": ""},
   },
@@ -187,10 +185,6 @@ ROOMS = {
     "mean": {"rows": [ROW], "value": "accuracy"},
     "mean_and_spread": {"rows": [ROW], "value": "accuracy"},
     "paired_difference": {"rows": [ROW], "base": [ROW]},
-    "picture": {"path": FOLDER / "picture.png"},
-    "plot_comparison": {
-      "rows": [ROW], "path": FOLDER / "comparison.png", "link": LINK,
-    },
     "summarize": {"records": [RECORD]},
     "tune": {"learning_rates": [0.1], "measure": lambda rate: [ROW]},
     "compare": {

@@ -138,7 +138,7 @@ def draw(found: Found, path: pathlib.Path) -> None:
   upright = len(speeds) > 1
   shape = (len(sharings), len(speeds)) if upright else (1, len(sharings))
   config = next(iter(next(iter(found.values())).values()))[0]["config"]
-  with comparison.picture(
+  with studies.picture(
     path, *shape, sharey="row" if upright else False, legend=4,
     figsize=(1.5 + 3.2 * shape[1], 1.5 + 2.7 * shape[0]),
     grid={"which": "both"},
@@ -167,7 +167,7 @@ def draw(found: Found, path: pathlib.Path) -> None:
 
 def draw_staleness(runs: Runs, path: pathlib.Path, title: str) -> None:
   """Draws which part of the gradients was at least how stale."""
-  with comparison.picture(path, figsize=(7.5, 4.4), grid={"lw": 0.8}) as (
+  with studies.picture(path, figsize=(7.5, 4.4), grid={"lw": 0.8}) as (
     (axes,),
   ):
     for name in [x for x in _COLOURS if x in runs]:

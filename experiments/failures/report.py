@@ -79,7 +79,7 @@ def draw(
 ) -> None:
   """Draws goodput over the time down, and accuracy with failures."""
   num = len(by_size) + bool(with_gradients)
-  with comparison.picture(path, 1, num, figsize=(4.2 * num, 4.4), legend=7) as (
+  with studies.picture(path, 1, num, figsize=(4.2 * num, 4.4), legend=7) as (
     grid,
   ):
     for axes, (workers, rows) in zip(grid, by_size.items(), strict=False):

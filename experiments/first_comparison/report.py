@@ -332,7 +332,7 @@ _COLORS = {
 def draw(found: Found, path: pathlib.Path) -> None:
   """Draws accuracy over bytes, rounds and modelled seconds."""
   link = protocol.LINK
-  with comparison.picture(
+  with studies.picture(
     path, 1, 3, legend=(len(found.runs) + 1) // 2, figsize=(13, 4.8),
     sharey=True, grid={"alpha": 0.25, "lw": 0.6},
   ) as (grid,):  # fmt: skip

@@ -191,7 +191,7 @@ def draw(rows: Sequence[comparison.Row], path: pathlib.Path) -> None:
   rates = _rates(rows)
   all_speeds = list(dict.fromkeys(key[0] for key in rates))
   ratios = list(dict.fromkeys(key[1] for key in rates))
-  with comparison.picture(
+  with studies.picture(
     path, 1, len(all_speeds), sharey=True, legend=8,
     figsize=(2.6 * len(all_speeds), 3.9),
   ) as (grid,):  # fmt: skip
@@ -274,7 +274,7 @@ def draw_trained(
 ) -> None:
   """Draws accuracy over virtual time, the mean of the seeds."""
   num = len(by_setting)
-  with comparison.picture(path, 1, num, figsize=(5.2 * num, 4.0)) as (grid,):
+  with studies.picture(path, 1, num, figsize=(5.2 * num, 4.0)) as (grid,):
     for axes, (setting, rows) in zip(grid, by_setting.items(), strict=True):
       runs = studies.best_runs(rows, comparison.by_loss)
       for name, own in runs.items():

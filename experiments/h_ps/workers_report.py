@@ -16,7 +16,6 @@ import setups
 import studies
 
 from jdist import training
-from jdist.training import comparison
 
 Row: TypeAlias = dict[str, Any]
 
@@ -99,7 +98,7 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
   """Draws how stale each worker's gradients were: real above, clock below."""
   runs = studies.group(rows, lambda row: row["name"])
   columns = 3
-  with comparison.picture(
+  with studies.picture(
     path, -(-len(runs) // columns), columns, figsize=(13, 10), dpi=110, grid={},
     title="Part of each worker's gradients by staleness: on Ray above each "
     "line (orange), on the clock below it (blue)",

@@ -167,7 +167,7 @@ def draw(runs: Runs, path: pathlib.Path) -> None:
   lowest = min(mean - spread for mean, spread in shown)
   lowest -= (best - lowest) / 20
   some = runs[_BASE][0]
-  with comparison.picture(path, figsize=(7.5, 4.8), grid={"lw": 0.8}) as (
+  with studies.picture(path, figsize=(7.5, 4.8), grid={"lw": 0.8}) as (
     (axes,),
   ):
     axes.spines[["top", "right"]].set_visible(True)

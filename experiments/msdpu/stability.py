@@ -16,7 +16,6 @@ import numpy as np
 import studies
 
 from jdist import checks, training
-from jdist.training import comparison
 
 # The searched range of rates times curvatures; training stays inside of it.
 _LOWEST, _HIGHEST, _STEPS = 1e-4, 8.0, 400
@@ -157,7 +156,7 @@ def rows() -> list[dict[str, Any]]:
 
 def draw(found: list[dict[str, Any]], path: pathlib.Path) -> None:
   """Draws a line for each case."""
-  with comparison.picture(path, figsize=(7.0, 4.2), grid={"lw": 0.8}) as (
+  with studies.picture(path, figsize=(7.0, 4.2), grid={"lw": 0.8}) as (
     (axes,),
   ):
     axes.spines[["top", "right"]].set_visible(True)

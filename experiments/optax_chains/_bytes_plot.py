@@ -24,7 +24,7 @@ def plot_bytes(
   """
   # Many variants need more room for their labels.
   size = (7.5, 4.8) if len(runs) < 12 else (10.5, 6.8)
-  with comparison.picture(path, figsize=size, grid={"lw": 0.8}) as grid:
+  with studies.picture(path, figsize=size, grid={"lw": 0.8}) as grid:
     axes: Any = grid[0, 0]
     axes.spines[["top", "right"]].set_visible(True)
     labels = []

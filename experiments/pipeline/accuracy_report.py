@@ -192,7 +192,7 @@ def draw(runs: Runs, path: pathlib.Path) -> None:
   """Draws test loss over epochs by window, and accuracy over simulated time."""
   config = runs[_BASE][0]["config"]
   stages, epochs = config["stages"], config["epochs"]
-  with comparison.picture(
+  with studies.picture(
     path, 1, 3, figsize=(13.0, 4.6),
     title=f"{config['dataset']}, {config['samples'] or 'all'} samples, "
     f"{config['model']}, batches of {config['batch_size']}: mean over seeds, "

@@ -101,27 +101,17 @@ def draw(row: Row, spans: list[Any], path: pathlib.Path) -> None:
   machines = measured.cluster_of(row["processes"], link)
   simulated = pipeline.simulate(table, costs, machines).trace
   found = cluster.Trace(cluster.Span(*values) for values in spans)
-  rows = [f"device {i}" for i in range(row["processes"])]
-  end_s = 1.01 * max(found.end_s, simulated.end_s)
-  figure = matplotlib.figure.Figure(
-    figsize=(11, 1.8 + 0.64 * len(rows)), layout="constrained"
-  )
-  above, below = figure.subplots(2, sharex=True)
-  for axes, trace, title in (
-    (above, found, "measured"),
-    (below, simulated, "simulated"),
-  ):
-    cluster.draw_trace(
-      trace,
-      axes,
-      rows=rows,
-      end_s=end_s,
-      colours=pipeline.PIPELINE_COLOURS,
-      legend=axes is above,
-    )
-    axes.set_title(title, loc="left", fontsize=10)
-  above.set_xlabel("")
-  figure.savefig(path, dpi=120)
+  spans = [
+    span._replace(resource=f"{span.resource}, {title}")
+    for title, trace in (("measured", found), ("simulated", simulated))
+    for span in trace
+  ]
+  rows = [
+    f"device {i}, {title}"
+    for title in ("measured", "simulated")
+    for i in range(row["processes"])
+  ]
+  cluster.plot_trace(cluster.Trace(spans), path, resources=rows)
 
 
 def runtime_table(rows: list[Row]) -> str:

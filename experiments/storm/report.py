@@ -15,8 +15,6 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 import run
 import studies
 
-from jdist import training
-
 _FOLDER = pathlib.Path(__file__).resolve().parent
 # The aims: seconds to the next merge and to a return, percent of the living in
 # a merge, percent of the final loss.
@@ -194,7 +192,11 @@ def setting(rows, found):
 
 def draw(row, calm, path):
   """Draws who is a member, the faults, the merges and the loss."""
-  plt = training.pyplot()
+  import matplotlib
+
+  matplotlib.use("Agg")
+  from matplotlib import pyplot as plt
+
   figure, (top, middle, below) = plt.subplots(
     3, 1, sharex=True, figsize=(11, 7.5), height_ratios=(4, 1.6, 1.6)
   )

@@ -29,7 +29,7 @@ _COMMANDS: dict[str, tuple[type[Any], str, str]] = {
   "train": (_commands.Train, "_train.train",
             "train one model with one method"),
   "compare": (_commands.Compare, "_compare.compare",
-              "compare methods: one table, one picture"),
+              "compare methods: one table, one page"),
   "advise": (_commands.Advise, "programs._advise.advise",
              "whether communicating less pays on a link"),
   "overlap": (_commands.Overlap, "programs._overlap.overlap",
@@ -40,6 +40,8 @@ _COMMANDS: dict[str, tuple[type[Any], str, str]] = {
                "a parameter server on unequal machines"),
   "pipeline": (_commands.Pipeline, "pipelines._pipeline.run",
                "draw, check, simulate or plan a pipeline's table"),
+  "report": (_commands.Report, "report._page.report",
+             "one page of a directory's runs"),
   "launch": (_commands.Launch, "launch._launch.launch",
              "start a run in several processes, here or on a cluster"),
 }  # fmt: skip

@@ -56,7 +56,7 @@ class Train(
 
 @dataclasses.dataclass(frozen=True)
 class Compare(_groups.LinkOptions, _groups.Common):
-  """Compares methods and seeds: the same budget, one table, one picture.
+  """Compares methods and seeds: the same budget, one table, one page.
 
   With several learning rates, each method is first tuned on a held-out part of
   the training set. All methods start from the same grid, which is extended
@@ -161,7 +161,7 @@ class Overlap(
   """Local steps of a round, H."""
 
   output: _groups.Directory = None
-  """Directory for rows and picture (default: a new one under runs/)."""
+  """Directory for rows and timelines (default: a new one under runs/)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Simulate(_server_options.ProtocolOptions):
   worker)."""
 
   output: _groups.Directory = None
-  """Directory for rows, pictures and timelines (default: a new one under
+  """Directory for rows, a page and timelines (default: a new one under
   runs/)."""
 
 
@@ -242,7 +242,7 @@ class Simulate(_server_options.ProtocolOptions):
 class Pipeline:
   """Draws, checks or simulates pipeline tables, which say which device does
   what in which order; or plans which layers, table and micro-batches are the
-  fastest on a cluster. A simulation or a plan writes a table, rows, pictures
+  fastest on a cluster. A simulation or a plan writes a table, rows, a page
   and timelines. Nothing is trained, except by `jdist pipeline train TABLE`,
   which is short for `jdist train --stages 4 --table TABLE` and takes its
   options.
@@ -332,8 +332,20 @@ class Pipeline:
   parameters: 1 for momentum, 2 for Adam."""
 
   output: _groups.Directory = option(None, needs=_TIMED)
-  """Directory for rows, pictures and timelines (default: a new one under
+  """Directory for rows, a page and timelines (default: a new one under
   runs/)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report(_groups.LinkOptions):
+  """Writes report.html into the directory of a run or a comparison: what was
+  run, where and how to repeat it, curves over steps, bytes, rounds and seconds,
+  and a table of the runs. The page is one file and asks no host for anything.
+  `train`, `compare` and `simulate` write it while they run.
+  """
+
+  folder: tyro.conf.Positional[str] = ""
+  """The directory, with rows.jsonl or status.json."""
 
 
 @dataclasses.dataclass(frozen=True)

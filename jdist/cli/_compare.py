@@ -1,12 +1,13 @@
-"""`jdist compare`: methods and seeds, same budget, one table, one picture."""
+"""`jdist compare`: methods and seeds, same budget, one table, one page."""
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdist import cluster, data, models, training
+from jdist import data, training
 from jdist.cli import (
   _commands,
   _methods,
@@ -15,6 +16,7 @@ from jdist.cli import (
   _run_end,
   _workload,
 )
+from jdist.cli.report import _status
 from jdist.training import comparison
 
 # Options that may differ between rows of one comparison.
@@ -29,22 +31,18 @@ _TUNING_SEED = 10_000
 
 
 def compare(options: _commands.Compare) -> None:
-  """Runs the comparison, and writes rows, a table and a picture."""
+  """Runs the comparison, and writes rows, a table and a page."""
   options = _workload.named(options)
   study = _check(options)
-  workload = _workload.build(options)
-  link = cluster.Link(
-    bandwidth_bits_per_s=options.bandwidth_mbit_per_s * 1e6,
-    latency_s=options.latency_ms / 1e3,
-  )
-  # Every method is built once, so that each refusal precedes any output.
-  for method in options.methods:
-    _workload.Prepared(workload, options, method, options.learning_rate[0])
-  output = _output.output_directory(
-    options.output, f"compare-{options.dataset}"
-  )
+  with _output.doing("preparing data and models"):
+    workload = _workload.build(options)
+    # Every method is built once, so that each refusal precedes any output.
+    for method in options.methods:
+      _workload.Prepared(workload, options, method, options.learning_rate[0])
+  heading = _workload.heading(options, workload, ", ".join(options.methods))
   console = _output.console()
-  console.print(_heading(workload, options))
+  status = _status.Status(options, f"compare-{options.dataset}", heading)
+  output = status.output
   rows = comparison.Rows(
     output / "rows.jsonl",
     dataclasses.asdict(options),
@@ -61,32 +59,39 @@ def compare(options: _commands.Compare) -> None:
   if len(options.learning_rate) > 1:
     rates = len(options.methods) * len(options.learning_rate)
     trials += rates * options.tuning_seeds
-  with training.Progress(1, "all runs") as bar:
+  chosen = dict.fromkeys(options.methods, options.learning_rate[0])
+  with status:
 
     def on_tuned(method: str, tuned: comparison.Tuned) -> None:
-      with bar.aside():
-        _print_tuned(console, method, tuned)
+      chosen[method] = tuned.best
+      _print_tuned(console, method, tuned)
 
-    found = comparison.compare(
-      study,
-      rows,
-      _Fit(options, workload, bar, max(trials - len(rows), 1)),
-      # The loss of a language model says more than its accuracy.
-      rank=comparison.by_loss
-      if isinstance(workload.train, data.TextDataset)
-      else comparison.quality,
-      on_tuned=on_tuned,
-    )
-  if not found.rows:  # There is nothing to draw.
+    try:
+      found = comparison.compare(
+        study,
+        rows,
+        _Fit(options, workload, rows, status, max(trials - len(rows), 1)),
+        # The loss of a language model says more than its accuracy.
+        rank=comparison.by_loss
+        if isinstance(workload.train, data.TextDataset)
+        else comparison.quality,
+        on_tuned=on_tuned,
+      )
+    except KeyboardInterrupt:
+      ended: dict[str, list[comparison.Row]] = {}
+      for method, rate in chosen.items():
+        pairs = (
+          comparison.Trial("comparison", method, rate, x) for x in options.seeds
+        )
+        ended[method] = list(filter(None, map(rows.find, pairs)))
+      _print_table(console, {x: y for x, y in ended.items() if y}, options)
+      raise KeyboardInterrupt(
+        f"{len(rows)} rows are saved in {output}. This resumes: "
+        f"{status.command}"
+      ) from None
+    _print_table(console, found.rows, options)
+    _output.finish(output, options)
     _raise_diverged(found)
-  console.print(_table(found, options))
-  comparison.plot_comparison(
-    [row for runs in found.rows.values() for row in runs],
-    output / "compare.png",
-    link,
-  )
-  _output.print_files(output, ["compare"], timelines=False)
-  _raise_diverged(found)
 
 
 @dataclasses.dataclass
@@ -95,8 +100,9 @@ class _Fit:
 
   options: _commands.Compare
   workload: comparison.Workload
-  # One bar shows all trials; it is extended when tuning adds rates.
-  bar: training.Progress
+  rows: comparison.Rows
+  # Its bar shows all trials, and is extended when tuning adds rates.
+  status: _status.Status
   trials: int
 
   def __post_init__(self) -> None:
@@ -124,15 +130,25 @@ class _Fit:
       label = f"tuning {trial.variant} {trial.learning_rate:g}"
     steps, begun = prepared.budget.num_steps, self._begun
     self._begun += 1
-    self.bar.extend(max(self.trials, self._begun) * steps)
-    records = prepared.run(
-      trial.seed,
-      label=lambda step, text: self.bar.update(
-        begun * steps + step, f"{label}  {text}"
-      ),
+    total = max(self.trials, self._begun) * steps
+    self.status.bar.extend(total)
+    done: list[training.Record] = []
+
+    def on_record(record: training.Record) -> None:
+      done.append(record)
+      self.status.note(row=self.rows.make_row(trial, measured()))
+
+    def measured() -> dict[str, Any]:
+      workers = self.options.workers
+      return {"workers": workers, **comparison.summarize(done)}
+
+    self.status.note(num_steps=total)
+    on_step = functools.partial(
+      self.status.step, run=label, before=begun * steps
     )
-    workers = self.options.workers
-    return {"workers": workers, **comparison.summarize(records)}
+    prepared.run(trial.seed, label=on_step, on_record=on_record)
+    self.status.note(row=None)
+    return measured()
 
 
 def _check(options: _commands.Compare) -> comparison.Study:
@@ -187,29 +203,24 @@ def _print_tuned(console: Any, method: str, tuned: comparison.Tuned) -> None:
     )
 
 
-def _heading(workload: comparison.Workload, options: _commands.Compare) -> str:
-  size = models.num_params(workload.model(0))
-  samples = _workload.words(workload.train)
-  return (
-    f"{options.dataset}: {len(workload.train)} training and "
-    f"{len(workload.test)} test {samples}; {options.model}, {size:,} "
-    f"parameters; N = {options.workers} workers "
-    f"({workload.workers.substrate}), {options.batch_size} "
-    f"{samples.split()[0]} a step."
-  )
-
-
 def _bits(row: comparison.Row) -> float:
   bits = row["bits_per_token"]
   return math.nan if bits is None else float(bits)  # It has diverged.
 
 
-def _table(found: comparison.Compared, options: _commands.Compare) -> Any:
-  base = next(iter(found.rows))
-  text = "bits_per_token" in found.rows[base][0]
+def _print_table(
+  console: Any,
+  found: dict[str, list[comparison.Row]],
+  options: _commands.Compare,
+) -> None:
+  """Prints what is known of each method; nothing if that is nothing."""
+  if not found:
+    return
+  base = next(iter(found))
+  text = "bits_per_token" in found[base][0]
   value = _bits if text else comparison.accuracy
   digits = 3 if text else 2
-  sent = {x: comparison.mean(y, "sent_bytes") for x, y in found.rows.items()}
+  sent = {x: comparison.mean(y, "sent_bytes") for x, y in found.items()}
 
   def name(method: str, runs: _Runs) -> str:
     wrong = sum(row["test_loss"] is None for row in runs)
@@ -222,7 +233,7 @@ def _table(found: comparison.Compared, options: _commands.Compare) -> Any:
 
   def difference(method: str, runs: _Runs) -> str:
     # Seeds are paired: a difference of the same seed has less variance.
-    more = comparison.paired_difference(runs, found.rows[base], value=value)
+    more = comparison.paired_difference(runs, found[base], value=value)
     if more is None or method == base:
       return "-"
     return f"{more.mean:+.{digits}f} ± {more.high - more.mean:.{digits}f}"
@@ -252,12 +263,14 @@ def _table(found: comparison.Compared, options: _commands.Compare) -> Any:
     )
   else:
     del columns[f"more than {base}"]
-  return _output.table(
-    f"{options.dataset}, {options.model}, N = {options.workers} workers, "
-    f"{len(options.seeds)} seed{'s' if len(options.seeds) > 1 else ''}",
-    caption,
-    columns,
-    found.rows.items(),
+  console.print(
+    _output.table(
+      f"{options.dataset}, {options.model}, N = {options.workers} workers, "
+      f"{len(options.seeds)} seed{'s' if len(options.seeds) > 1 else ''}",
+      caption,
+      columns,
+      found.items(),
+    )
   )
 
 

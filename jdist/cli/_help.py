@@ -19,12 +19,6 @@ _TEXTS = tomllib.loads(
 )
 _EXAMPLES: dict[str, str] = _TEXTS["examples"]
 
-# Arguments that are given without the name of the option.
-_POSITIONAL = {
-  ("simulate", "cluster"): "CLUSTER.toml",
-  ("pipeline", "action"): "draw|check|simulate|plan",
-  ("pipeline", "tables"): "TABLE [TABLE ...]",
-}
 _COLUMN = 30
 _IMPORT = (
   "Module of your own, also in the current directory, that is imported first; "
@@ -59,14 +53,14 @@ def options(name: str, defaults: Any) -> str:
     if title == "options" and name != "launch":
       parts.append(_entry("--import MODULE", _IMPORT, width))
     for field, text in documents.items():
-      form = _POSITIONAL.get((name, field))
+      form = _options.POSITIONAL.get((name, field))
       if form is None:
         form = f"{_options.word(field)} {_kind(hints[field], field)}"
         if (value := getattr(defaults, field)) not in (None, ()):
           text = f"{text} [{_shown(value)}]"
       parts.append(_entry(form, text, width))
     parts.append("")
-  if name != "launch":
+  if name not in ("launch", "report"):
     kind, listed = _listed(name)
     parts += [f"{kind}:", *_lines(listed)]
   return "\n".join(parts) + "\n"

@@ -5,6 +5,7 @@ import importlib
 import math
 import os
 import pathlib
+import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,13 @@ from jdist.cli import _groups
 
 Options = TypeVar("Options")
 
+# Arguments that are given without the name of the option.
+POSITIONAL = {
+  ("simulate", "cluster"): "CLUSTER.toml",
+  ("report", "folder"): "DIR",
+  ("pipeline", "action"): "draw|check|simulate|plan",
+  ("pipeline", "tables"): "TABLE [TABLE ...]",
+}
 PRESETS: dict[str, dict[str, Any]] = tomllib.loads(
   (pathlib.Path(__file__).parent / "presets.toml").read_text()
 )
@@ -55,6 +63,34 @@ def identity(options: Any, elsewhere: Iterable[str]) -> dict[str, object]:
 def word(name: str) -> str:
   """Returns an option as it is typed."""
   return f"--{name.replace('_', '-')}"
+
+
+def command_line(options: Any, output: object = None) -> str:
+  """Returns the command of some options, with a directory for its output."""
+  chosen = {name: getattr(options, name) for name in given(options)}
+  # `launch` gives each process its place.
+  number = chosen.get("num_processes")
+  for name in _groups.ProcessOptions.__dataclass_fields__:
+    chosen.pop(name, None)
+  if chosen.get("text") is not None:
+    del chosen["dataset"]  # It is the text's name and hash.
+  if output is not None:
+    chosen["output"] = output
+  if getattr(options, "preset", "digits") != "digits":
+    chosen = {"preset": options.preset} | chosen
+  command = type(options).__name__.lower()
+  words = ["launch", "-n", str(number), "--"] if number else []
+  words = ["jdist", *words, command]
+  # An option of several values would take what stands behind it.
+  for name in sorted(chosen, key=lambda x: (command, x) not in POSITIONAL):
+    value = chosen[name]
+    if isinstance(value, bool):
+      words.append(word(name if value else f"no_{name}"))
+      continue
+    if (command, name) not in POSITIONAL:
+      words.append(word(name))
+    words += map(str, value if isinstance(value, tuple) else (value,))
+  return shlex.join(words)
 
 
 def check_name(option: str, name: str, known: Iterable[str]) -> None:

@@ -2,12 +2,15 @@
 
 import contextlib
 import datetime
+import importlib.util
 import os
 import pathlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+
+from jdist import checks
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
 
@@ -37,16 +40,21 @@ def make_directory(option: str, path: str | pathlib.Path) -> None:
   ) from cause
 
 
-def print_files(
-  output: pathlib.Path, names: Iterable[str] = (), *, timelines: bool = True
+def finish(
+  output: pathlib.Path, options: Any = None, *, timelines: bool = False
 ) -> None:
-  """Prints where rows are, and the pictures and timelines of some names."""
+  """Writes the page of a directory, and prints where everything is."""
   # Rich's console would break a long path into lines.
   print(f"Rows: {output / 'rows.jsonl'}")
-  for name in names:
-    print(f"Picture: {output / f'{name}.png'}")
-  if names and timelines:
+  if timelines:
     print(f"Timelines for https://ui.perfetto.dev: {output}/*.json")
+  if importlib.util.find_spec("vl_convert"):
+    # The import takes long.
+    from jdist.cli.report import _page
+
+    print(f"Report: {_page.write(output, options)}")
+  else:
+    print(f"A report needs {checks.install({'vl_convert': 'report'})}")
 
 
 def table(
@@ -92,6 +100,14 @@ def warnings_in_a_line() -> Iterator[None]:
     yield
   finally:
     warnings.formatwarning = before
+
+
+def doing(what: str) -> Any:
+  """Returns a context that shows on a terminal what takes its time."""
+  # The import takes long.
+  from rich import console
+
+  return console.Console(file=sys.stderr).status(what)
 
 
 def console() -> Any:

@@ -1,7 +1,6 @@
 """Ends of runs: with a row, refused (2), diverged (3), to be repeated (75)."""
 
 import contextlib
-import dataclasses
 import errno
 import os
 import pathlib
@@ -64,25 +63,6 @@ def passes(error: BaseException | None) -> bool:
   return False
 
 
-def write_row(
-  output: pathlib.Path,
-  options: Any,
-  records: "list[training.Record]",
-  **more: Any,
-) -> None:
-  """Appends a run's row with a summary of its records, and prints its path."""
-  # Imported here, because every command imports this file, `--help` too.
-  from jdist import training
-  from jdist.training import comparison
-
-  names = ("method", "learning_rate", "workers")
-  fields = {name: getattr(options, name) for name in names}
-  fields |= comparison.summarize(records) | more
-  row = training.make_row(dataclasses.asdict(options), options.seed, **fields)
-  training.append_rows(output / "rows.jsonl", [row])
-  print(f"Row: {output / 'rows.jsonl'}")
-
-
 def check(options: Any, records: Any, saved: bool) -> None:
   """Raises a DivergedError if the run has diverged by its last record."""
   last = records[-1]
@@ -106,17 +86,20 @@ def check(options: Any, records: Any, saved: bool) -> None:
 
 @contextlib.contextmanager
 def explained(
-  folder: str | None,
+  options: Any,
   newest: Callable[[], str | None],
   unit: str,
-  total: str = "",
+  total: int | None,
+  output: pathlib.Path,
 ) -> Iterator[None]:
   """Explains in words of the command line why the training within has ended.
 
-  `newest` names the newest checkpoint in the folder, `unit` is the singular of
-  what the run counts, and `total` is printed behind the last step.
+  `newest` names the newest checkpoint, `unit` is the singular of what the run
+  counts up to `total`, and `output` has the records so far.
   """
   from jdist import server, training
+
+  folder, of = options.checkpoints, "" if total is None else f" of {total}"
 
   def kept(what: str | None) -> str:
     if what is None:
@@ -133,13 +116,14 @@ def explained(
       f"{error} The same command starts from the {start}."
     ) from None
   except KeyboardInterrupt:
-    # Without checkpoints a message about them would only confuse.
-    said = [] if folder is None else [kept(newest())]
-    raise KeyboardInterrupt(*said) from None
+    said = "no step is saved, as there is no `--checkpoints DIR`."
+    if folder is not None:
+      said = kept(newest())
+    raise KeyboardInterrupt(f"{said} Its curve is in {output}.") from None
   except training.PreemptedError as stop:
     saved = kept("which") if stop.saved else f"and {kept(newest())}"
     raise TerminatedError(
-      f"ended after {unit} {stop.step}{total}, {saved}"
+      f"ended after {unit} {stop.step}{of}, {saved}"
     ) from None
 
 

@@ -16,6 +16,7 @@ from jdist.cli import (
   _trained,
   _workload,
 )
+from jdist.cli.report import _status
 from jdist.training import comparison
 
 
@@ -29,15 +30,17 @@ def train(options: _commands.Train) -> None:
   # devices, which the data and the model need.
   if options.stages is None:
     _options.join_processes(options, options.workers, common)
-    programs: Any = _workload.Prepared(
-      _workload.build(options), options, options.method, options.learning_rate
-    )
+    with _output.doing("preparing data and model"):
+      programs: Any = _workload.Prepared(
+        _workload.build(options), options, options.method, options.learning_rate
+      )
   else:
     from jdist.cli.pipelines import _pipeline_run
 
     table = _pipeline_run.check(options)
     _options.join_processes(options, options.workers * options.stages, common)
-    programs = _pipeline_run.prepare(options, table)
+    with _output.doing("preparing data and model"):
+      programs = _pipeline_run.prepare(options, table)
   run(options, programs)
 
 
@@ -48,12 +51,15 @@ def run(options: _commands.Train, programs: Any) -> None:
   if first:
     _workload.make_directories(options)
 
+  num_steps = programs.budget.num_steps
+
   def show(record: training.Record) -> None:
+    status.record(record)
     if not first:
       return
     if board is not None:
       board.write(record)
-    _workload.print_record(record, programs.budget.num_steps, workload.train)
+    _workload.print_record(record, num_steps, workload.train)
 
   resumed: dict[str, int] = {}
 
@@ -74,6 +80,10 @@ def run(options: _commands.Train, programs: Any) -> None:
     return None if step is None else f"step {step}"
 
   with contextlib.ExitStack() as stack:
+    heading = _workload.heading(options, workload, options.method)
+    label = f"train-{options.dataset}"
+    status = _status.Status(options, label, heading, num_steps)
+    stack.enter_context(status)
     if options.checkpoints is not None:
       checkpoints = training.Checkpoints(
         options.checkpoints,
@@ -84,11 +94,10 @@ def run(options: _commands.Train, programs: Any) -> None:
     # Only the first process writes: all of them have the same records.
     if first and options.tensorboard is not None:
       board = stack.enter_context(training.MetricsWriter(options.tensorboard))
-    total = f" of {programs.budget.num_steps}"
-    with _run_end.explained(options.checkpoints, newest, "step", total):
+    with _run_end.explained(options, newest, "step", num_steps, status.output):
       records = programs.run(
         options.seed,
-        label=options.method if first else None,
+        label=status.step,
         on_record=show,
         checkpoints=checkpoints,
         checkpoint_every=workload.steps(options.checkpoint_every_epochs),
@@ -98,12 +107,8 @@ def run(options: _commands.Train, programs: Any) -> None:
         stop_on_sigterm=True,
         **ends,
       )
-  if first:
-    output = _output.output_directory(
-      options.output, f"train-{options.dataset}"
-    )
-    _run_end.write_row(output, options, records, **resumed)
-  _run_end.check(options, records, newest() is not None)
+    status.end(records, **resumed)
+    _run_end.check(options, records, newest() is not None)
 
 
 def _save_model(

@@ -86,7 +86,6 @@ def check(options: _groups.Common) -> None:
   needed = _check_data(options)
   for option, module, extra in (
     ("checkpoints", "orbax.checkpoint", "checkpoints"),
-    ("methods", "matplotlib", "plots"),
     ("tensorboard", "tensorboardX", "metrics"),
     ("final_params", "safetensors", "export"),
   ):
@@ -284,7 +283,6 @@ class Prepared:
     self,
     seed: int,
     *,
-    label: str | Callable[[int, str], None] | None = None,
     on_end: Callable[[Any, Any], None] | None = None,
     **fit: Any,
   ) -> list[training.Record]:
@@ -296,7 +294,6 @@ class Prepared:
       seed,
       self.budget.num_steps,
       evaluate_every=self.workload.steps(self.options.evaluate_every_epochs),
-      label=label,
       **fit,
     )
     # The evaluated model is the anchor, which all workers share.
@@ -346,6 +343,23 @@ def of_trainer(
     if transforms.streams(state.opt_state):
       found["stream_steps"] = _methods.STREAM_STEPS
   return found
+
+
+def heading(options: Any, workload: comparison.Workload, methods: str) -> str:
+  """Returns what is about to be run, and which options are not defaults."""
+  size = models.num_params(workload.model(0))
+  samples = words(workload.train)
+  ours = [x for x in _options.given(options) if x != "output"]
+  given = ", ".join(map(_options.word, ours)) or "no option"
+  return (
+    f"{methods}. {options.dataset}: {len(workload.train)} training and "
+    f"{len(workload.test)} test {samples}; {options.model}, {size:,} "
+    f"parameters; N = {options.workers} workers "
+    f"({workload.workers.substrate}), {options.batch_size} "
+    f"{samples.split()[0]} a step; {options.epochs:g} epochs on "
+    f"{training.make_row({}, 0)['device']}. {given} given; the others have the "
+    f"defaults of the preset {options.preset}."
+  )
 
 
 def words(dataset: AnyDataset) -> str:

@@ -12,9 +12,7 @@ from jdist.cluster._node import Node as Node
 from jdist.cluster._node import Outage as Outage
 from jdist.cluster._node import Slowdown as Slowdown
 from jdist.cluster._profile import Profile as Profile
-from jdist.cluster._trace import draw_trace as draw_trace
 from jdist.cluster._trace import plot_trace as plot_trace
 from jdist.cluster._trace import Span as Span
-from jdist.cluster._trace import time_unit as time_unit
 from jdist.cluster._trace import Trace as Trace
 from jdist.cluster._virtual_network import Network as Network

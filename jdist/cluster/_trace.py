@@ -4,20 +4,18 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jdist import checks, signatures
 
 # Colours from Paul Tol's palettes, which colour-blind readers can tell apart.
 _COLOURS = {
-  "compute": "#4477aa",
-  "push": "#ee6677",
-  "pull": "#228833",
-  "communicate": "#ee6677",
-  "away": "#bbbbbb",
-  "update": "#ccbb44",
-}
+  "compute": "#4477aa", "push": "#ee6677", "pull": "#228833",
+  "communicate": "#ee6677", "away": "#bbbbbb", "update": "#ccbb44",
+  "forward": "#4477aa", "backward": "#66ccee", "weight": "#228833",
+  "activation": "#ee6677", "gradient": "#aa3377",
+}  # fmt: skip
 _MORE = ("#66ccee", "#aa3377", "#999933", "#882255")
 
 
@@ -173,7 +171,6 @@ def plot_trace(
   title: str = "",
   resources: Sequence[str] | None = None,
   end_s: float | None = None,
-  colours: Mapping[str, str] | None = None,
 ) -> pathlib.Path:
   """Draws a Gantt chart and writes it to a file.
 
@@ -184,7 +181,6 @@ def plot_trace(
     resources: The rows from top to bottom; all, in the order of their first
       spans, if None.
     end_s: The end of the time axis; the end of the last span if None.
-    colours: Colours of further kinds.
 
   Returns:
     The path.
@@ -194,6 +190,7 @@ def plot_trace(
   """
   # The figure class, and not pyplot, which would keep every figure alive.
   import matplotlib.figure
+  import matplotlib.patches
 
   rows = list(trace.resources if resources is None else resources)
   if not rows:
@@ -201,43 +198,9 @@ def plot_trace(
   figure = matplotlib.figure.Figure(
     figsize=(11, 1.2 + 0.32 * len(rows)), layout="constrained"
   )
-  draw_trace(trace, figure.subplots(), rows=rows, end_s=end_s, colours=colours)
-  if title:
-    figure.suptitle(title, x=0.01, ha="left")
-  path = pathlib.Path(path)
-  figure.savefig(path, dpi=150)
-  return path
-
-
-def draw_trace(
-  trace: Trace,
-  axes: Any,
-  *,
-  rows: Sequence[str],
-  end_s: float | None = None,
-  colours: Mapping[str, str] | None = None,
-  looks: Mapping[str, Mapping[str, Any]] | None = None,
-  legend: bool = True,
-) -> list[Any]:
-  """Draws a trace into axes of matplotlib.
-
-  Args:
-    trace: The spans to draw.
-    axes: Axes of matplotlib.
-    rows: The resources from top to bottom.
-    end_s: The end of the time axis; the end of the last span if None.
-    colours: Colours of further kinds.
-    looks: Arguments of matplotlib's bars by kind.
-    legend: Whether to draw a legend of the kinds.
-
-  Returns:
-    The handles of the legend, one for each kind.
-  """
-  import matplotlib.patches
-
+  axes = figure.subplots()
   end = trace.end_s if end_s is None else checks.check_number("end_s", end_s)
-  scale, unit = time_unit(end)
-  known = {**_COLOURS, **(colours or {})}
+  scale, unit = _time_unit(end)
   more = iter(_MORE * 4)
   of_kind: dict[str, dict[int, list[tuple[float, float]]]] = {}
   places = {name: i for i, name in enumerate(rows)}
@@ -249,17 +212,14 @@ def draw_trace(
       )
   handles = []
   for kind, bars in of_kind.items():
-    look = {
-      "facecolor": known.get(kind) or next(more),
+    look: dict[str, Any] = {
+      "facecolor": _COLOURS.get(kind) or next(more),
       "edgecolor": "white",
       "linewidth": 0.3,
-      **(looks or {}).get(kind, {}),
     }
     handles.append(matplotlib.patches.Patch(label=kind, **look))
     for place, spans in bars.items():
-      # A thousand seams between touching bars would make them look pale.
-      bars_shown = spans if look["linewidth"] else _joined(spans)
-      axes.broken_barh(bars_shown, (place - 0.38, 0.76), **look)
+      axes.broken_barh(spans, (place - 0.38, 0.76), **look)
   axes.set_yticks(range(len(rows)), rows)
   # The first row is on top, as in a table.
   axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -267,35 +227,24 @@ def draw_trace(
   axes.set_xlabel(f"time, {unit}")
   axes.spines[["top", "right", "left"]].set_visible(False)
   axes.tick_params(axis="y", length=0)
-  if legend:
-    axes.legend(
-      handles=handles,
-      loc="lower right",
-      bbox_to_anchor=(1, 1),
-      ncols=len(handles) or 1,
-      frameon=False,
-    )
-  return handles
+  axes.legend(
+    handles=handles,
+    loc="lower right",
+    bbox_to_anchor=(1, 1),
+    ncols=len(handles) or 1,
+    frameon=False,
+  )
+  if title:
+    figure.suptitle(title, x=0.01, ha="left")
+  path = pathlib.Path(path)
+  figure.savefig(path, dpi=150)
+  return path
 
 
-def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-  """Joins spans (start, length) where one begins at the end of another."""
-  joined: list[tuple[float, float]] = []
-  for start, length in sorted(spans):
-    # A sum of times is rounded, so that touching ends may differ a little.
-    if joined and start <= sum(joined[-1]) * (1 + 1e-12):
-      first = joined[-1][0]
-      joined[-1] = first, max(sum(joined[-1]), start + length) - first
-    else:
-      joined.append((start, length))
-  return joined
-
-
-@signatures.checked
-def time_unit(seconds: float) -> tuple[float, str]:
+def _time_unit(seconds: float) -> tuple[float, str]:
   """Returns a factor and a unit in which a time has one to four digits.
 
-  >>> time_unit(0.02)
+  >>> _time_unit(0.02)
   (1000.0, 'ms')
   """
   for factor, unit in ((1.0, "s"), (1e3, "ms")):

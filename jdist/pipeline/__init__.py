@@ -14,9 +14,6 @@ from jdist.pipeline.planning._plan import Plan as Plan
 from jdist.pipeline.planning._plan_search import plan as plan
 from jdist.pipeline.planning._replanner import Proposal as Proposal
 from jdist.pipeline.planning._replanner import Replanner as Replanner
-from jdist.pipeline.planning._simulator import (
-  PIPELINE_COLOURS as PIPELINE_COLOURS,
-)
 from jdist.pipeline.planning._simulator import PipelineTimes as PipelineTimes
 from jdist.pipeline.planning._simulator import simulate as simulate
 from jdist.pipeline.processes._adaptive_run import AdaptiveRun as AdaptiveRun

@@ -6,7 +6,6 @@ of the optimized program.
 
 from jdist.profiling._forecast import Forecast as Forecast
 from jdist.profiling._forecast import forecast as forecast
-from jdist.profiling._forecast import plot_forecasts as plot_forecasts
 from jdist.profiling._gpu_target import abstract as abstract
 from jdist.profiling._gpu_target import abstract_state as abstract_state
 from jdist.profiling._gpu_target import check_compiler as check_compiler

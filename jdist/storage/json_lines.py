@@ -1,11 +1,14 @@
 """Files to which lines are appended, each one JSON value."""
 
 import json
+import math
 import mmap
 import os
 import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+import numpy as np
 
 from jdist.storage import sealed_json
 
@@ -31,6 +34,17 @@ def append(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
       f"a row could not be written to {path}: {error.strerror}. Make room, or "
       "take another `path`."
     ) from error
+
+
+def plain(x: Any) -> Any:
+  """Returns a value as JSON can hold it, with null for what is not finite."""
+  if isinstance(x, dict):
+    return {name: plain(value) for name, value in x.items()}
+  if isinstance(x, list | tuple):
+    return [plain(value) for value in x]
+  if isinstance(x, np.generic):
+    x = x.item()
+  return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def write(path: pathlib.Path, values: Iterable[Any]) -> None:

@@ -56,6 +56,11 @@ def read(path: pathlib.Path, *, form: int) -> Any:
   return body
 
 
+def write_text(path: pathlib.Path, text: str) -> None:
+  """Writes a text that is there whole or not at all."""
+  write_whole(path, text.encode())
+
+
 def write_whole(
   path: pathlib.Path, data: bytes | Callable[[IO[bytes]], object]
 ) -> None:

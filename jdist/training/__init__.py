@@ -18,7 +18,6 @@ from jdist.training._losses import masked_mean as masked_mean
 from jdist.training._model_file import load_metadata as load_metadata
 from jdist.training._model_file import load_model as load_model
 from jdist.training._model_file import save_model as save_model
-from jdist.training._pyplot import pyplot as pyplot
 from jdist.training._resize import resize as resize
 from jdist.training._results import append_rows as append_rows
 from jdist.training._results import make_row as make_row

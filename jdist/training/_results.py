@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import numpy as np
 
 from jdist import channel, checks, signatures
 from jdist.storage import json_lines
@@ -60,24 +59,13 @@ def append_rows(
     OSError: If the rows cannot be written, for instance because the disk is
       full.
   """
-  json_lines.append(path, map(_plain, rows))
+  json_lines.append(path, map(json_lines.plain, rows))
 
 
 @signatures.checked
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Reads all rows of a file, except a last line that was cut off."""
   return list(json_lines.read(path))
-
-
-def _plain(x: Any) -> Any:
-  """Returns a value as JSON can hold it."""
-  if isinstance(x, dict):
-    return {name: _plain(value) for name, value in x.items()}
-  if isinstance(x, list | tuple):
-    return [_plain(value) for value in x]
-  if isinstance(x, np.generic):
-    x = x.item()
-  return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 @functools.cache

@@ -29,7 +29,8 @@ def rows(tmp_path):
 
 def test_row_and_output_name_the_members(train, tmp_path, capsys):
   assert train("--method", "diloco") == 0
-  lines = capsys.readouterr().out.splitlines()
+  out = capsys.readouterr().out
+  lines = out[out.index("worker0 joined") :].splitlines()
   assert lines[0].startswith("worker0 joined at 0 s, update 0: 2 members")
   assert "100.0 % of the living in a merge" in lines[2]
   (row,) = rows(tmp_path)

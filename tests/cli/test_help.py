@@ -16,7 +16,7 @@ _COMMANDS = {"train": _commands.Train, "compare": _commands.Compare}
 _ALL = _COMMANDS | {
   "overlap": _commands.Overlap, "bytes": _commands.Bytes,
   "simulate": _commands.Simulate, "pipeline": _commands.Pipeline,
-  "launch": _commands.Launch,
+  "launch": _commands.Launch, "report": _commands.Report,
 }  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def test_every_option_is_shown_once_and_explained(command, capsys):
     "command", "train",
   }  # fmt: skip
   for name, told in fields.items():
-    option = _help._POSITIONAL.get((command, name), _options.word(name))
+    option = _options.POSITIONAL.get((command, name), _options.word(name))
     shown = [x for x in text.splitlines() if x.startswith(f"  {option} ")]
     assert len(shown) == 1, name
     assert told[:20] in " ".join(text.split()), name

@@ -1,6 +1,7 @@
 """An interrupt ends a command at any place in the code."""
 
 import functools
+import json
 import subprocess
 import sys
 import textwrap
@@ -57,7 +58,11 @@ def test_interrupted_run_says_what_is_saved(tmp_path, monkeypatch, capsys):
 
   saved = f"--checkpoints {tmp_path / 'c'} --checkpoint-every-epochs 0.01"
   for at, more, told in (
-    (1, "", "interrupted."),
+    (
+      1,
+      "",
+      "interrupted: no step is saved, as there is no `--checkpoints DIR`.",
+    ),
     (1, saved, "interrupted: nothing is saved."),
     # A step is saved after it has been evaluated.
     (
@@ -69,7 +74,11 @@ def test_interrupted_run_says_what_is_saved(tmp_path, monkeypatch, capsys):
   ):
     monkeypatch.setattr(_workload, "loss", functools.partial(interrupted, at))
     assert cli.main(f"{words} {more}".split()) == 130
-    assert capsys.readouterr().err == f"jdist: {told}\n"
+    curve = f"Its curve is in {tmp_path}."
+    assert capsys.readouterr().err == f"jdist: {told} {curve}\n"
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == (
+      "interrupted"
+    )
 
 
 def test_other_unraisable_errors_are_reported_as_usual():

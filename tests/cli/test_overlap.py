@@ -155,7 +155,7 @@ def run(tmp_path, capsys):
     )
     out, error = capsys.readouterr()
     assert status == 0, error
-    assert (output / "overlap.png").read_bytes().startswith(b"\x89PNG")
+    assert "Timelines" in (output / "report.html").read_text()
     lines = (output / "rows.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines], out
 

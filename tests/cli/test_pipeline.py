@@ -52,7 +52,6 @@ def test_tables_are_simulated_and_compared(capsys, tmp_path):
   assert found["pipedream"] == pytest.approx(3)
   for name in names:
     assert f"│ {name} " in told
-    assert (output / f"{name}.png").stat().st_size > 1000
     assert json.loads((output / f"{name}.json").read_text())["traceEvents"]
 
 
@@ -92,7 +91,7 @@ def test_plan_is_printed_and_its_table_can_be_checked(capsys, tmp_path):
   assert {row["table"] for row in rows} == {"1f1b", "ours"}
   assert rows[0]["table"] == "ours" and rows[0]["cuts"] == [2]
   assert rows[0]["samples_per_s"] == pytest.approx(1 / 6)
-  assert (output / "plan.png").stat().st_size > 1000
+  assert json.loads((output / "plan.json").read_text())["traceEvents"]
   assert f"jdist train --stages 2 --table {output}" in told.replace("\n", "")
   told = _run(f"check {output / 'table.txt'}", capsys)
   assert "delay of the gradients, by stage: 1 1" in told

@@ -1,6 +1,8 @@
 """`jdist train --protocol`: runs of servers on the virtual clock."""
 
+import json
 import os
+import shlex
 import signal
 
 import pytest
@@ -55,8 +57,10 @@ def test_run_trains_evaluates_and_resumes(words, tmp_path, capsys, monkeypatch):
   assert cli.main(words) == 0
   again = capsys.readouterr().out.splitlines()
   first = rows(tmp_path)[0]
-  assert again[0] == f"Nothing left to train: update {first['steps']}."
-  assert again[1] == out.splitlines()[1] and len(again) == 3
+  assert again[-3] == f"Nothing left to train: update {first['steps']}."
+  assert again[-2] == out.splitlines()[-2] and again[-1].startswith("Row: ")
+  status = json.loads(next(tmp_path.rglob("status.json")).read_text())
+  assert cli.main(shlex.split(status["command"])[1:]) == 0
   # SIGTERM arrives at the first of its two records.
   half, other = first["curve"][0]["step"], str(tmp_path / "other")
   with monkeypatch.context() as patch:
@@ -70,9 +74,9 @@ def test_run_trains_evaluates_and_resumes(words, tmp_path, capsys, monkeypatch):
   )
   assert cli.main([*words, "--checkpoints", other]) == 0
   resumed_out = capsys.readouterr().out.splitlines()
-  assert resumed_out[0] == f"Resumes from update {half}."
-  assert resumed_out[1] == out.splitlines()[1] and len(resumed_out) == 3
-  first, again, resumed = rows(tmp_path)
+  assert resumed_out[-3] == f"Resumes from update {half}."
+  assert resumed_out[-2] == out.splitlines()[-2]
+  first, again, _, resumed = rows(tmp_path)
   assert resumed["curve"] == first["curve"]
   assert resumed["resumed_from_step"] == half
   assert first["curve"] == again["curve"]

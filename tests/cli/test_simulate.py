@@ -34,7 +34,7 @@ def file(tmp_path):
   return str(path)
 
 
-def test_each_protocol_writes_row_picture_and_timeline(file, tmp_path, capsys):
+def test_each_protocol_writes_row_and_timeline(file, tmp_path, capsys):
   output = tmp_path / "out"
   names = list(server.PROTOCOLS)
   words = ["simulate", file, "--protocols", *names, "--updates", "60"]
@@ -48,7 +48,6 @@ def test_each_protocol_writes_row_picture_and_timeline(file, tmp_path, capsys):
   assert all(row["updates"] == 60 for row in rows)
   for name in names:
     assert f"│ {name} " in out
-    assert (output / f"{name}.png").stat().st_size > 1000
     assert json.loads((output / f"{name}.json").read_text())["traceEvents"]
   of = {row["protocol"]: row for row in rows}
   assert of["bsp"]["staleness"]["maximum"] == 0

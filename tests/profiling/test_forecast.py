@@ -129,14 +129,3 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
   link = cluster.Link(1e30, latency_s=1.0)
   found = profiling.forecast(text, _DEVICE, link)
   assert found.collectives[0].send_s == pytest.approx(messages)
-
-
-def test_picture_is_drawn(tmp_path):
-  pytest.importorskip("matplotlib")
-  found = {
-    "delayed": profiling.forecast(_TEXT, _DEVICE, _link(3.0)),
-    "at once": profiling.forecast(_undelayed(), _DEVICE, _link(3.0)),
-  }
-  path = tmp_path / "schedule.png"
-  profiling.plot_forecasts(found, path, title="Two steps", note="Toy rates")
-  assert path.read_bytes().startswith(b"\x89PNG")

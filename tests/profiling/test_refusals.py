@@ -6,7 +6,6 @@ from tests import _refusals
 
 
 @_refusals.table(
-  ("forecasts", lambda: profiling.plot_forecasts({}, "x.png"), "one entry"),
   ("branch", lambda: _timeline.read_timeline("", branch="rare"), "'idles'"),
   ("nodes", lambda: profiling.GPUS["h200"].link(0), "an int >= 1, got 0"),
   ("dtype", lambda: profiling.GPUS["a100"].device("float8"), "'bfloat16' or"),

@@ -85,7 +85,11 @@ def loss_alone(found):
     lambda: fit(on_resume=1),
     "a function of a `training.Restored`",
   ),
-  ("label", lambda: fit(label=5), "a function of an int and a string or None"),
+  (
+    "label",
+    lambda: fit(label=5),
+    "function of a `training.Record`",
+  ),
   ("metadata", lambda: fit(metadata="text"), "a dict or None"),
   ("metadata", lambda: fit(metadata={"a": jnp.ones(1)}), "what JSON can hold"),
   ("metadata", lambda: fit(metadata={"sent_bytes": 1}), "must not have"),

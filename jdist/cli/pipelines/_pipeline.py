@@ -76,7 +76,6 @@ def _check(table: pipeline.Table, options: _commands.Pipeline) -> None:
 def _simulate(
   tables: Sequence[pipeline.Table], options: _commands.Pipeline
 ) -> None:
-  training.pyplot()
   machines = _tables.machines(options, max(len(x.devices) for x in tables))
   for table in tables:
     if len(table.devices) > len(machines.names):
@@ -101,11 +100,9 @@ def _simulate(
       link_use=dict(times.link_use),
     )
     training.append_rows(output / "rows.jsonl", [row])
-    names = machines.names[: len(table.devices)]
-    _plot(output / f"{table.name}.png", table, times, names)
     times.trace.save_perfetto(output / f"{table.name}.json")
   _output.console().print(_grid(found))
-  _output.print_files(output, [table.name for table in tables])
+  _output.finish(output, timelines=True)
 
 
 def _times(
@@ -166,7 +163,6 @@ def _plan(options: _commands.Pipeline) -> None:
       "`--costs` must be given to plan: a TOML file with a [[stages]] table "
       "for each layer; or else `--model`, a network by its name."
     )
-  training.pyplot()
   costs, input_bytes = _costs(options)
   machines = _tables.machines(options, options.stages or 4)
   best, found = pipeline.plan(
@@ -190,11 +186,11 @@ def _plan(options: _commands.Pipeline) -> None:
   assert best.times is not None and best.made is not None
   # `jdist train --table FILE` reads it.
   (output / "table.txt").write_text(pipeline.format_table(best.made))
-  _plot(output / "plan.png", best.made, best.times, best.nodes)
+  best.times.trace.save_perfetto(output / "plan.json")
   console = _output.console()
   console.print(_stages(best, machines))
   console.print(_candidates(found))
-  _output.print_files(output, ["plan"], timelines=False)
+  _output.finish(output, timelines=True)
   print(_command(best, found, output / "table.txt"))
 
 
@@ -264,24 +260,6 @@ def _costs(
 
 def _one(value: int | None) -> list[int] | None:
   return None if value is None else [value]
-
-
-def _plot(
-  path: pathlib.Path,
-  table: pipeline.Table,
-  times: pipeline.PipelineTimes,
-  nodes: Sequence[str],
-) -> None:
-  """Draws the first iterations of a simulation, devices above links."""
-  cluster.plot_trace(
-    times.trace,
-    path,
-    title=f"{table}",
-    resources=[*nodes, *times.link_use],
-    # Later iterations repeat the first three.
-    end_s=min(times.makespan_s, 3 * times.ends_s[0]),
-    colours=pipeline.PIPELINE_COLOURS,
-  )
 
 
 def _stages(best: pipeline.Candidate, machines: cluster.Cluster) -> Any:

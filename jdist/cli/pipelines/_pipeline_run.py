@@ -104,9 +104,7 @@ class PreparedStages:
     """Returns None, because stages cannot be redistributed to other workers."""
     del seed
 
-  def run(
-    self, seed: int, *, label: str | None = None, **fit: Any
-  ) -> list[training.Record]:
+  def run(self, seed: int, **fit: Any) -> list[training.Record]:
     """Trains from a seed's initial parameters; see `Trainer.fit`."""
     num_steps, team = self.budget.num_steps, self.workload.workers
     state = None
@@ -118,7 +116,7 @@ class PreparedStages:
       fit = fit | {"free": ()}
       if not self._is_late(fit, seed, change):
         state, before = self._fit(
-          self.first, self._state(self.first, seed), seed, change, label, fit
+          self.first, self._state(self.first, seed), seed, change, fit
         )
         # 1f1b is drained by its own flush, so that only parameters and the
         # optimizer's state are carried over.
@@ -126,7 +124,7 @@ class PreparedStages:
         fit = fit | {"continues": before}
     if state is None:
       state = self._state(self.late, seed)
-    state, records = self._fit(self.late, state, seed, num_steps, label, fit)
+    state, records = self._fit(self.late, state, seed, num_steps, fit)
     # Without a flush the last gradients are still in flight.  The last record
     # is of parameters to which all of them have been applied.
     if records and self.late.pipe.grid.behind:
@@ -164,11 +162,8 @@ class PreparedStages:
     state: training.TrainState,
     seed: int,
     num_steps: int,
-    label: str | None,
     fit: dict[str, Any],
   ) -> tuple[training.TrainState, list[training.Record]]:
-    if label is not None and self.first is not None:
-      label = f"{label}, {phase.pipe.table.name}"
     workload = self.workload
     return phase.trainer.fit(
       state,
@@ -176,7 +171,6 @@ class PreparedStages:
       num_steps,
       evaluate=self.evaluate,
       evaluate_every=workload.steps(self.options.evaluate_every_epochs),
-      label=label,
       **fit,
     )
 

@@ -16,11 +16,11 @@ from jdist.cli import (
   _commands,
   _methods,
   _options,
-  _output,
   _run_end,
   _workload,
 )
 from jdist.cli.pipelines import _pipeline_run
+from jdist.cli.report import _status
 from jdist.storage import array_files, numbered_files, sealed_json
 
 _CONNECT_S, _TIMEOUT_S = 120.0, 3600.0
@@ -42,16 +42,16 @@ def train(options: _commands.Train) -> None:
     run = _Run(options, table, stack)
     if not own:
       _workload.make_directories(options)
-    total = f" of {run.budget.num_steps}"
-    with _run_end.explained(options.checkpoints, run.newest, "step", total):
-      run.run()
-  if not own:
-    output = _output.output_directory(
-      options.output, f"train-{options.dataset}"
-    )
-    _run_end.write_row(output, options, run.records, **run.resumed)
-  if run.records:  # A run that was over before has them in the first process.
-    _run_end.check(options, run.records, run.newest() is not None)
+    total, label = run.budget.num_steps, f"train-{options.dataset}"
+    heading = _workload.heading(options, run.workload, options.table)
+    status = _status.Status(options, label, heading, total)
+    stack.enter_context(status)
+    with _run_end.explained(options, run.newest, "step", total, status.output):
+      run.run(status)
+    if run.records:  # A run that was over before has them in the first process.
+      if not own:
+        status.end(run.records, **run.resumed)
+      _run_end.check(options, run.records, run.newest() is not None)
 
 
 def _check(options: _commands.Train, table: pipeline.Table) -> None:
@@ -145,7 +145,7 @@ class _Run:
     found = self._files()
     return f"step {max(found)}" if found else None
 
-  def run(self) -> None:
+  def run(self, status: _status.Status) -> None:
     """Trains to the last step, from a checkpoint if there is one."""
     state = self._restore()
     if state is None:
@@ -175,14 +175,16 @@ class _Run:
           )
         )
         if record:
-          self._record(state)
+          self._record(state, status)
         stops = self._peers.any(sigterm.asks_at(state.step), state.step)
         stops = stops and state.step < last
         saved = (save or stops) and self._save(state)
         if stops:
           raise training.PreemptedError(state.step, saved)
 
-  def _record(self, state: pipeline.ProcessState) -> None:
+  def _record(
+    self, state: pipeline.ProcessState, status: _status.Status
+  ) -> None:
     model = self._process.gather(state)
     metrics = {} if self._evaluate is None else self._evaluate.measure(*model)
     record = training.Record(
@@ -199,6 +201,8 @@ class _Run:
     self._losses = []
     self.records.append(record)
     if self._first:
+      status.step(record, "")
+      status.record(record)
       steps = self.budget.num_steps
       _workload.print_record(record, steps, self.workload.train)
 

@@ -79,7 +79,7 @@ def advise(options: _commands.Advise) -> None:
         for name, costs in found.costs.items()
       ],
     )  # fmt: skip
-    _output.print_files(output)
+    _output.finish(output)
 
 
 def _measured(options: _commands.Advise) -> cluster.Link:

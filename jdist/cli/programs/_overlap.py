@@ -25,7 +25,6 @@ def overlap(options: _commands.Overlap) -> None:
   # JAX cannot load a cached program for devices that are not present.
   jax.config.update("jax_enable_compilation_cache", False)
   profiling.check_compiler()
-  training.pyplot()
   task = _overlap_inputs.make_task(options)
   workers = collectives.workers(topology.num_gpus, mesh=topology.mesh())
   output = _output.output_directory(options.output, f"overlap-{options.model}")
@@ -50,14 +49,7 @@ def overlap(options: _commands.Overlap) -> None:
     console.print(_overlap_report.messages_table(found[0]))
     console.print()
   console.print(_overlap_report.methods_table(found))
-  profiling.plot_forecasts(
-    {_overlap_report.label(one): one.meeting for one in found},
-    output / "overlap.png",
-    title=f"One training step of {options.model} on {topology}, "
-    "in the compiled program's order",
-    note=_overlap_report.rates(device, link),
-  )
-  _output.print_files(output, ["overlap"])
+  _output.finish(output, timelines=True)
 
 
 def _read(

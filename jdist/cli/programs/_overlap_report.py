@@ -99,14 +99,6 @@ def methods_table(found: list[Found]) -> Any:
   )
 
 
-def label(found: Found) -> str:
-  """Returns a method's label in the picture."""
-  # The picture shows the step that sends; in a round it is the last one.
-  if found.interval == 1:
-    return found.method
-  return f"{found.method}, last step of {found.interval}"
-
-
 def row(options: _commands.Overlap, found: Found) -> dict[str, Any]:
   """Returns a method's row."""
   return training.make_row(

@@ -12,10 +12,10 @@ from jdist.cli import (
   _interrupts,
   _methods,
   _options,
-  _output,
   _run_end,
   _workload,
 )
+from jdist.cli.report import _status
 from jdist.cli.servers import _protocols, _server_parts
 
 # Options of runs without a server, whose workers are the cluster's machines and
@@ -38,9 +38,19 @@ def train(options: _commands.Train) -> None:
   options = _workload.named(options)
   _check(options)
   parts = _server_parts.assemble(options)
-  options, workload = parts.options, parts.workload
+  asked, options, workload = options, parts.options, parts.workload
   _workload.make_directories(options)
-  output = _output.output_directory(options.output, f"train-{options.dataset}")
+  heading = _workload.heading(options, workload, options.method)
+  label = f"train-{options.dataset}"
+  with _status.Status(options, label, heading) as status:
+    # The options of the run's parts name what a server's command must not.
+    status.note(command=_options.command_line(asked, status.output))
+    _fit(parts, status)
+
+
+def _fit(parts: _server_parts.Parts, status: _status.Status) -> None:
+  """Trains, and writes the row also of a run that has ended early."""
+  options, workload = parts.options, parts.workload
   evaluate = workload.evaluator(parts.model.apply)
   samples = round(options.epochs * len(workload.train))
   more: dict[str, Any] = {"driver": options.driver}
@@ -60,9 +70,13 @@ def train(options: _commands.Train) -> None:
     def show(record: training.Record) -> None:
       assert run.mark is not None
       shown.append(record.step)
+      status.step(record, "")
+      for *_, living in run.mark.changes[-1:]:
+        status.note(workers=living)
+      status.record(record)
       _print_record(record, run.mark, workload.train)
 
-    with _run_end.explained(options.checkpoints, newest, "update"):
+    with _run_end.explained(options, newest, "update", None, status.output):
       records = run.fit(
         samples,
         "samples",
@@ -70,8 +84,6 @@ def train(options: _commands.Train) -> None:
         evaluate=lambda m: evaluate.measure(m.params, m.model_state),
         on_record=show,
         on_resume=resume,
-        # Real workers print events, which would tear a progress bar.
-        label=options.method if options.driver == "clock" else None,
         checkpoints=options.checkpoints,
         metadata=_identity(options),
         stop_on_sigterm=True,
@@ -80,8 +92,7 @@ def train(options: _commands.Train) -> None:
   if not shown:  # The checkpoint is of the run's end.
     print(f"Nothing left to train: update {records[-1].step}.")
     show(records[-1])
-  # A run that has diverged or ended early leaves its row, too.
-  _run_end.write_row(output, options, records, **more)
+  status.end(records, **more)
   _run_end.check(options, records, run.saved)
   if run.mark is not None and run.mark.ended:
     raise ValueError(

@@ -1,16 +1,14 @@
 """`jdist simulate`: parameter-server protocols on a virtual clock."""
 
 import dataclasses
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
 from jdist import cluster, server, training
 from jdist.cli import _commands, _output
+from jdist.cli.report import _status
 from jdist.cli.servers import _protocols
 
-# With more rows a picture could not be read.
-_MAX_ROWS = 40
 # Enough tasks of a worker to see how the protocol makes it wait.
 _DRAWN_TASKS = 20
 _LIMITS = ("updates", "samples", "seconds")
@@ -24,7 +22,6 @@ def simulate(options: _commands.Simulate) -> None:
   updates = limits.get("updates")
   if updates is None and limits.get("samples") is not None:
     updates = limits["samples"] / (options.batch_size * len(machines.nodes))
-  training.pyplot()
   drawn = _drawn_seconds(options, machines, profile)
   # All protocols are built before a directory is made, because one may refuse a
   # batch that does not fit into memory.
@@ -40,21 +37,33 @@ def simulate(options: _commands.Simulate) -> None:
     )
     for name in options.protocols
   }
-  output = _output.output_directory(options.output, "simulate")
   console = _output.console()
-  console.print(_heading(machines, profile))
-  for name, run in runs.items():
-    run.run(**limits)
-    row = training.make_row(
-      dataclasses.asdict(options),
-      options.seed,
-      protocol=name,
-      **run.summary(),
-      nodes={node: dataclasses.asdict(x) for node, x in run.nodes.items()},
-    )
-    training.append_rows(output / "rows.jsonl", [row])
-    # A run has no events if all machines are away from the beginning.
-    _draw(name, run, min(drawn, run.now_s or drawn), output)
+  done: dict[str, server.Simulation] = {}
+  heading = _heading(machines, profile)
+  with _status.Status(options, "simulate", heading, len(runs)) as status:
+    output = status.output
+    try:
+      for name, run in runs.items():
+        status.note(doing=name, step=len(done))
+        status.bar.update(len(done), name)
+        run.run(**limits)
+        row = training.make_row(
+          dataclasses.asdict(options),
+          options.seed,
+          protocol=name,
+          **run.summary(),
+          nodes={node: dataclasses.asdict(x) for node, x in run.nodes.items()},
+        )
+        training.append_rows(output / "rows.jsonl", [row])
+        assert run.trace is not None
+        run.trace.save_perfetto(output / f"{name}.json")
+        done[name] = run
+    except KeyboardInterrupt:
+      console.print(_table(done))
+      raise KeyboardInterrupt(
+        f"the rows of {', '.join(done) or 'no protocol'} are saved in {output}."
+        f" This starts again: {status.command}"
+      ) from None
   console.print(_table(runs))
   for name, run in runs.items():
     if run.ended:
@@ -62,7 +71,7 @@ def simulate(options: _commands.Simulate) -> None:
         f"{name} has ended after update {run.state.version} at "
         f"{run.now_s:.4g} s: all machines are away for good from then on."
       )
-  _output.print_files(output, runs)
+  _output.finish(output, timelines=True)
 
 
 def _check(
@@ -90,25 +99,6 @@ def _drawn_seconds(
   speeds = sorted(node.speed for node in machines.nodes)
   task_s = profile.compute_s(options.batch_size) / speeds[len(speeds) // 2]
   return _DRAWN_TASKS * task_s
-
-
-def _draw(
-  name: str, run: server.Simulation, until_s: float, output: pathlib.Path
-) -> None:
-  """Draws the beginning of a run, with machines above links."""
-  trace = run.trace
-  assert trace is not None
-  nodes = [node.name for node in run.machines.nodes]
-  # A trace lists resources in the order in which they were busy first.
-  rows = nodes + [each for each in trace.resources if each not in nodes]
-  cluster.plot_trace(
-    trace,
-    output / f"{name}.png",
-    title=f"{name}: the first {until_s:.3g} s",
-    resources=rows[:_MAX_ROWS],
-    end_s=until_s,
-  )
-  trace.save_perfetto(output / f"{name}.json")
 
 
 def _table(runs: dict[str, server.Simulation]) -> Any:

@@ -10,16 +10,6 @@ from jdist.pipeline.planning import _costs
 from jdist.pipeline.schedule._checker import check_table, TableReport
 from jdist.pipeline.schedule._table import Action, Op, Table
 
-# From Paul Tol's palettes, for the kinds that `cluster.plot_trace` lacks.
-PIPELINE_COLOURS = {
-  "forward": "#4477aa",
-  "backward": "#66ccee",
-  "weight": "#228833",
-  "update": "#ccbb44",
-  "activation": "#ee6677",
-  "gradient": "#aa3377",
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class PipelineTimes:

@@ -48,7 +48,6 @@ class ServerRun:
     evaluate: Callable[[Any], dict[str, float]] | None = None,
     on_record: Callable[[training.Record], None] = lambda record: None,
     on_resume: Callable[[int], None] = lambda update: None,
-    label: str | None = None,
     checkpoints: str | os.PathLike[str] | None = None,
     metadata: dict[str, Any] | None = None,
     stop_on_sigterm: bool = False,
@@ -68,7 +67,6 @@ class ServerRun:
       on_record: Is called with each new record.
       on_resume: Is called with the update from which a run is resumed, unless
         all of its records are there.
-      label: Shows a progress bar with this label; None shows none.
       checkpoints: A directory for this run alone.
       metadata: What must be the same when a run is resumed, as JSON can hold
         it.
@@ -99,10 +97,6 @@ class ServerRun:
       before = _read_records(plan.checkpoints, resumed)
       if resumed is not None and len(before) < len(plan.marks):
         on_resume(resumed)
-      show: Callable[[int, str], None] = lambda step, text: None  # noqa: E731
-      if label is not None:
-        bar = training.Progress(len(plan.marks), label, start_step=len(before))
-        show = stack.enter_context(bar).update
       for number, mark, model in self._reach(plan, stops):
         record = before.get(number)
         # Except on the clock, a mark may be reached again by other messages,
@@ -115,7 +109,6 @@ class ServerRun:
           _write_records(plan.checkpoints, records | {number: record})
           on_record(record)
         records[number] = record
-        show(number + 1, f"loss {record.train_loss:.4f}")
     if self.mark is not None and self.mark.ended:
       warnings.warn(
         f"The run has ended after update {self.mark.updates} at "

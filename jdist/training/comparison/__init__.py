@@ -5,8 +5,6 @@ share such a function for Optax chains, in `experiments/optax_chains`, and
 tables of rows in `experiments/studies`.
 """
 
-from jdist.training.comparison._plot import picture as picture
-from jdist.training.comparison._plot import plot_comparison as plot_comparison
 from jdist.training.comparison._rows import accuracy as accuracy
 from jdist.training.comparison._rows import Difference as Difference
 from jdist.training.comparison._rows import mean as mean

@@ -118,9 +118,9 @@ class Rows:
       config.get(key, missing) == self.config.get(key, missing) for key in keys
     )
 
-  def add(self, trial: Trial, measured: Mapping[str, Any]) -> Row:
-    """Appends the row of a trial that has been run."""
-    row = _results.make_row(
+  def make_row(self, trial: Trial, measured: Mapping[str, Any]) -> Row:
+    """Returns the row of a trial, which may be unfinished."""
+    return _results.make_row(
       self.config,
       trial.seed,
       purpose=trial.purpose,
@@ -128,6 +128,10 @@ class Rows:
       learning_rate=trial.learning_rate,
       **measured,
     )
+
+  def add(self, trial: Trial, measured: Mapping[str, Any]) -> Row:
+    """Appends the row of a trial that has been run."""
+    row = self.make_row(trial, measured)
     _results.append_rows(self.paths[trial.purpose], [row])
     self._rows.append(row)
     return row

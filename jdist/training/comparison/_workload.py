@@ -246,6 +246,7 @@ def summarize(records: list[loop.Record]) -> dict[str, Any]:
         "rounds": record.rounds,
         "sent_bytes": record.sent_bytes,
         "train_s": record.train_s,
+        "train_loss": record.train_loss,
         **record.metrics,
       }
       for record in records

@@ -1,16 +1,10 @@
 """Progress of a run in the terminal: rate, loss, bytes."""
 
-import contextlib
 import math
 import sys
-from collections.abc import Iterator
 
 from jdist import signatures
-
-# The bar takes the columns that the text leaves free, within these limits.
-_LEAST, _MOST = 8, 24
-# The columns between the parts, and those of the remaining time.
-_BETWEEN, _TIME = 4, 8
+from jdist.training.loop import _record
 
 
 class Progress:
@@ -20,29 +14,32 @@ class Progress:
     """Prepares the line, which entering the context shows.
 
     Args:
-      num_steps: The last step.
+      num_steps: The last step; 0 if it is unknown.
       label: A name of the run, for instance the method and the seed.
       start_step: The first step of a resumed run.
     """
     # Imported here, since it would slow down `import jdist`.
-    from rich import console, progress
+    from rich import console, progress, table
 
-    self._label = label
-    self._column = progress.BarColumn(bar_width=_MOST)
+    # What does not fit is cut off, and the other parts stay whole.
+    cut = table.Column(ratio=1, no_wrap=True, overflow="ellipsis")
     self._bar = progress.Progress(
       progress.TextColumn("[bold]{task.description}"),
-      self._column,
+      progress.BarColumn(bar_width=12),
       progress.MofNCompleteColumn(),
-      progress.TextColumn("{task.fields[figures]}"),
+      progress.TextColumn("{task.fields[figures]}", table_column=cut),
       progress.TimeRemainingColumn(compact=True),
+      expand=True,
       console=console.Console(file=sys.stderr),
       # A long period evens out the pauses in which programs are compiled.
       speed_estimate_period=300.0,
       transient=True,
       disable=not sys.stderr.isatty(),
+      # Lines for a file must not go to the terminal with the bar.
+      redirect_stdout=sys.stdout.isatty(),
     )
     self._task = self._bar.add_task(
-      label, total=num_steps, completed=start_step, figures=""
+      label, total=num_steps or None, completed=start_step, figures=""
     )
 
   def extend(self, num_steps: int) -> None:
@@ -50,24 +47,22 @@ class Progress:
     total = self._bar.tasks[self._task].total or 0
     self._bar.update(self._task, total=max(total, num_steps))
 
-  def update(self, step: int, figures: str) -> None:
-    """Moves to a step and shows a short text, cut off where it does not fit."""
-    total = f"{self._bar.tasks[self._task].total or 0:.0f}"
-    taken = len(self._label) + 2 * len(total) + 1 + _TIME + _BETWEEN
-    room = max(self._bar.console.width - taken - _LEAST, 0)
-    if len(figures) > room:
-      figures = f"{figures[: max(room - 1, 0)]}…"
-    self._column.bar_width = min(_LEAST + room - len(figures), _MOST)
-    self._bar.update(self._task, completed=step, figures=figures)
+  def show(
+    self, record: _record.Record, doing: str, run: str = "", before: int = 0
+  ) -> None:
+    """Shows what a run does, or else the figures of its last step.
 
-  @contextlib.contextmanager
-  def aside(self) -> Iterator[None]:
-    """Hides the line while other lines are written to the terminal."""
-    self._bar.stop()
-    try:
-      yield
-    finally:
-      self._bar.start()
+    The steps of other runs `before` it count, too.
+    """
+    text = doing or (
+      f"loss {record.train_loss:.3f}  {format_rate(record.samples_per_s)} "
+      f"samples/s  {format_bytes(record.sent_bytes)} sent"
+    )
+    self.update(before + record.step, f"{run}  {text}" if run else text)
+
+  def update(self, step: int, figures: str) -> None:
+    """Moves to a step and shows a short text."""
+    self._bar.update(self._task, completed=step, figures=figures)
 
   def __enter__(self) -> "Progress":
     self._bar.start()

@@ -117,7 +117,7 @@ class Trainer:
     checkpoints: _checkpoints.Checkpoints | None = None,
     checkpoint_every: signatures.PositiveInt | None = None,
     metadata: dict[str, Any] | None = None,
-    label: str | Callable[[int, str], None] | None = None,
+    label: str | Callable[[_record.Record, str], None] | None = None,
     on_record: Callable[[_record.Record], None] | None = None,
     on_resume: Callable[[_checkpoints.Restored], None] | None = None,
     free: Sequence[str] = (),
@@ -142,7 +142,8 @@ class Trainer:
       metadata: A dict of JSON values that is saved with each checkpoint. A
         checkpoint with other metadata is refused.
       label: The name under which progress is shown in the terminal, or a
-        function of the step and a short text that shows it elsewhere.
+        function that shows it elsewhere: of a record of the last step, without
+        metrics, and of what the run does, such as "compiling", or "" in steps.
       on_record: Called with each new record.
       on_resume: Called with the checkpoint from which the run resumes.
       free: Names in `metadata` whose values a checkpoint may contradict.
@@ -210,7 +211,7 @@ class Trainer:
       stack.enter_context(run.watchdog)
       if isinstance(label, str):
         bar = _progress.Progress(num_steps, label, start_step=start)
-        run.progress = stack.enter_context(bar).update
+        run.progress = stack.enter_context(bar).show
       else:
         run.progress = label
       sigterm = None
@@ -326,7 +327,7 @@ def _save(
         stacklevel=4,
       )
     return False
-  run.watchdog.beat(f"saving after step {run.step}", patience=4.0)
+  run.enter(f"saving after step {run.step}")
   # Bytes stand outside the history, where a checkpoint without one has them.
   history = run.history()._asdict()
   sent_bytes = history.pop("sent_bytes")

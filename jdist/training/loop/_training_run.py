@@ -14,7 +14,7 @@ import numpy as np
 
 from jdist import checks, collectives, states, transforms
 from jdist.training import _train_state
-from jdist.training.loop import _programs, _progress, _record, _watchdog
+from jdist.training.loop import _programs, _record, _watchdog
 
 PyTree = Any
 
@@ -226,7 +226,7 @@ class TrainingRun:
     self.state = state
     self.records: list[_record.Record] = list(history.records)
     self.watchdog = _watchdog.Watchdog(timeout_s)
-    self.progress: Callable[[int, str], None] | None = None
+    self.progress: Callable[[_record.Record, str], None] | None = None
     self._step = step
     self._independent = independent
     self._sent_before = history.sent_bytes
@@ -278,7 +278,7 @@ class TrainingRun:
   def _prepare(self, placed: PyTree, shape: int) -> None:
     """Compiles all programs of a shape, and counts what each sends."""
     first = not self._traffic
-    self.watchdog.beat("compiling", patience=4.0)
+    self.enter("compiling")
     ahead = self._ahead[0]
     needed: tuple[_programs.Choice, ...] = (_programs.Choice(),)
     if ahead is not None and ahead.ndim > 1:
@@ -333,7 +333,7 @@ class TrainingRun:
     """Starts a step on a batch; the first one once all processes are there."""
     if not self._agreed:
       self._agreed = True
-      self.watchdog.beat("waiting for the other processes", patience=4.0)
+      self.enter("waiting for the other processes")
       collectives.agree("the first step", {}, self._timeout_s)
       first = self._step.fingerprints(self.state)
       collectives.agree("the first state", first, self._timeout_s)
@@ -396,20 +396,32 @@ class TrainingRun:
       self._skipped = int(columns["skipped"][0])
     self._losses.append(float(columns["loss"].mean()))
     if self.progress is not None:
-      self.progress(
-        self.step,
-        f"loss {self._losses[-1]:.3f}  "
-        f"{_progress.format_rate(self._rate())} samples/s  "
-        f"{_progress.format_bytes(self._sent_bytes)} sent",
-      )
+      self.progress(self._position({}, self._losses[-1]), "")
 
-  def _rate(self) -> float:
-    return self._samples / self._train_s if self._train_s else math.nan
+  def enter(self, doing: str) -> None:
+    """Begins what takes longer than a step, for the watchdog and the user."""
+    self.watchdog.beat(doing, patience=4.0)
+    if self.progress is not None:
+      self.progress(self._position({}, math.nan), doing)
+
+  def _position(self, metrics: Any, train_loss: float) -> _record.Record:
+    """Returns the run's position with results."""
+    return _record.Record(
+      step=self.step,
+      rounds=self._rounds,
+      sent_bytes=self._sent_bytes,
+      train_loss=train_loss,
+      metrics=metrics,
+      train_s=self._train_s,
+      samples_per_s=self._samples / (self._train_s or math.nan),
+      diverged=_record.is_diverged(metrics, self._losses),
+      skipped=self._skipped,
+    )
 
   def record(self) -> None:
     """Evaluates the state, and appends a record."""
     self.read()
-    self.watchdog.beat(f"evaluating after step {self.step}", patience=4.0)
+    self.enter(f"evaluating after step {self.step}")
     metrics = {} if self._evaluate is None else self._evaluate(self.state)
     checks.check_type(
       "evaluate(state)", metrics, Mapping, "a dict of numbers by name"
@@ -421,17 +433,7 @@ class TrainingRun:
       # The run was resumed after its last step: this evaluation replaces the
       # saved one, whose training loss is the only one known.
       train_loss = self.records.pop().train_loss
-    record = _record.Record(
-      step=self.step,
-      rounds=self._rounds,
-      sent_bytes=self._sent_bytes,
-      train_loss=train_loss,
-      metrics=metrics,
-      train_s=self._train_s,
-      samples_per_s=self._rate(),
-      diverged=_record.is_diverged(metrics, self._losses),
-      skipped=self._skipped,
-    )
+    record = self._position(metrics, train_loss)
     self._losses.clear()
     self._losses_before = (0.0, 0)
     self.records.append(record)

@@ -56,15 +56,30 @@ def test_long_text_is_cut_but_steps_and_time_are_not(monkeypatch):
   assert "…" in text and "samples/s" not in text
 
 
-def test_bar_is_hidden_while_other_lines_are_written(monkeypatch):
+def test_lines_for_a_file_do_not_go_to_the_terminal(monkeypatch):
+  monkeypatch.setenv("TERM", "xterm")
+  monkeypatch.setenv("COLUMNS", "120")
+  out, file = _Terminal(), io.StringIO()
+  monkeypatch.setattr("sys.stderr", out)
+  monkeypatch.setattr("sys.stdout", file)
+  with training.Progress(10, "all runs") as progress:
+    progress.update(5, "loss 0.5")
+    print("a table")
+    progress.update(6, "loss 0.4")
+  assert file.getvalue() == "a table\n"
+  assert "6/10" in out.getvalue() and "a table" not in out.getvalue()
+
+
+def test_progress_says_what_is_done_between_steps(monkeypatch):
   monkeypatch.setenv("TERM", "xterm")
   monkeypatch.setenv("COLUMNS", "120")
   out = _Terminal()
   monkeypatch.setattr("sys.stderr", out)
+  record = training.Record(3, 1, 2e6, 0.25, {}, 1.0, 1234.0)
   with training.Progress(10, "all runs") as progress:
-    progress.update(5, "loss 0.5")
-    with progress.aside():
-      # The last that was done is to clear the bar's line.
-      assert out.getvalue().endswith("\x1b[2K")
-    progress.update(6, "loss 0.4")
-  assert "6/10" in out.getvalue()
+    progress.show(record, "compiling", "ssgd seed 1", before=4)
+  with training.Progress(10, "all runs") as progress:
+    progress.show(record, "")
+  text = out.getvalue()
+  assert "ssgd seed 1  compiling" in text and "7/10" in text
+  assert "loss 0.250  1,234 samples/s  2 MB sent" in text

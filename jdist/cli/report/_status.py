@@ -1,0 +1,131 @@
+"""The state of a run in a file, and its page, both written as it goes."""
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.util
+import math
+import os
+import pathlib
+import time
+from typing import Any
+
+import jax
+
+from jdist import channel, training
+from jdist.cli import _options, _output, _run_end
+from jdist.cli.report import _page
+from jdist.storage import json_lines
+from jdist.training import comparison
+
+# Entries of records.
+_SHOWN = ("train_loss", "rounds", "samples_per_s", "sent_bytes")
+# Seconds between two writes of the file, and of the page.
+_FILE_S, _PAGE_S = 2.0, 20.0
+
+
+class Status:
+  """Keeps status.json and report.html of a run's directory up to date.
+
+  It is a context, whose end says how the run has ended. Without the extra
+  `report` there is no page, and a full disk ends no run. Of several processes
+  only the first one writes.
+  """
+
+  def __init__(
+    self, options: Any, label: str, heading: str, num_steps: int = 0
+  ):
+    """Makes the directory and prints a heading, before anything is compiled."""
+    self._options, self.bar = options, training.Progress(num_steps, label)
+    # JAX does not know the processes of a pipeline's stages.
+    own = jax.process_index() or getattr(options, "process_id", None)
+    self._first = not own
+    # Real workers print events, which would tear the bar.
+    live = getattr(options, "driver", None) in ("threads", "ray")
+    self._shows_bar = self._first and not live
+    self._records: list[training.Record] = []
+    self._written_s = self._drawn_s = -math.inf
+    self.output = pathlib.Path()
+    if self._first:
+      self.output = _output.output_directory(options.output, label)
+      _output.console().print(heading)
+    self.command = _options.command_line(options, self.output)
+    self._body: dict[str, Any] = {
+      "state": "running", "doing": "starting", "command": self.command,
+      "run": channel.run_id(), "process": os.getpid(), "step": 0,
+      "num_steps": num_steps, "workers": getattr(options, "workers", None),
+      **dict.fromkeys(_SHOWN), "row": None,
+    }  # fmt: skip
+
+  def step(
+    self, record: training.Record, doing: str, run: str = "", before: int = 0
+  ) -> None:
+    """Shows the last step of a run, which `before` steps of others precede."""
+    self.bar.show(record, doing, run, before)
+    entries = {x: getattr(record, x) for x in _SHOWN}
+    doing = f"{run} {doing or 'training'}"
+    self.note(**entries, doing=doing, step=before + record.step)
+
+  def record(self, record: training.Record) -> None:
+    """Adds an evaluation to the row of the run so far."""
+    self._records.append(record)
+    self.note(row=self._row(self._records))
+
+  def end(self, records: list[training.Record], **more: Any) -> None:
+    """Appends the run's row, and prints its path."""
+    if self._first:
+      path = self.output / "rows.jsonl"
+      row = self._row(records, **more)
+      training.append_rows(path, [row])
+      print(f"Row: {path}")
+    self.note(row=None)
+
+  def _row(self, records: list[training.Record], **more: Any) -> dict[str, Any]:
+    names = ("method", "learning_rate", "workers")
+    fields = {name: getattr(self._options, name) for name in names}
+    fields |= comparison.summarize(records) | more
+    config = dataclasses.asdict(self._options)
+    return training.make_row(config, self._options.seed, **fields)
+
+  def note(self, **entries: Any) -> None:
+    """Changes entries, and writes the files where it is time for them.
+
+    The entry `row` is the row of the run so far, with its curve.
+    """
+    self._body |= entries
+    if not self._first:
+      return
+    now_s = time.monotonic()
+    if "row" in entries and now_s - self._drawn_s > _PAGE_S:
+      self._write(page=True)
+    elif now_s - self._written_s > _FILE_S:
+      self._write(page=False)
+
+  def _write(self, *, page: bool) -> None:
+    self._written_s = time.monotonic()
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    body = json_lines.plain(self._body | {"updated": now})
+    # A run must not end because nobody can look at it.
+    with contextlib.suppress(OSError, ValueError, KeyError):
+      json_lines.write(self.output / _page.STATUS, [body])
+      if page and importlib.util.find_spec("vl_convert"):
+        _page.write(self.output, self._options)
+        self._drawn_s = time.monotonic()
+
+  def __enter__(self) -> "Status":
+    self.note(row=None)
+    if self._shows_bar:
+      self.bar.__enter__()
+    return self
+
+  def __exit__(self, kind: Any, error: object, trace: object) -> None:
+    self.bar.__exit__()
+    ends = {
+      None: "ended",
+      KeyboardInterrupt: "interrupted",
+      _run_end.TerminatedError: "ended by SIGTERM",
+      _run_end.DivergedError: "diverged",
+    }
+    self._body["state"] = ends.get(kind, "failed")
+    self._drawn_s = -math.inf
+    self.note(doing=str(error or ""), row=self._body["row"])

@@ -1,0 +1,188 @@
+"""The page of a run's directory, its status, and both in a browser."""
+
+import contextlib
+import json
+import shutil
+
+import pytest
+
+from jdist import cli, cluster, training
+from jdist.cli.report import _page
+
+_RUN = "train --method ssgd --steps 6 --workers 4 --batch-size 32 "
+_RUN += "--evaluate-every-epochs 0.05 --warmup-epochs 0 --output"
+
+
+def _rows(number, points=6):
+  """Returns rows of comparisons, with curves of so many points."""
+  return [
+    training.make_row(
+      {"dataset": "digits", "model": "<mlp>", "batch_size": 128},
+      seed,
+      method="ssgd" if seed % 2 else "diloco",
+      workers=8,
+      accuracy=0.9,
+      diverged=False,
+      sent_bytes=38e3 * points,
+      curve=[
+        {
+          "step": step,
+          "rounds": step,
+          "sent_bytes": 38e3 * step,
+          "train_s": 0.01 * step,
+          "accuracy": 0.9 - 1 / (step + 2 + seed % 7),
+          "loss": 1 / step,
+        }
+        for step in range(1, points + 1)
+      ],
+    )
+    for seed in range(number)
+  ]
+
+
+@pytest.fixture
+def folder(tmp_path):
+  pytest.importorskip("vl_convert")
+  training.append_rows(tmp_path / "rows.jsonl", _rows(4))
+  for name in ("bsp", "asp"):
+    trace = cluster.Trace()
+    trace.add("worker0", "F0", 0.0, 2.0, "forward")
+    trace.add("worker0->server", "push 0", 2.0, 3.0, "push")
+    trace.add("worker1", "away", 0.5, 4.0, "away")
+    trace.save_perfetto(tmp_path / f"{name}.json")
+  return tmp_path
+
+
+def _data(page, name):
+  text = page.partition(f'id="{name}">')[2].partition("</script>")[0]
+  return json.loads(text)
+
+
+def test_report_writes_one_page_that_asks_no_host(folder, capsys):
+  words = ["report", str(folder), "--bandwidth-mbit-per-s", "8"]
+  assert cli.main([*words, "--latency-ms", "0"]) == 0
+  assert capsys.readouterr().out == f"Report: {folder / 'report.html'}\n"
+  page = (folder / "report.html").read_text()
+  assert "&lt;mlp&gt;" in page and "<mlp>" not in page
+  assert 'href="rows.jsonl"' in page and "rows.jsonl:4" in page
+  own = page.replace(_page.vega(), "")
+  assert "https://" not in own.replace("https://vega.github.io", "").replace(
+    "https://ui.perfetto.dev", ""
+  )
+  assert " src=" not in own and "<link" not in own
+  data = _data(page, "curves")
+  assert data["methods"] == ["diloco", "ssgd"]
+  # 38,000 bytes at 1 MB a second take 38 ms, after 10 ms of a step.
+  assert data["points"][0]["link_s"] == pytest.approx(0.048)
+  assert [name for name, _ in data["y"]] == ["accuracy", "loss"]
+  spans = _data(page, "spans")
+  assert spans["end"] == 4.0 and spans["kinds"] == ["forward", "away", "push"]
+  assert spans["files"]["asp.json"][0] == ["worker0", "F0", "forward", 0, 2]
+
+
+def test_status_and_page_are_written_as_a_run_goes(tmp_path, capsys):
+  pytest.importorskip("vl_convert")
+  assert cli.main([*_RUN.split(), str(tmp_path)]) == 0
+  out = capsys.readouterr().out
+  # The heading comes first, and says what is a default.
+  assert out.startswith("ssgd. digits: 1442 training") and "preset digits" in (
+    out.replace("\n", " ")
+  )
+  status = json.loads((tmp_path / "status.json").read_text())
+  assert status["state"] == "ended" and status["row"] is None
+  assert status["step"] == status["num_steps"] == 6
+  assert status["workers"] == 4 and status["sent_bytes"] > 0
+  assert status["command"].startswith("jdist train --")
+  page = (tmp_path / "report.html").read_text()
+  assert status["command"] in page and "rows.jsonl:1" in page
+  # The command of the page repeats the run.
+  assert cli.main([*status["command"].split()[1:], "--steps", "2"]) == 0
+  first, second = training.read_rows(tmp_path / "rows.jsonl")
+  assert first["config"] | {"steps": 2} == second["config"]
+
+
+def test_report_needs_rows_or_a_status(refusal):
+  assert "rows.jsonl or status.json, got empty" in refusal("report empty")
+
+
+def test_without_the_extra_only_a_report_fails(tmp_path, monkeypatch, capsys):
+  monkeypatch.setitem(__import__("sys").modules, "vl_convert", None)
+  _page.vega.cache_clear()
+  training.append_rows(tmp_path / "rows.jsonl", _rows(1))
+  assert cli.main(["report", str(tmp_path)]) == 2
+  assert "pip install vl-convert-python" in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def _browser():
+  sync = pytest.importorskip("playwright.sync_api")
+  path = shutil.which("chromium") or shutil.which("google-chrome")
+  if path is None:
+    pytest.skip("there is no Chromium on the path")
+  with sync.sync_playwright() as play:
+    browser = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    yield browser
+    browser.close()
+
+
+@pytest.mark.slow
+def test_page_in_a_browser(folder):
+  assert cli.main(["report", str(folder)]) == 0
+  with _browser() as browser:
+    for scheme, ground in (("light", "255"), ("dark", "13")):
+      for width in (400, 1600):
+        page = browser.new_page(
+          viewport={"width": width, "height": 900}, color_scheme=scheme
+        )
+        asked, errors = [], []
+        page.on("request", lambda x, asked=asked: asked.append(x.url))
+        page.on("pageerror", lambda x, errors=errors: errors.append(x))
+        page.goto((folder / "report.html").as_uri())
+        page.wait_for_selector("#chart[data-drawn]")
+        page.wait_for_selector("[data-drawn='bsp.json']")
+        # Only the file itself, and nothing runs over the right edge.
+        assert [x for x in asked if not x.startswith("data:")] == [
+          (folder / "report.html").as_uri()
+        ]
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        color = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert color.startswith(f"rgb({ground},")
+        assert not errors
+
+    def lines():
+      return page.locator("#chart .mark-line path").count()
+
+    def choose(name, value):
+      page.locator(f"[name={name}][value='{value}']").click()
+      page.wait_for_selector(f"#chart[data-drawn*='{name}={value}']")
+
+    assert lines() == 4
+    choose("lines", "mean")
+    assert lines() == 2
+    choose("x", "link_s")
+    choose("y", "loss")
+    text = page.locator("#chart").inner_text()
+    assert "seconds with sending at 100 Mbit/s" in text and "test loss" in text
+    page.locator("[value=ssgd]").click()
+    page.wait_for_function(
+      "document.querySelectorAll('.mark-line path').length == 1"
+    )
+    # The choices survive a reload.
+    page.reload()
+    page.wait_for_selector("#chart[data-drawn]")
+    assert lines() == 1 and page.locator("[value=loss]").is_checked()
+
+
+@pytest.mark.slow
+def test_page_of_two_hundred_rows_is_small_and_opens_at_once(folder):
+  training.append_rows(folder / "rows.jsonl", _rows(196, points=60))
+  assert cli.main(["report", str(folder)]) == 0
+  assert (folder / "report.html").stat().st_size < 5e6
+  with _browser() as browser:
+    page = browser.new_page()
+    page.goto((folder / "report.html").as_uri())
+    page.wait_for_selector("#chart[data-drawn]")
+    loaded_ms = page.evaluate(
+      "performance.getEntriesByName('drawn')[0].startTime"
+    )
+    assert loaded_ms < 2000
