@@ -77,7 +77,8 @@ def table(
   for number, heading in enumerate(columns):
     # Text that wraps would make rows hard to tell apart; headings may.
     text = number < left
-    grid.add_column(heading, justify="left" if text else "right", no_wrap=text)
+    side: Any = "left" if text else "right"
+    grid.add_column(heading, justify=side, no_wrap=text, overflow="fold")
   for item in items:
     arguments = item if isinstance(item, tuple) else (item,)
     grid.add_row(*(column(*arguments) for column in columns.values()))

@@ -62,7 +62,8 @@ class Status:
   ) -> None:
     """Shows the last step of a run, which `before` steps of others precede."""
     self.bar.show(record, doing, run, before)
-    entries = {x: getattr(record, x) for x in _SHOWN}
+    # Between steps the last figures stay.
+    entries = {} if doing else {x: getattr(record, x) for x in _SHOWN}
     doing = f"{run} {doing or 'training'}"
     self.note(**entries, doing=doing, step=before + record.step)
 

@@ -44,7 +44,7 @@ def simulate(options: _commands.Simulate) -> None:
     output = status.output
     try:
       for name, run in runs.items():
-        status.note(doing=name, step=len(done))
+        status.note(doing=name)
         status.bar.update(len(done), name)
         run.run(**limits)
         row = training.make_row(
@@ -58,6 +58,7 @@ def simulate(options: _commands.Simulate) -> None:
         assert run.trace is not None
         run.trace.save_perfetto(output / f"{name}.json")
         done[name] = run
+        status.note(step=len(done))
     except KeyboardInterrupt:
       console.print(_table(done))
       raise KeyboardInterrupt(
