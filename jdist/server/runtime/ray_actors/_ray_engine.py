@@ -73,6 +73,7 @@ class RayEngine:
     ImportError: If Ray is missing.
     ValueError: If the address is wrong or may not be used, or there are too
       few CPUs or GPUs.
+    ConnectionError: If Ray does not start on this machine.
   """
 
   def __init__(
@@ -148,34 +149,36 @@ class RayEngine:
     """Starts a cluster of this machine, with a token of its own."""
     # Ray's processes inherit the environment of this one.
     os.environ.update(self._environment)
-    with _ray_access.quiet_start():
-      self._ray.init(
-        num_cpus=os.cpu_count() or 1,
-        # A dashboard would listen on a port, and start further processes.
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        namespace=self._namespace,
-        object_store_memory=4 * _MIN_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
-        _temp_dir=f"{self._folder}/s",
-      )
+    self._init(
+      "Ray did not start on this machine, which may be too busy",
+      _engine.LostServerError,
+      num_cpus=os.cpu_count() or 1,
+      # A dashboard would listen on a port, and start further processes.
+      include_dashboard=False,
+      object_store_memory=4 * _MIN_STORE_BYTES,
+      _node_ip_address="127.0.0.1",
+      _temp_dir=f"{self._folder}/s",
+    )
 
   def _connect(self, address: str) -> None:
+    self._init(
+      f"The Ray cluster at {address} cannot be used",
+      ValueError,
+      address=address,
+      runtime_env={"env_vars": self._environment},
+    )
+
+  def _init(self, what: str, kind: type[Exception], **options: Any) -> None:
     try:
       with _ray_access.quiet_start():
         self._ray.init(
-          address=address,
           log_to_driver=False,
           configure_logging=False,
           namespace=self._namespace,
-          runtime_env={"env_vars": self._environment},
+          **options,
         )
     except Exception as error:
-      text = " ".join(str(error).split())
-      raise ValueError(
-        f"The Ray cluster at {address} cannot be used: {text[:300]}"
-      ) from None
+      raise kind(f"{what}: {_ray_actors.one_line(error)}") from None
 
   def serve(self, make: Callable[[], Any]) -> None:
     """Starts the server: in the process that there is, if it answers."""
