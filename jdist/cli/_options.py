@@ -65,6 +65,9 @@ def word(name: str) -> str:
   return f"--{name.replace('_', '-')}"
 
 
+IMPORTS: list[str] = []  # The words `--import MODULE` of this command.
+
+
 def command_line(options: Any, output: object = None) -> str:
   """Returns the command of some options, with a directory for its output."""
   chosen = {name: getattr(options, name) for name in given(options)}
@@ -80,7 +83,7 @@ def command_line(options: Any, output: object = None) -> str:
     chosen = {"preset": options.preset} | chosen
   command = type(options).__name__.lower()
   words = ["launch", "-n", str(number), "--"] if number else []
-  words = ["jdist", *words, command]
+  words = ["jdist", *words, command, *IMPORTS]
   # An option of several values would take what stands behind it.
   for name in sorted(chosen, key=lambda x: (command, x) not in POSITIONAL):
     value = chosen[name]

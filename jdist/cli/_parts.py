@@ -37,11 +37,13 @@ def load(words: Sequence[str]) -> list[str]:
   Returns the other words.
   """
   rest: list[str] = []
+  _options.IMPORTS.clear()
   given = iter(words)
   for word in given:
     if word == "--import" or word.startswith("--import="):
       module = word.partition("=")[2] or next(given, "")
       _options.load("--import", module, "a module")
+      _options.IMPORTS += ["--import", module]
     else:
       rest.append(word)
   for kind in _REGISTRIES:

@@ -1,6 +1,7 @@
 """Parts of others: by `--import`, by MODULE:NAME, and by entry points."""
 
 import importlib
+import json
 import pathlib
 import sys
 import tomllib
@@ -114,6 +115,8 @@ def test_module_of_ones_own_brings_parts_to_every_command(folder, capsys):
   assert row["method"] == "signed" and row["rounds"] == 2
   # Two rounds of sixteen bits for each of 650 parameters.
   assert row["sent_bytes"] == pytest.approx(2 * 2 * 650, rel=0.01)
+  status = json.loads((folder / "out" / "status.json").read_text())
+  assert "--import outside" in status["command"]
   for words in (
     "pipeline check order --import outside",
     "train --import=outside --help",
