@@ -7,12 +7,24 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jdist import checks
 from jdist.server import _messages, _protocol
 from jdist.server.gradients import _learner
 
 _log = logging.getLogger(__name__)
 # A worker whose pushes are refused as often in a row is expelled.
 _MAX_REFUSED = 3
+
+
+def environment(now_s: float = 0.0) -> Any:
+  """Returns SimPy's clock, or raises an ImportError with the remedy."""
+  try:
+    import simpy
+  except ImportError:
+    raise ImportError(
+      "A server's clock needs SimPy. " + checks.install({"simpy": "sim"})
+    ) from None
+  return simpy.Environment(now_s)
 
 
 @dataclasses.dataclass

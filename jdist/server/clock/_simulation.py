@@ -81,13 +81,7 @@ class Simulation(_driver.Driver):
         does not hold its first batch.
       ImportError: If SimPy is not installed.
     """
-    try:
-      import simpy
-    except ImportError:
-      raise ImportError(
-        "The virtual clock needs SimPy. " + checks.install({"simpy": "sim"})
-      ) from None
-    self._environment = simpy.Environment()
+    self._environment = _driver.environment()
     here = [node.name for node in machines.nodes if node.available(0.0)]
     if learner is not None:
       missing = set(machines.names) - set(learner.workers)

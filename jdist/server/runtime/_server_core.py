@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdist.server import _messages, _protocol
+from jdist.server import _driver, _messages, _protocol
 from jdist.server.gradients import _learner
 from jdist.server.run import _run_marks
 from jdist.server.runtime import _delivery, _live_marks, _message_record
@@ -46,7 +46,7 @@ class ServerCore:
     # A resumed run continues its clock.
     self.first_s = self.marks.checkpoints.first_s
     self._began_s: float | None = None
-    self._environment = _make_environment(self.first_s)
+    self._environment = _driver.environment(self.first_s)
     self._links: _wall_links.WallLinks | None = None
     if plan.machines is not None and plan.machines.topology is not None:
       self._links = _wall_links.WallLinks(self._environment, plan.machines)
@@ -355,16 +355,6 @@ class ServerCore:
     for name in owing:
       self.boxes[name].put(_mailboxes.word("save"))
     self._after(_SAVE_S, give_up)
-
-
-def _make_environment(first_s: float) -> Any:
-  try:
-    import simpy
-  except ImportError:
-    raise ImportError(
-      "A live server's clock needs SimPy: `pip install 'jdist[ray]'`."
-    ) from None
-  return simpy.Environment(initial_time=first_s)
 
 
 def _push_of(item: Item) -> _messages.Push:

@@ -133,15 +133,14 @@ def outer_sgd(
   """
   rate = checks.check_rate("outer_learning_rate", outer_learning_rate)
   if outer_momentum is not None:
-    checks.check_continuous("outer_momentum", outer_momentum, high=1.0)
-    outer_momentum = _as_float(outer_momentum)
+    outer_momentum = _as_float(
+      checks.check_continuous("outer_momentum", outer_momentum, high=1.0)
+    )
   return optax.sgd(_as_float(rate), outer_momentum, nesterov=True)
 
 
 def _as_float(x: Any) -> Any:
-  """Returns a hyper-parameter as a float; a schedule stays as it is."""
-  if isinstance(x, jax.Array):
-    # `optax.inject_hyperparams` casts to the dtype of the parameters, but the
-    # anchors that an outer optimizer moves are float32.
-    return x.astype("float32")
-  return float(x) if isinstance(x, int) else x
+  """Returns an array as float32; a number or a schedule stays as it is."""
+  # `optax.inject_hyperparams` casts to the dtype of the parameters, but the
+  # anchors that an outer optimizer moves are float32.
+  return x.astype("float32") if isinstance(x, jax.Array) else x
