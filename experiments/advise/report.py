@@ -220,12 +220,16 @@ def main():
   )
   found = compare(predicted, measured)
   grid = public.compare(training.read_rows(public.ROWS))
-  parts = {
-    "verdict": verdict(found), "public": public_verdict(grid),
-    "steps": table(found), "public steps": public_table(grid),
+  pages = {
+    _FOLDER / "README.md": {
+      "verdict": verdict(found), "public": public_verdict(grid)
+    },
+    _FOLDER / "TABLES.md": {
+      "steps": table(found), "public steps": public_table(grid)
+    },
   }  # fmt: skip
-  print("\n\n".join(parts.values()))
-  differs = studies.write({_FOLDER / "README.md": parts}, check=check)
+  print("\n\n".join(x for parts in pages.values() for x in parts.values()))
+  differs = studies.write(pages, check=check)
   if not check:
     draw(found, run.RESULTS / "advise.png")
     draw_public(grid, run.RESULTS / "public.png")

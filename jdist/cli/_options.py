@@ -111,7 +111,7 @@ def load(option: str, name: str, kind: str) -> Any:
   module, _, attribute = name.partition(":")
   try:
     found = importlib.import_module(module)
-    return getattr(found, attribute) if attribute else found
+    return found if kind == "a module" else getattr(found, attribute)
   except (ImportError, AttributeError, ValueError) as error:
     raise ValueError(
       f"`{option}` must be {kind} that can be imported, got {name!r}: {error}."

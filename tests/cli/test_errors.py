@@ -20,7 +20,7 @@ _BAD = [
   (
     "trian",
     "the command must be one of train, compare, advise, overlap, bytes, "
-    "simulate, pipeline, launch, got",
+    "simulate, pipeline, report, launch, got",
   ),
   ("train --method sgd", "`--method` must be one of ssgd"),
   ("compare --methods ssgd sgd", "`--methods` must be one of ssgd"),
