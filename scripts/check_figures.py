@@ -94,6 +94,7 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
   ),
   "records": (("report.py", "--check"),),
   "advise": (("report.py", "--check"),),
+  "storm": (("report.py", "--check"),),
 }
 
 _NUMBER = r"[-+−]?\d[\d,]*\.\d+"
