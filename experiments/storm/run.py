@@ -17,6 +17,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import signal
 import sys
 import time
@@ -311,6 +312,9 @@ def train(storm: Storm, seed: int) -> dict[str, Any]:
     faults.finish()
     engine.stop()
   del summary["nodes"]
+  for event in summary["events"]:
+    # What follows is a machine's: numbers of processes, and paths.
+    event["reason"] = re.split(" class_name:| traceback:", event["reason"])[0]
   return training.make_row(
     dataclasses.asdict(storm), seed, faults=faults.log, load=load,
     curve=[[x.train_s, x.metrics["loss"]] for x in records],
