@@ -56,6 +56,12 @@ def test_method_trains_towards_its_target(name, interval):
   conformance.check(methods.Method("", build), within=_FAR.get(name, 0.7))
 
 
+def test_workers_that_never_average_are_no_method():
+  alone = methods.Method("", lambda *, axis: optax.sgd(0.1))
+  with pytest.raises(AssertionError, match="agree on the anchor to the bit"):
+    conformance.check(alone)
+
+
 @pytest.mark.parametrize(
   ("method", "given", "used"),
   [

@@ -71,6 +71,16 @@ def test_codec_keeps_the_laws(name):
   conformance.check(line.codec, sees_all=line.sees_all)
 
 
+@jax.custom_batching.custom_vmap
+def _more_in_batches(x):
+  return x
+
+
+@_more_in_batches.def_vmap
+def _(size, batched, x):
+  return x + 1, batched[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Broken(codecs.Dense):
   """Breaks one law."""
@@ -86,6 +96,8 @@ class Broken(codecs.Dense):
       return x.astype(jnp.float32)
     if self.law == "finite":
       return x * 2
+    if self.law == "vmap":
+      return _more_in_batches(x)
     return jnp.nan_to_num(x) if self.law == "visible" else x
 
 
@@ -96,6 +108,7 @@ class Broken(codecs.Dense):
     ("dtype", "bfloat16.* is .*float32"),
     ("finite", "finite entries stay finite"),
     ("visible", "nan stays visible"),
+    ("vmap", "`vmap` gives what a loop gives"),
   ],
 )
 def test_broken_law_is_named(law, told):
