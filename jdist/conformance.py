@@ -114,8 +114,7 @@ def _check_codec(codec: codecs.Codec, sees_all: bool) -> None:
 
 def _check_method(method: methods.Method, within: float) -> None:
   run = methods.Run(120, 4, optax.constant_schedule(0.1), interval=3)
-  start = {"a": jnp.zeros(3), "b": jnp.zeros((2, 2)), "c": jnp.zeros(())}
-  start |= {"d": jnp.zeros(5)}
+  start = {str(shape): jnp.zeros(shape) for shape in (3, (2, 2), (), 5)}
   chain = method.build(optax.sgd(0.1), run, axis="worker")
 
   def train(target: jax.Array) -> Any:

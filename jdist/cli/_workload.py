@@ -347,16 +347,17 @@ def of_trainer(
 
 def heading(options: Any, workload: comparison.Workload, methods: str) -> str:
   """Returns what is about to be run, and which options are not defaults."""
-  size = models.num_params(workload.model(0))
   samples = words(workload.train)
   ours = [x for x in _options.given(options) if x != "output"]
   given = ", ".join(map(_options.word, ours)) or "no option"
+  steps = options.steps and f"{options.steps} steps"
   return (
     f"{methods}. {options.dataset}: {len(workload.train)} training and "
-    f"{len(workload.test)} test {samples}; {options.model}, {size:,} "
-    f"parameters; N = {options.workers} workers "
-    f"({workload.workers.substrate}), {options.batch_size} "
-    f"{samples.split()[0]} a step; {options.epochs:g} epochs on "
+    f"{len(workload.test)} test {samples}; {options.model}, "
+    f"{models.num_params(workload.model(0)):,} parameters; N = "
+    f"{options.workers} workers ({workload.workers.substrate}), "
+    f"{options.batch_size} {samples.split()[0]} a step; "
+    f"{steps or f'{options.epochs:g} epochs'} on "
     f"{training.make_row({}, 0)['device']}. {given} given; the others have the "
     f"defaults of the preset {options.preset}."
   )
