@@ -187,11 +187,12 @@ def check_extras(needed: Mapping[str, str]) -> None:
   Args:
     needed: The extra of each needed module.
   """
-  missing = {}
-  for module, extra in needed.items():
-    # `find_spec` of a package imports nothing, which is fast.
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-      missing[module] = extra
+  missing = dict(needed)
+  for module in needed:
+    # `find_spec` imports nothing but the parents, one of which may be missing.
+    with contextlib.suppress(ModuleNotFoundError):
+      if importlib.util.find_spec(module) is not None:
+        del missing[module]
   if missing:
     several = "are" if len(missing) > 1 else "is"
     raise ImportError(

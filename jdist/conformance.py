@@ -156,8 +156,7 @@ def _check_table(entry: pipeline.TableEntry) -> None:
 
 
 def _check_protocol(protocol: server.Protocol) -> None:
-  away = {"b": ((3.2, 3.4), (7.1, 20.0)), "c": ((11.0, math.inf),)}
-  away["d"] = ((0.0, 5.0),)
+  away = {"b": ((3.2, 3.4), (7.1, 20)), "c": ((11, math.inf),), "d": ((0, 5),)}
   machines = cluster.Cluster(
     tuple(
       cluster.Node(
