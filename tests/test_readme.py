@@ -2,8 +2,13 @@
 
 import pathlib
 import re
+import shlex
+import sys
+import types
 
 import pytest
+
+from jdist import cli
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _PAGES = {
@@ -20,6 +25,37 @@ _BLOCKS = [
   for page, text in _PAGES.items()
   for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 ]
+
+_CELLS = {
+  page.relative_to(_ROOT).as_posix(): re.findall(
+    r"^```{code-cell} \w+\n(?:---\n.*?^---\n)?(.*?)^```",
+    page.read_text(),
+    flags=re.DOTALL | re.MULTILINE,
+  )
+  for page in sorted((_ROOT / "docs").rglob("*.md"))
+  if "{code-cell}" in page.read_text()
+}
+# Words of commands that a reader replaces, or installs a part for.
+_OTHERS = ("NAME", "my_model:", "powers", "signed", "--import")
+
+
+def _commands():
+  """Returns the page and the words of each command, without doubles."""
+  found = {}
+  pages = [*_ROOT.glob("*.md"), *(_ROOT / "docs").rglob("*.md")]
+  for page in [*pages, *(_ROOT / "experiments").glob("*/*.md")]:
+    text = page.read_text().replace("\\\n", " ")
+    lines = re.findall(r"^jdist .*$", text, re.MULTILINE)
+    for line in lines + re.findall(r"`(jdist [^`]*)`", text):
+      if line.split()[1] not in cli._COMMANDS:
+        continue  # It is prose.
+      words = shlex.split(line, comments=True)
+      if len(words) > 2 and not any(x in line for x in _OTHERS):
+        found.setdefault(shlex.join(words[1:]), page.relative_to(_ROOT))
+  return [(page, words) for words, page in found.items()]
+
+
+_COMMANDS = _commands()
 
 
 def _save_model():
@@ -49,6 +85,53 @@ def test_example_runs(number, capsys, tmp_path, monkeypatch):
     for name, test in list(scope.items()):
       if name.startswith("test_"):
         test()
+
+
+# The site runs them, too, and shows what they print.
+@pytest.mark.parametrize(
+  "page",
+  [
+    pytest.param(x, marks=() if "own_data" in x else pytest.mark.slow)
+    for x in _CELLS
+  ],
+)
+def test_notebook_runs(page, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  # A picture is shown by the notebook's kernel, which is the site's alone.
+  shown = types.SimpleNamespace(Image=lambda x: pathlib.Path(x).read_bytes())
+  monkeypatch.setitem(sys.modules, "IPython", shown)
+  monkeypatch.setitem(sys.modules, "IPython.display", shown)
+  import jax
+
+  with jax.numpy_dtype_promotion("standard"):
+    scope = {"__name__": "notebook"}
+    for number, cell in enumerate(_CELLS[page]):
+      exec(compile(cell, f"{page}, cell {number}", "exec"), scope)
+
+
+# All values are read in the slow set: a command's parser takes a while.
+@pytest.mark.parametrize(
+  "read", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_every_command_can_be_read(read, tmp_path, monkeypatch):
+  # A page defines each part that its commands name by a module.
+  monkeypatch.chdir(tmp_path)
+  for name, part in (("my_codec", "Powers"), ("my_module", "Fresh")):
+    (block,) = (x for _, x in _BLOCKS if f"class {part}(" in x)
+    code = block[: re.search(r"^\w.* = ", block, re.MULTILINE).start()]
+    pathlib.Path(f"{name}.py").write_text(code)
+  wrong = {}
+  for page, line in _COMMANDS:
+    name, *words = cli._expand(shlex.split(line))
+    try:
+      if read:
+        cli._parse(name, words)
+      elif name != "launch":
+        cli._check_known(name, cli._COMMANDS[name][0], words)
+    except ValueError as error:
+      wrong[f"{page}: {line}"] = str(error)
+  assert not wrong, wrong
+  assert len(_COMMANDS) > 30
 
 
 def test_first_example_prints_the_result_in_its_comment(capsys):
