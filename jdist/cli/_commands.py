@@ -120,9 +120,7 @@ class Advise(_groups.ProcessOptions, _groups.LinkOptions, _groups.ModelOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Overlap(
-  _groups.RateOptions,
-  _groups.CompilerOptions,
-  _groups.MeanOptions,
+  _groups.RateOptions, _groups.CompilerOptions, _groups.MeanOptions
 ):
   """Compiles a training step for GPUs that need not be present, and reports
   which computation hides its communication: a table, rows and a timeline.

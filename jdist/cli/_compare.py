@@ -23,6 +23,7 @@ from jdist.training import comparison
 _FREE = (
   "methods", "learning_rate", "grid_extensions", "seeds", "output", "preset",
   "tuning_seeds", "bandwidth_mbit_per_s", "latency_ms", "text",
+  "files",
 )  # fmt: skip
 
 _Runs = Sequence[comparison.Row]

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 
 Directory = Annotated[str | None, tyro.conf.arg(metavar="DIR")]
+Path = Annotated[str | None, tyro.conf.arg(metavar="DIR|FILE")]
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 Cluster = Annotated[str | None, tyro.conf.arg(metavar="CLUSTER.toml")]
 Norm = Literal["batch", "group", "none"]
@@ -64,6 +65,16 @@ class ModelOptions:
   text: File = None
   """Any file, in place of a data set. The model predicts its bytes, and the
   last tenth is the test set."""
+
+  files: Path = None
+  """A folder with a sub-folder of images for each class, or a file .npz, .npy
+  or .parquet with numbers, or one array of images, and the classes in its
+  column `label`, in place of a data set. Every fifth sample of a class, in the
+  order of names or rows, is for testing."""
+
+  image_size: int | None = option(None, within=COUNT, needs=("files",))
+  """Height and width to which images of a folder are scaled and cropped
+  (default: they must be of one size)."""
 
   # These four have defaults in `models` and `data`; None keeps them, and is
   # refused with a model that has no such option.

@@ -255,10 +255,7 @@ def optimizer_of(
 
 
 def _interval(
-  name: str,
-  method: methods.Method,
-  options: _groups.Common,
-  run: methods.Run,
+  name: str, method: methods.Method, options: _groups.Common, run: methods.Run
 ) -> int | intervals.IntervalPolicy:
   """Returns the interval's policy, whose last round ends with the run."""
   rule, first = options.interval_policy, options.interval
@@ -329,12 +326,6 @@ def run_of(
 ) -> methods.Run:
   """Returns a run of a given length, otherwise with the values of options."""
   return methods.Run(
-    num_steps,
-    warmup_steps,
-    learning_rate,
-    steps_per_epoch,
-    options.interval,
-    options.optimizer,
-    options.momentum,
-    options.weight_decay,
-  )
+    num_steps, warmup_steps, learning_rate, steps_per_epoch, options.interval,
+    options.optimizer, options.momentum, options.weight_decay,
+  )  # fmt: skip

@@ -50,8 +50,8 @@ def given(options: Any) -> list[str]:
 
 def identity(options: Any, elsewhere: Iterable[str]) -> dict[str, object]:
   """Returns the options that must be the same when a run is resumed."""
-  # The data set's name contains a hash of a text, wherever its file is.
-  free = {"output", "preset", "text", *elsewhere}
+  # The data set's name contains a hash of own files, wherever they are.
+  free = {"output", "preset", "text", "files", *elsewhere}
   return {
     # JSON, in which a checkpoint keeps it, has no tuples.
     name: list(value) if isinstance(value, tuple) else value
@@ -75,8 +75,8 @@ def command_line(options: Any, output: object = None) -> str:
   number = chosen.get("num_processes")
   for name in _groups.ProcessOptions.__dataclass_fields__:
     chosen.pop(name, None)
-  if chosen.get("text") is not None:
-    del chosen["dataset"]  # It is the text's name and hash.
+  if {"text", "files"} & {*chosen}:
+    chosen.pop("dataset", None)  # It is the name and hash of these.
   if output is not None:
     chosen["output"] = output
   if getattr(options, "preset", "digits") != "digits":
@@ -256,9 +256,7 @@ def check_used(
 
 
 def join_processes(
-  options: Any,
-  num_devices: int,
-  common: Callable[[], dict[str, object]] = dict,
+  options: Any, num_devices: int, common: Callable[[], dict[str, object]] = dict
 ) -> None:
   """Joins the processes of the run, if there are several.
 

@@ -12,15 +12,12 @@ from jdist.cli import _options
 # so on, and the class of its entries if they have one.
 _REGISTRIES = {
   "methods": ("methods", "registry", "Method"),
-  "codecs": ("methods", "PARTS", ""),
-  "reducers": ("methods", "PARTS", ""),
-  "feedbacks": ("methods", "PARTS", ""),
-  "rules": ("methods", "PARTS", ""),
+  "codecs": ("methods", "PARTS", ""), "reducers": ("methods", "PARTS", ""),
+  "feedbacks": ("methods", "PARTS", ""), "rules": ("methods", "PARTS", ""),
   "protocols": ("server", "PROTOCOLS", ""),
   "tables": ("pipeline", "TABLES", "TableEntry"),
-  "models": ("models", "MODELS", ""),
-  "datasets": ("data", "DATASETS", ""),
-}
+  "models": ("models", "MODELS", ""), "datasets": ("data", "DATASETS", ""),
+}  # fmt: skip
 # The kind of part that an option names, and words that name none.
 _NAMED = {
   "method": "methods", "methods": "methods", "protocol": "protocols",

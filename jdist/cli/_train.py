@@ -96,17 +96,12 @@ def run(options: _commands.Train, programs: Any) -> None:
       board = stack.enter_context(training.MetricsWriter(options.tensorboard))
     with _run_end.explained(options, newest, "step", num_steps, status.output):
       records = programs.run(
-        options.seed,
-        label=status.step,
-        on_record=show,
+        options.seed, label=status.step, on_record=show,
         checkpoints=checkpoints,
         checkpoint_every=workload.steps(options.checkpoint_every_epochs),
-        metadata=_identity(options),
-        on_resume=resume,
-        free=_workload.FREE,
-        stop_on_sigterm=True,
-        **ends,
-      )
+        metadata=_identity(options), on_resume=resume, free=_workload.FREE,
+        stop_on_sigterm=True, **ends,
+      )  # fmt: skip
     status.end(records, **resumed)
     _run_end.check(options, records, newest() is not None)
 

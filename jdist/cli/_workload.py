@@ -46,25 +46,29 @@ _LARGE_PIXELS = 16
 
 
 def named(options: _Common) -> _Common:
-  """Returns the options with the name and a hash of `--text` as data set.
+  """Returns the options with name and hash of own files as the data set.
 
-  Rows and checkpoints then identify the text, wherever its file is.
+  Rows and checkpoints then identify the data, wherever the files are.
 
   Raises:
-    ValueError: If both are given, or there is no such file.
+    ValueError: If several are given, or there is no such file.
   """
-  if options.text is None:
+  option = "files" if options.text is None else "text"
+  found = getattr(options, option)
+  if found is None:
     return options
-  if "dataset" in _options.given(options):
-    raise ValueError(
-      f"`--dataset` must be left out with `--text`, got {options.dataset}."
-    )
-  path = pathlib.Path(options.text)
-  if not path.is_file():
-    raise ValueError(f"`--text` must be a file, got {options.text!r}.")
-  # The path may change when a run is resumed, but not the text.
-  digest = hashes.hash_file(path)[:8]
-  return dataclasses.replace(options, dataset=f"{path.stem}-{digest}")
+  others = {"dataset", "files"} - {option}
+  _options.check_left_out(options, sorted(others), f"with `--{option}`")
+  path = pathlib.Path(found)
+  if path.is_file():
+    digest = hashes.hash_file(path)
+  elif option == "files" and path.is_dir():
+    digest = hashes.hash_bytes(repr(hashes.hash_files(path)).encode())
+  else:
+    kind = "a file" if option == "text" else "a folder or a file"
+    raise ValueError(f"`--{option}` must be {kind}, got {found!r}.")
+  # The path may change when a run is resumed, but not what is there.
+  return dataclasses.replace(options, dataset=f"{path.stem}-{digest[:8]}")
 
 
 def check(options: _groups.Common) -> None:
@@ -112,7 +116,7 @@ def _check_data(options: _groups.Common) -> dict[str, str]:
 
   Returns the modules that read the data set, with their extras.
   """
-  if options.text is None:
+  if options.text is None and options.files is None:
     _options.check_name("--dataset", options.dataset, data.DATASETS)
   _options.check_name("--model", options.model, models.MODELS)
   source = data.DATASETS.get(options.dataset)
@@ -149,8 +153,7 @@ def _check_data(options: _groups.Common) -> dict[str, str]:
 
 
 def build(
-  options: _groups.Common,
-  team: Callable[[], collectives.Workers] | None = None,
+  options: _groups.Common, team: Callable[[], collectives.Workers] | None = None
 ) -> comparison.Workload:
   """Loads the data and makes the workers, by a `team` if it is given."""
   train, test = _load(options)
@@ -168,17 +171,10 @@ def build(
   else:
     workers = team()
   workload = comparison.Workload(
-    workers,
-    train,
-    test,
-    functools.partial(build_model, options, train),
-    options.batch_size,
-    options.accumulate,
-    options.alpha,
-    options.augment,
-    options.dtype,
-    _evaluation_batch(options.workers, test),
-  )
+    workers, train, test, functools.partial(build_model, options, train),
+    options.batch_size, options.accumulate, options.alpha, options.augment,
+    options.dtype, _evaluation_batch(options.workers, test),
+  )  # fmt: skip
   workload.batches(seed=0)  # Checks `alpha` before anything is written.
   return workload
 
@@ -198,16 +194,15 @@ def make_directories(options: Any) -> None:
 
 def _load(options: _groups.Common) -> tuple[AnyDataset, AnyDataset]:
   """Returns the training and the test set."""
-  if options.text is None and options.dataset not in data.TEXT_NAMES:
-    return data.load(options.dataset), data.load(options.dataset, "test")
-  source = options.dataset if options.text is None else options.text
-  given: dict[str, Any] = {}
-  if options.window_length is not None:
-    given["window_length"] = options.window_length
+  load: Any = functools.partial(data.load, options.files or options.dataset)
+  if options.files is not None:
+    load.keywords["size"] = options.image_size
+  elif options.text is not None or options.dataset in data.TEXT_NAMES:
+    load = functools.partial(data.load_text, options.text or options.dataset)
+    if options.window_length is not None:
+      load.keywords["window_length"] = options.window_length
   train, test = (
-    dataclasses.replace(
-      data.load_text(source, split, **given), name=options.dataset
-    )
+    dataclasses.replace(load(split), name=options.dataset)
     for split in ("train", "test")
   )
   return train, test
@@ -367,7 +362,7 @@ def words(dataset: AnyDataset) -> str:
   """Returns the plural noun for a data set's samples."""
   if isinstance(dataset, data.TextDataset):
     return f"windows of {dataset.input_shape[0]} bytes"
-  return "images"
+  return "rows" if dataset.input_shape[:2] == (1, 1) else "images"
 
 
 def quality(metrics: Mapping[str, float]) -> str:

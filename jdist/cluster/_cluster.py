@@ -186,9 +186,7 @@ def load_cluster(
     raise ValueError(f"{path}: {error}") from None
 
 
-def _read(
-  found: Mapping[str, Any],
-) -> tuple[Cluster, _profile.Profile | None]:
+def _read(found: Mapping[str, Any]) -> tuple[Cluster, _profile.Profile | None]:
   _check("the file", found, (), _TOP)
   tables = found.get("nodes", [])
   if not isinstance(tables, list) or not tables:
@@ -292,10 +290,7 @@ def _matching(pattern: Any, names: list[str], place: str) -> list[str]:
 
 
 def _check(
-  place: str,
-  table: Any,
-  numbers: Collection[str],
-  others: Collection[str] = (),
+  place: str, table: Any, numbers: Collection[str], others: Collection[str] = ()
 ) -> None:
   """Raises a ValueError for an unknown key or a value that is no number."""
   if not isinstance(table, Mapping):

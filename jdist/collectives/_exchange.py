@@ -26,10 +26,7 @@ from jdist.collectives import _axis
 PyTree: TypeAlias = Any
 
 ALONE_BYTES = 1 << 20
-_UNSIGNED: dict[int, np.dtype] = {
-  1: np.dtype(np.uint8),
-  2: np.dtype(np.uint16),
-}
+_UNSIGNED: dict[int, np.dtype] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
 
 
 def gather(tree: PyTree, axis: _axis.Axis) -> PyTree:
@@ -83,10 +80,7 @@ def reduce_scatter(tree: PyTree, axis: _axis.Axis) -> PyTree:
     for dim, name in zip(reversed(range(len(names))), names, strict=True):
       if name in manual:
         y = jax.lax.psum_scatter(
-          _axis.varying(y, name),
-          name,
-          scatter_dimension=dim,
-          tiled=False,
+          _axis.varying(y, name), name, scatter_dimension=dim, tiled=False
         )
       else:  # Inside shard_map vmap has no rule for a scatter; nothing is sent.
         y = jax.lax.psum(y, name)

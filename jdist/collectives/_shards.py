@@ -107,12 +107,9 @@ def map_shards(
     for name in around
   )
   return jax.shard_map(
-    function,
-    in_specs=in_specs,
-    out_specs=out_specs,
-    axis_names=names,
+    function, in_specs=in_specs, out_specs=out_specs, axis_names=names,
     check_vma=tracked,
-  )
+  )  # fmt: skip
 
 
 def _names(entry: Any) -> tuple[str, ...]:

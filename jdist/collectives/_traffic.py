@@ -30,16 +30,11 @@ Kind = Literal[
 ]  # The kinds of collectives that send messages.
 # The primitives' names in the supported versions of JAX.
 _KINDS: dict[str, Kind] = {
-  "psum": "all-reduce",
-  "psum_invariant": "all-reduce",
-  "pmax": "all-reduce",
-  "pmin": "all-reduce",
-  "all_gather": "all-gather",
-  "all_gather_invariant": "all-gather",
-  "reduce_scatter": "reduce-scatter",
-  "all_to_all": "all-to-all",
-  "ppermute": "permute",
-}
+  "psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce",
+  "pmin": "all-reduce", "all_gather": "all-gather",
+  "all_gather_invariant": "all-gather", "reduce_scatter": "reduce-scatter",
+  "all_to_all": "all-to-all", "ppermute": "permute",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,12 +196,9 @@ class Collective:
     if n == 1:
       return 0.0
     factor = {
-      "all-reduce": 2 * (n - 1) / n,
-      "all-gather": n - 1,
-      "reduce-scatter": (n - 1) / n,
-      "all-to-all": (n - 1) / n,
-      "permute": 1,
-    }
+      "all-reduce": 2 * (n - 1) / n, "all-gather": n - 1,
+      "reduce-scatter": (n - 1) / n, "all-to-all": (n - 1) / n, "permute": 1,
+    }  # fmt: skip
     return float(factor[self.kind] * b)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jdist import checks, signatures
-from jdist.data import _prepare
+from jdist.data import _files, _prepare
 from jdist.data._dataset import Dataset, TextDataset
 from jdist.storage import array_files
 
@@ -17,7 +17,13 @@ _WHAT = "a decoded set"
 
 
 @signatures.checked
-def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
+def load(
+  name: str | os.PathLike[str],
+  split: str = "train",
+  *,
+  size: signatures.PositiveInt | None = None,
+  download: bool = False,
+) -> Dataset:
   """Loads one split of a data set into memory.
 
   "synthetic" is drawn by NumPy: ten random patterns under strong noise, equal
@@ -44,14 +50,24 @@ def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
   shorter side of 160 pixels, and their middle is taken. "test" is the
   validation split of sets that have no test split.
 
+  A path reads your own data, of whose classes every fifth sample, in the order
+  of names or rows, is for testing: a folder with a sub-folder of images for
+  each class, which become RGB; or a file .npz, .npy or .parquet with the
+  classes in its column `label`. Of its other columns one alone may hold images
+  [n, height, width] or [n, height, width, channels]; numbers become the
+  channels of an image of one pixel, in float32.
+
   Args:
-    name: A name of the table, or of `DATASETS`; `load_text` reads texts.
+    name: A name of the table, or of `DATASETS`, or a path; `load_text` reads
+      texts.
     split: "train" (default) or "test".
+    size: Height and width to which images of a folder are scaled and cropped.
+      None (default) needs images of one size.
     download: Whether to prepare a missing set first, see `prepare`, which needs
       a network and TensorFlow. Default False.
 
   Raises:
-    ValueError: If the name or split is unknown.
+    ValueError: If the name or split is unknown, or files are not as above.
     FileNotFoundError: If the set is not prepared; names the command.
     ImportError: If a package is missing; names what to install.
 
@@ -60,8 +76,11 @@ def load(name: str, split: str = "train", *, download: bool = False) -> Dataset:
   >>> len(digits), digits.images.shape, digits.num_classes
   (1442, (1442, 8, 8, 1), 10)
   """
-  source = _prepare.find(name, images=True)
   _prepare.check_split(split)
+  if name not in _prepare.DATASETS and os.path.exists(name):
+    return _files.load(pathlib.Path(name), split, size)
+  name = os.fspath(name)
+  source = _prepare.find(name, images=True)
   if callable(source):
     return source(split)
   if name == "digits":
@@ -96,10 +115,7 @@ def _draw(split: str) -> tuple[np.ndarray, np.ndarray]:
 def _read_digits(split: str) -> tuple[np.ndarray, np.ndarray]:
   datasets = checks.import_extra("sklearn.datasets", "data")
   images, labels = datasets.load_digits(return_X_y=True)
-  held_out = np.zeros(len(labels), bool)
-  for k in range(10):
-    held_out[np.flatnonzero(labels == k)[4::5]] = True
-  chosen = held_out if split == "test" else ~held_out
+  chosen = _files.hold_out(labels) == (split == "test")
   images = images[chosen].reshape(-1, 8, 8, 1).astype(np.uint8)
   return images, labels[chosen].astype(np.int32)
 

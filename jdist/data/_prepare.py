@@ -54,7 +54,7 @@ def find(name: str, *, images: bool = False) -> Any:
   """Returns the entry of a set; raises a ValueError for an unknown name."""
   names = [x for x in DATASETS if not images or x not in TEXT_NAMES]
   if name not in names:
-    remedy = "For data of your own make a `jdist.data.Dataset`."
+    remedy = "Or a folder of images, or a file .npz, .npy or .parquet."
     if name in TEXT_NAMES:
       remedy = "It is a text, which `jdist.data.load_text` reads."
     raise ValueError(
@@ -201,7 +201,7 @@ def decode(
     rows = range(start, min(start + _CHUNK, len(source)))
     for row, record in zip(rows, source.__getitems__(rows), strict=True):
       with pil.open(io.BytesIO(record["image"])) as image:
-        images[row] = _pixels(image, shape, size)
+        images[row] = pixels(image, shape, size)
       labels[row] = record["label"]
   return images, labels
 
@@ -215,7 +215,8 @@ def decode_text(prepared: pathlib.Path, split: str) -> np.ndarray:
   return np.frombuffer(b"".join(texts), np.uint8)
 
 
-def _pixels(image: Any, shape: tuple[int, ...], size: int | None) -> np.ndarray:
+def pixels(image: Any, shape: tuple[int, ...], size: int | None) -> np.ndarray:
+  """Returns an image as an array of a shape, scaled and cropped to a size."""
   # Some photographs are grayscale or CMYK.
   if shape[-1] == 3 and image.mode != "RGB":
     image = image.convert("RGB")

@@ -20,11 +20,7 @@ def check_num_workers(num_workers: int, num_samples: int) -> int:
 
 
 def partition(
-  labels: np.ndarray,
-  num_workers: int,
-  *,
-  alpha: float | None = None,
-  seed: int,
+  labels: np.ndarray, num_workers: int, *, alpha: float | None = None, seed: int
 ) -> tuple[np.ndarray, ...]:
   """Splits samples over workers, i.i.d. or skewed by label.
 

@@ -46,13 +46,10 @@ def diloco(
     Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1 and table 5.
   """
   return transforms.local_steps(
-    checks.check_optimizer("optimizer", optimizer),
-    interval,
-    axis=axis,
-    rule=_outer(rule, outer_learning_rate, outer_momentum),
-    overlap=overlap,
+    checks.check_optimizer("optimizer", optimizer), interval, axis=axis,
+    rule=_outer(rule, outer_learning_rate, outer_momentum), overlap=overlap,
     compression=compression,
-  )
+  )  # fmt: skip
 
 
 def streaming_diloco(
@@ -111,14 +108,10 @@ def streaming_diloco(
   rule = _outer(rule, outer_learning_rate, outer_momentum)
   # Each fragment has an outer state of its own, which counts its own rounds.
   return transforms.fragment_steps(
-    optimizer,
-    interval,
-    fragments,
-    axis=axis,
-    rule=rule,
+    optimizer, interval, fragments, axis=axis, rule=rule,
     overlap=transforms.Delayed(delay_steps, mix=mix, stream=stream),
     compression=compression,
-  )
+  )  # fmt: skip
 
 
 def sparse_loco(
@@ -220,13 +213,9 @@ def muloco(
   )
   codec = codecs.Quantize(bits, 256, "min_max")
   return diloco(
-    inner,
-    interval,
-    outer_learning_rate,
-    outer_momentum,
-    axis=axis,
+    inner, interval, outer_learning_rate, outer_momentum, axis=axis,
     compression=reducers.Compression(codec, reducers.ErrorFeedback()),
-  )
+  )  # fmt: skip
 
 
 def _outer(

@@ -256,9 +256,6 @@ def od_sgd(
   # Checked here, under the name that the user has written.
   rate = checks.check_rate("local_learning_rate", local_learning_rate)
   return transforms.lead_step(
-    optimizer,
-    optax.sgd(rate),
-    axis=axis,
-    warmup_steps=warmup_steps,
+    optimizer, optax.sgd(rate), axis=axis, warmup_steps=warmup_steps,
     compression=compression,
-  )
+  )  # fmt: skip

@@ -108,15 +108,10 @@ def evaluate_predictor(
       stop = start + images_per_batch
       size = min(images_per_batch, len(images))
       found = _hits(
-        predictor,
-        model,
-        normalize,
-        params,
-        vectors,
-        _padded(images[start:stop], size),
-        _padded(labels[start:stop], size),
+        predictor, model, normalize, params, vectors,
+        _padded(images[start:stop], size), _padded(labels[start:stop], size),
         np.arange(start, start + size) < len(images),
-      )
+      )  # fmt: skip
       part += np.asarray(found)[: len(part)]
   return hits / len(images)
 

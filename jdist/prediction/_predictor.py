@@ -134,12 +134,9 @@ class Predictor:
     for number in range(1, _NUM_BLOCKS + 1):
       block = params[f"block{number}"]
       x = jax.lax.conv_general_dilated(
-        x,
-        block["conv"]["kernel"],
-        (1, 1),
-        "SAME",
+        x, block["conv"]["kernel"], (1, 1), "SAME",
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
-      )
+      )  # fmt: skip
       x = jax.nn.relu(x + block["conv"]["bias"].reshape(1, 1, 1, -1))
       # Channel attention: one weight for each channel, from its mean.
       weights = jax.nn.relu(_dense(block["squeeze"], jnp.mean(x, (0, 1, 2))))

@@ -179,13 +179,10 @@ def _instruction(name: str, right_side: str) -> Iterator[Instruction]:
 
 # `all-reduce-start` and `-done` are one operation, which counts at its start.
 KINDS: dict[str, collectives.Kind] = {
-  "all-reduce": "all-reduce",
-  "all-gather": "all-gather",
-  "reduce-scatter": "reduce-scatter",
-  "all-to-all": "all-to-all",
-  "ragged-all-to-all": "all-to-all",
-  "collective-permute": "permute",
-}
+  "all-reduce": "all-reduce", "all-gather": "all-gather",
+  "reduce-scatter": "reduce-scatter", "all-to-all": "all-to-all",
+  "ragged-all-to-all": "all-to-all", "collective-permute": "permute",
+}  # fmt: skip
 
 
 def read_collectives(program: Any) -> tuple[collectives.Collective, ...]:

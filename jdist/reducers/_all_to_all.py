@@ -112,12 +112,9 @@ class AllToAll(_reducer.Reducer):
     for i, coder in enumerate(coders):
       total = add_rows(
         jnp.zeros(coder.row.shape, jnp.float32),
-        jax.vmap(coder.decode)(rows[i]),
-        lambda total, one: total + one,
-        num_workers,
-        axis,
-        most_unrolled=16,
-      )
+        jax.vmap(coder.decode)(rows[i]), lambda total, one: total + one,
+        num_workers, axis, most_unrolled=16,
+      )  # fmt: skip
       # The residual is added after the division, so that its unit does not
       # change with the number of workers.
       wanted = total / num_workers

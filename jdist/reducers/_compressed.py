@@ -189,13 +189,10 @@ class Compressed(_reducer.Reducer):
     totals = []
     for i, (row, s, x) in enumerate(zip(rows, states, leaves, strict=True)):
       total = _all_to_all.add_rows(
-        jnp.zeros(x.shape, jnp.float32),
-        row,
-        functools.partial(self.codec.add_to, state=s),
-        collectives.size(axis),
-        axis,
-        most_unrolled=1,
-      )
+        jnp.zeros(x.shape, jnp.float32), row,
+        functools.partial(self.codec.add_to, state=s), collectives.size(axis),
+        axis, most_unrolled=1,
+      )  # fmt: skip
       totals.append(jnp.where(finite[:, i].all(), total, jnp.nan))
     return totals
 

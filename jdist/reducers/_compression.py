@@ -173,9 +173,7 @@ class Compression:
     wanted, feedback = self.prepare(tree, state)
     held, kept = self.reducer.flush(state.reducer, wanted, axis)
     mean = jax.tree.map(
-      lambda m, h: (m + h).astype(m.dtype),
-      collectives.mean(wanted, axis),
-      held,
+      lambda m, h: (m + h).astype(m.dtype), collectives.mean(wanted, axis), held
     )
     mean, feedback = self.finish(mean, wanted, wanted, feedback, tree)
     new = state._replace(reducer=kept, feedback=feedback)

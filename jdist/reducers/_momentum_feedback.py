@@ -185,11 +185,7 @@ class Smoothing(_feedback.Feedback):
     return jax.tree.map(moved, state.momentum, x), state
 
   def finish(
-    self,
-    mean: PyTree,
-    own_share: PyTree,
-    wanted: PyTree,
-    state: SmoothingState,
+    self, mean: PyTree, own_share: PyTree, wanted: PyTree, state: SmoothingState
   ) -> tuple[PyTree, SmoothingState]:
     # A vote's own share is a sign, which is no part of the momentum.
     del own_share

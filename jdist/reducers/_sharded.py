@@ -126,9 +126,7 @@ class Sharded(_reducer.Reducer):
 
     rows = _row_specs(state)
     residuals, states = self.over(
-      on_shards,
-      in_specs=(rows,),
-      out_specs=(list(self.specs), rows),
+      on_shards, in_specs=(rows,), out_specs=(list(self.specs), rows)
     )(state)
     return jax.tree.unflatten(jax.tree.structure(like), residuals), states
 

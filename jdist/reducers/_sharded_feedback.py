@@ -124,7 +124,5 @@ class ShardedFeedback(_feedback.Feedback):
       return out, ShardedFeedbackState(new._replace(nonfinite=()), count)
 
     return self.shards.over(
-      on_shards,
-      in_specs=((specs,) * len(trees), rows),
-      out_specs=(specs, rows),
+      on_shards, in_specs=((specs,) * len(trees), rows), out_specs=(specs, rows)
     )(trees, state)

@@ -114,13 +114,9 @@ class Lease:
 
   def _entry(self) -> dict[str, Any]:
     return {
-      "run": self._run,
-      "host": platform.node(),
-      "process": os.getpid(),
-      "began": _began(os.getpid()),
-      "machine": _machine(),
-      "beat": self._beat,
-    }
+      "run": self._run, "host": platform.node(), "process": os.getpid(),
+      "began": _began(os.getpid()), "machine": _machine(), "beat": self._beat,
+    }  # fmt: skip
 
   def _write(self) -> None:
     sealed_json.write_whole(self._path, json.dumps(self._entry()).encode())

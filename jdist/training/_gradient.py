@@ -13,8 +13,7 @@ PyTree = Any
 Metrics = dict[str, jax.Array]
 # (params, model_state, batch, key) -> loss, (model_state, metrics)
 LossFn = Callable[
-  [PyTree, PyTree, PyTree, jax.Array],
-  tuple[jax.Array, tuple[PyTree, Metrics]],
+  [PyTree, PyTree, PyTree, jax.Array], tuple[jax.Array, tuple[PyTree, Metrics]]
 ]
 
 

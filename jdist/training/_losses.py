@@ -72,12 +72,9 @@ def model_loss(
     mask = batch.get("mask")
     given = {} if mask is None else {"mask": mask}
     logits, model_state = apply(
-      cast(params, compute_dtype),
-      model_state,
-      inputs_of(batch, key),
-      train=True,
-      **given,
-    )
+      cast(params, compute_dtype), model_state, inputs_of(batch, key),
+      train=True, **given,
+    )  # fmt: skip
     loss, metrics = label_loss(logits, batch)
     return loss, (model_state, metrics)
 

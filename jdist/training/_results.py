@@ -36,14 +36,10 @@ def make_row(
     `JDIST_COMMIT`, if it is set, else that of the repository.
   """
   return {
-    "config": config,
-    "seed": seed,
-    "run": channel.run_id(),
-    "commit": _commit(),
-    "device": _device(),
-    "versions": _versions(),
+    "config": config, "seed": seed, "run": channel.run_id(),
+    "commit": _commit(), "device": _device(), "versions": _versions(),
     **measured,
-  }
+  }  # fmt: skip
 
 
 @signatures.checked

@@ -104,9 +104,7 @@ def step_by(
 
 
 def _weighted(
-  gradient: _gradient.Gradient,
-  before: PyTree,
-  axis: collectives.Axis,
+  gradient: _gradient.Gradient, before: PyTree, axis: collectives.Axis
 ) -> _gradient.Gradient:
   """Weights gradients and statistics by this worker's share of samples."""
   # A batch of padding on every worker has a mean of 0, and zero gradients.

@@ -95,8 +95,7 @@ def init_state(
   # Without output specs the compiler may replicate moments as large as sharded
   # parameters, which then do not fit into memory.
   init = workers.jit(
-    first,
-    out_specs=_split_alike(workers, optimizer, replicated),
+    first, out_specs=_split_alike(workers, optimizer, replicated)
   )
   opt_state = init(replicated)
   return TrainState(step, replicated, opt_state, model_state, key, found)

@@ -23,8 +23,7 @@ class AverageGradientsState(NamedTuple):
 
 
 def average_gradients(
-  axis: collectives.Axis,
-  compression: reducers.Compression | None = None,
+  axis: collectives.Axis, compression: reducers.Compression | None = None
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces every worker's gradients by their mean.
 

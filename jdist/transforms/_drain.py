@@ -86,12 +86,9 @@ def drain(
     steps = _multi_steps(optimizer)
     if steps is not None:
       params, inner = drain(
-        steps.inner_opt,
-        state.inner_opt_state,
-        params,
-        residuals=residuals,
+        steps.inner_opt, state.inner_opt_state, params, residuals=residuals,
         **extra_args,
-      )
+      )  # fmt: skip
       return params, state._replace(inner_opt_state=inner)
   _check_accumulates(state)
   optimizer = checks.check_optimizer("optimizer", optimizer)

@@ -129,12 +129,9 @@ def scale_by_frozen_adam(
     grads = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.mu)
     # A conditional, so that each phase sends its own messages only.
     state = jax.lax.cond(
-      collectives.agreed(state.step < warmup_steps, axis),
-      exactly,
-      by_few_bytes,
-      grads,
-      state,
-    )
+      collectives.agreed(state.step < warmup_steps, axis), exactly,
+      by_few_bytes, grads, state,
+    )  # fmt: skip
     scaled = jax.tree.map(
       lambda m, v, g: (m / (jnp.sqrt(v) + _anchor.scalar(eps))).astype(g.dtype),
       state.mu,

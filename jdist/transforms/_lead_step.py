@@ -107,15 +107,11 @@ def lead_step(
     inner = _iterates.own_keys(local.init(params), axis)
     _iterates.refuse_iterates(inner, _NAME)
     return LeadStepState(
-      clock=_round.start_clock(intervals.fixed(1)),
-      anchor=anchor,
-      inner=inner,
-      outer=optimizer.init(anchor),
-      held=jax.tree.map(jnp.zeros_like, anchor),
-      in_flight=jnp.asarray(False),
-      kept=jnp.zeros((), jnp.float32),
+      clock=_round.start_clock(intervals.fixed(1)), anchor=anchor, inner=inner,
+      outer=optimizer.init(anchor), held=jax.tree.map(jnp.zeros_like, anchor),
+      in_flight=jnp.asarray(False), kept=jnp.zeros((), jnp.float32),
       compression=() if compression is None else compression.init(anchor, axis),
-    )
+    )  # fmt: skip
 
   def update_fn(
     updates: optax.Updates,

@@ -14,6 +14,8 @@ _OWNERS = {
   "storage/sealed_json.py": "json",
   "storage/json_lines.py": "json",
   "storage/lease.py": "json",
+  # Own files of users are read.
+  "data/_files.py": "input",
 }
 _MODULES = {
   "pickle": "pickle",

@@ -118,14 +118,11 @@ def _fill(template: str, options: _commands.Launch, **values: str) -> str:
   # Every string of JSON is also a string of YAML, whatever it contains.
   assert options.train is not None
   values |= {
-    "image": json.dumps(options.image),
-    "claim": json.dumps(options.claim),
-    "checkpoints": json.dumps(options.train.checkpoints),
-    "name": options.name,
-    "n": str(options.num_processes),
-    "restarts": str(options.restarts),
+    "image": json.dumps(options.image), "claim": json.dumps(options.claim),
+    "checkpoints": json.dumps(options.train.checkpoints), "name": options.name,
+    "n": str(options.num_processes), "restarts": str(options.restarts),
     "port": str(_PORT),
-  }
+  }  # fmt: skip
   # One pass over the template: a value may contain such a name itself.
   return re.sub(r"@(\w+)@", lambda found: values[found[1]], text)
 
@@ -184,10 +181,7 @@ def _kubernetes(options: _commands.Launch) -> str:
     "                      nvidia.com/gpu: 1\n"
   )
   return _fill(
-    "kubernetes.yaml",
-    options,
-    command=json.dumps(command),
-    resources=resources,
+    "kubernetes.yaml", options, command=json.dumps(command), resources=resources
   )
 
 

@@ -19,15 +19,10 @@ _INT4 = {"codec": "int4", "feedback": "error"}
 _STREAMED: dict[str, Any] = {"interval_policy": "fixed", "stream": True}
 # The methods and their options; the others are compared with the first one.
 _CHOICES: tuple[tuple[str, dict[str, Any]], ...] = (
-  ("ssgd", {}),
-  ("ssgd", _INT4),
-  ("powersgd", {}),
-  ("topk_sgd", {}),
-  ("local_sgd", {}),
-  ("diloco", _INT4),
-  ("msdpu", _STREAMED),
+  ("ssgd", {}), ("ssgd", _INT4), ("powersgd", {}), ("topk_sgd", {}),
+  ("local_sgd", {}), ("diloco", _INT4), ("msdpu", _STREAMED),
   ("msdpu", _STREAMED | _INT4),
-)
+)  # fmt: skip
 _UTILIZATIONS = (0.5, 0.75, 0.9, 0.95, 0.99)
 
 

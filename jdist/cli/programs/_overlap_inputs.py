@@ -109,29 +109,27 @@ def split(method: str) -> tuple[str, str | None]:
 def make_task(options: _commands.Overlap) -> Task:
   """Returns the model, its losses and its batch."""
   norm: dict[str, Any] = {} if options.norm is None else {"norm": options.norm}
-  dtype = jnp.dtype(options.dtype)
   size = options.batch_size
   if options.model == "transformer":
+    length = (options.length,)
     model = models.build(
-      "transformer",
-      input_shape=(options.length,),
-      num_classes=_VOCABULARY,
-      abstract=True,
-      **_GPT2,
-      **norm,
+      "transformer", input_shape=length, num_classes=_VOCABULARY,
+      abstract=True, **_GPT2, **norm,
+    )  # fmt: skip
+    tokens = jax.ShapeDtypeStruct((size, *length), jnp.int32)
+    batch, unit = {"tokens": tokens, "targets": tokens}, "sequences"
+  else:
+    model, shape = image_model(options.model, options.image_size, **norm)
+    batch, unit = (
+      {
+        "image": jax.ShapeDtypeStruct((size, *shape), jnp.float32),
+        "label": jax.ShapeDtypeStruct((size,), jnp.int32),
+      },
+      "images",
     )
-    tokens = jax.ShapeDtypeStruct((size, options.length), jnp.int32)
-    # Inputs and labels are two arrays, since shapes cannot be shifted by one.
-    loss = _next_token_loss(model, dtype)
-    batch = {"tokens": tokens, "next": tokens}
-    return Task(model, loss, batch, "sequences")
-  model, shape = image_model(options.model, options.image_size, **norm)
-  batch = {
-    "image": jax.ShapeDtypeStruct((size, *shape), jnp.float32),
-    "label": jax.ShapeDtypeStruct((size,), jnp.int32),
-  }
+  dtype = jnp.dtype(options.dtype)
   loss = training.classification_loss(model.apply, compute_dtype=dtype)
-  return Task(model, loss, batch, "images")
+  return Task(model, loss, batch, unit)
 
 
 def image_model(
@@ -142,39 +140,10 @@ def image_model(
     size = 28 if name in _GRAY else 32 if name in _SMALL else 224
   shape = (size, size, 1 if name in _GRAY else 3)
   model = models.build(
-    name,
-    input_shape=shape,
-    num_classes=10 if size <= 32 else 1000,
-    abstract=True,
-    **options,
-  )
+    name, input_shape=shape, num_classes=10 if size <= 32 else 1000,
+    abstract=True, **options,
+  )  # fmt: skip
   return model, shape
-
-
-def _next_tokens(
-  logits: jax.Array, batch: Any
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Returns the mean cross-entropy of next tokens, and no metrics."""
-  losses = optax.softmax_cross_entropy_with_integer_labels(
-    logits.astype(jnp.float32), batch["next"]
-  )
-  return losses.mean(), {}
-
-
-def _next_token_loss(model: models.Model, dtype: Any) -> Callable[..., Any]:
-  """Returns the loss function of a language model."""
-
-  def loss_fn(
-    params: Any, model_state: Any, batch: Any, key: jax.Array
-  ) -> tuple[jax.Array, tuple[Any, dict[str, jax.Array]]]:
-    del key
-    logits, model_state = model.apply(
-      training.cast(params, dtype), model_state, batch["tokens"], train=True
-    )
-    loss, metrics = _next_tokens(logits, batch)
-    return loss, (model_state, metrics)
-
-  return loss_fn
 
 
 def make_optimizer(
@@ -197,13 +166,10 @@ def make_optimizer(
   # Without an axis the method is the worker's own optimizer, and `update_first`
   # adds the communication.
   return transforms.update_first(
-    _methods.build_method(name, common, run, None),
-    axis=axis,
-    in_flight=options.in_flight or 1,
-    scatter=form == "scattered",
-    pending=options.pending if form == "hybrid" else 1.0,
-    **sized,
-  )
+    _methods.build_method(name, common, run, None), axis=axis,
+    in_flight=options.in_flight or 1, scatter=form == "scattered",
+    pending=options.pending if form == "hybrid" else 1.0, **sized,
+  )  # fmt: skip
 
 
 def _whole_round(name: str, form: str | None) -> dict[str, Any]:

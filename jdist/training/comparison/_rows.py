@@ -121,13 +121,9 @@ class Rows:
   def make_row(self, trial: Trial, measured: Mapping[str, Any]) -> Row:
     """Returns the row of a trial, which may be unfinished."""
     return _results.make_row(
-      self.config,
-      trial.seed,
-      purpose=trial.purpose,
-      method=trial.variant,
-      learning_rate=trial.learning_rate,
-      **measured,
-    )
+      self.config, trial.seed, purpose=trial.purpose, method=trial.variant,
+      learning_rate=trial.learning_rate, **measured,
+    )  # fmt: skip
 
   def add(self, trial: Trial, measured: Mapping[str, Any]) -> Row:
     """Appends the row of a trial that has been run."""

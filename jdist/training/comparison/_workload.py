@@ -102,13 +102,10 @@ class Workload:
     """Returns this process's part of the training batches."""
     # Each process reads the samples of its own workers only.
     return data.Batches(
-      self.train,
-      self.workers.num_workers,
-      self.batch_size // self.workers.num_workers,
-      seed=seed,
-      alpha=self.alpha,
+      self.train, self.workers.num_workers,
+      self.batch_size // self.workers.num_workers, seed=seed, alpha=self.alpha,
       worker_ids=self.workers.local_workers,
-    )
+    )  # fmt: skip
 
   def loss(self, apply: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the loss of a model, given its `apply`."""
@@ -197,12 +194,9 @@ class VariantPrograms:
   def init(self, model: models.Model, seed: int) -> _train_state.TrainState:
     """Returns the initial state of a model and a seed."""
     return _train_state.init_state(
-      self.workload.workers,
-      self.optimizer,
-      model.params,
-      model.state,
+      self.workload.workers, self.optimizer, model.params, model.state,
       seed=seed,
-    )
+    )  # fmt: skip
 
   def run(
     self, seed: int, num_steps: int, **fit: Any

@@ -182,15 +182,10 @@ class Trainer:
         checkpoints, state, metadata or {}, free, on_resume
       )
     run = _training_run.TrainingRun(
-      self._step,
-      self._choices,
-      state,
-      independent=self._independent,
-      timeout_s=self._timeout_s,
-      history=history,
-      evaluate=evaluate,
+      self._step, self._choices, state, independent=self._independent,
+      timeout_s=self._timeout_s, history=history, evaluate=evaluate,
       on_record=on_record,
-    )
+    )  # fmt: skip
     self.interrupted = None
     start = run.start
     if start > num_steps:

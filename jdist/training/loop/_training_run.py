@@ -407,16 +407,12 @@ class TrainingRun:
   def _position(self, metrics: Any, train_loss: float) -> _record.Record:
     """Returns the run's position with results."""
     return _record.Record(
-      step=self.step,
-      rounds=self._rounds,
-      sent_bytes=self._sent_bytes,
-      train_loss=train_loss,
-      metrics=metrics,
-      train_s=self._train_s,
+      step=self.step, rounds=self._rounds, sent_bytes=self._sent_bytes,
+      train_loss=train_loss, metrics=metrics, train_s=self._train_s,
       samples_per_s=self._samples / (self._train_s or math.nan),
       diverged=_record.is_diverged(metrics, self._losses),
       skipped=self._skipped,
-    )
+    )  # fmt: skip
 
   def record(self) -> None:
     """Evaluates the state, and appends a record."""
@@ -452,12 +448,9 @@ class TrainingRun:
   def history(self) -> _record.History:
     """Returns what a resumed run must know of this one."""
     return _record.History(
-      self.records,
-      self._sent_bytes,
-      self._train_s,
-      self._samples,
+      self.records, self._sent_bytes, self._train_s, self._samples,
       self._sum_of_losses(),
-    )
+    )  # fmt: skip
 
 
 def _local_rows(metrics: jax.Array) -> np.ndarray:

@@ -204,12 +204,9 @@ class LateMean:
     if self.policy.needs_loss:
       flight = flight._replace(arrived_loss=mean.exact)
     state = state._replace(
-      anchor=after.anchor,
-      memory=after.memory,
-      kept=kept,
-      compression=memory,
+      anchor=after.anchor, memory=after.memory, kept=kept, compression=memory,
       flight=flight,
-    )
+    )  # fmt: skip
     return after, target, state
 
   def is_due(self, state: SyncState, steps: int | None) -> jax.Array:

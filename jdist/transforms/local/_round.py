@@ -154,15 +154,11 @@ def start_clock(policy: intervals.IntervalPolicy) -> RoundClock:
     jnp.copy, (first, second, interval_state)
   )
   return RoundClock(
-    step=zero,
-    round=jnp.copy(zero),
-    round_step=jnp.copy(zero),
-    interval=first,
-    next_interval=second,
-    synchronized=jnp.asarray(True),
+    step=zero, round=jnp.copy(zero), round_step=jnp.copy(zero), interval=first,
+    next_interval=second, synchronized=jnp.asarray(True),
     interval_state=interval_state,
     round_loss=jnp.zeros((), jnp.float32) if policy.needs_loss else (),
-  )
+  )  # fmt: skip
 
 
 def _next(

@@ -262,12 +262,9 @@ class Synchronizer:
     # The loss and what a rule averages exactly are sent with the message where
     # that is exact, too: one all-reduce.
     mean, (loss, exact), memory = reducers.mean_of(
-      self.compression,
-      message,
-      (state.clock.mean_loss(), rule.exact(end)),
-      state.compression,
-      self.axis,
-    )
+      self.compression, message, (state.clock.mean_loss(), rule.exact(end)),
+      state.compression, self.axis,
+    )  # fmt: skip
     departed = end._replace(memory=rule.depart(end))
     after = rule.move(departed, mean, exact, relative)
     if self.mix is None:
@@ -404,16 +401,11 @@ class Synchronizer:
       local = _iterates.Whole(local, _iterates.read(step.inner, local))
     start = state.anchor if self.late is None else self.late.start(state)
     return _round.Round(
-      anchor=state.anchor,
-      local=local,
-      progress=jax.tree.map(jnp.subtract, start, local),
-      params=params,
-      inner=step.inner,
-      memory=state.memory,
-      step=state.clock.step - 1,
-      optimizer=self.optimizer,
-      axis=self.axis,
-    )
+      anchor=state.anchor, local=local,
+      progress=jax.tree.map(jnp.subtract, start, local), params=params,
+      inner=step.inner, memory=state.memory, step=state.clock.step - 1,
+      optimizer=self.optimizer, axis=self.axis,
+    )  # fmt: skip
 
 
 class RoundTransformation(optax.GradientTransformationExtraArgs):

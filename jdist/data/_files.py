@@ -1,0 +1,135 @@
+"""A folder of images, or a table in a file, as a data set."""
+
+import functools
+import pathlib
+import zipfile
+from typing import Any
+
+import numpy as np
+
+from jdist import checks
+from jdist.data import _prepare
+from jdist.data._dataset import Dataset
+
+
+def hold_out(labels: np.ndarray) -> np.ndarray:
+  """Marks every fifth sample of each class, bool [n]: the test split."""
+  held_out = np.zeros(len(labels), bool)
+  for k in np.unique(labels):
+    held_out[np.flatnonzero(labels == k)[4::5]] = True
+  return held_out
+
+
+def load(path: pathlib.Path, split: str, size: int | None) -> Dataset:
+  """Reads a split of a folder or a file, see `load` of the room."""
+  files = [path]
+  if path.is_dir():
+    folders = sorted(x for x in path.glob("[!.]*") if x.is_dir())
+    images = {x: sorted(x.glob("[!.]*")) for x in folders}
+    empty = [x for x in folders if not images[x]]
+    if empty or not folders:
+      raise ValueError(
+        f"{[*empty, path][0]} must have images: a folder of images has a "
+        "sub-folder for each class."
+      )
+    files = [x for found in images.values() for x in found]
+  stamps = tuple((x, x.stat().st_mtime_ns) for x in files)
+  return _read(path, size, stamps)[split]
+
+
+@functools.lru_cache(maxsize=1)  # A run asks for one split after the other.
+def _read(path: pathlib.Path, size: int | None, stamps: Any) -> Any:
+  """Returns both splits of files, which change with their stamps."""
+  inputs = None
+  if path.is_dir():
+    names = np.array([x.parent.name for x, _ in stamps])
+  else:
+    inputs, names = _read_table(path)
+  classes, labels = np.unique(names, return_inverse=True)
+  held_out = hold_out(labels)
+  if not held_out.any():
+    raise ValueError(
+      f"{path} must have five samples of a class or more: every fifth one is "
+      "for testing."
+    )
+  # The splits are views of one array: the test split stands at its end.
+  order, cut = np.argsort(held_out, kind="stable"), -held_out.sum()
+  if inputs is None:
+    inputs = _decode([stamps[i][0] for i in order], size)
+  else:
+    inputs = inputs[order]
+  known, labels = inputs[:cut], labels[order].astype(np.int32)
+  if known.dtype == np.uint8:
+    mean, std = _prepare.measure(known)
+  else:
+    mean, std = known.mean((0, 1, 2)), known.std((0, 1, 2))
+  same = mean.tolist(), np.where(std > 0, std, 1).tolist()
+  return {
+    split: Dataset(path.stem, split, x, y, len(classes), *map(tuple, same))
+    for split, x, y in (
+      ("train", known, labels[:cut]), ("test", inputs[cut:], labels[cut:]),
+    )
+  }  # fmt: skip
+
+
+def _decode(files: list[pathlib.Path], size: int | None) -> np.ndarray:
+  pil = checks.import_extra("PIL.Image", "data")
+  shape: tuple[int, ...] = ()
+  images = None
+  for row, file in enumerate(files):
+    try:
+      with pil.open(file) as image:
+        own = (*image.size[::-1], 3) if size is None else (size, size, 3)
+        if images is None:
+          shape, images = own, np.empty((len(files), *own), np.uint8)
+        if own != shape:
+          raise ValueError(
+            f"`size` (`--image-size`) must be given for images of different "
+            f"sizes: {file} has {own[1]}x{own[0]} pixels, and {files[0]} "
+            f"{shape[1]}x{shape[0]}."
+          )
+        images[row] = _prepare.pixels(image, shape, size)
+    except OSError as error:
+      raise ValueError(f"{file} must be an image: {error}.") from None
+  assert images is not None
+  return images
+
+
+def _read_table(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
+  """Returns inputs [n, height, width, channels], and the class of each."""
+  try:
+    if path.suffix == ".parquet":
+      parquet = checks.import_extra("pyarrow.parquet", "data")
+      table = parquet.read_table(path)
+      columns = {x: table[x].to_numpy() for x in table.column_names}
+    else:
+      table = np.load(path)
+      names = getattr(table, "files", None) or table.dtype.names or ()
+      columns = {x: table[x] for x in names}
+  except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    raise ValueError(
+      f"{path} must be a folder of images, or a file .npz, .npy or .parquet: "
+      f"{error}."
+    ) from None
+  labels = np.array(columns.pop("label", np.empty(0)).tolist())
+  if not len(labels) or labels.dtype.kind not in "biuSU" or not columns:
+    raise ValueError(
+      f"{path} must have columns, and a column `label` with a whole number or "
+      f"a text in each row, got {', '.join(columns) or 'no other names'}."
+    )
+  for name, x in columns.items():
+    numbers = x.dtype.kind in "biuf" and np.isfinite(x).all()
+    if x.shape[:1] != labels.shape or not numbers:
+      raise ValueError(
+        f"The column {name} of {path} must have a finite number, or an array "
+        f"of them, for each of the {len(labels)} labels, got "
+        f"{x.dtype} {list(x.shape)}{'' if numbers else ' with others'}."
+      )
+  first, *more = columns.values()
+  if not more and first.ndim in (3, 4):
+    inputs = first.reshape(*first.shape[:3], -1)
+    raw = inputs.dtype == np.uint8
+    return inputs if raw else inputs.astype(np.float32), labels
+  # A row is an image of one pixel, whose channels are the columns.
+  rows = [x.reshape(len(x), -1).astype(np.float32) for x in (first, *more)]
+  return np.concatenate(rows, 1)[:, None, None], labels
