@@ -54,7 +54,7 @@ def finish(
 
     print(f"Report: {_page.write(output, options)}")
   else:
-    print(f"A report needs {checks.install({'vl_convert': 'report'})}")
+    print(f"No report was made. {checks.install({'vl_convert': 'report'})}")
 
 
 def table(

@@ -150,7 +150,8 @@ def test_files_stand_alone_and_exist(tmp_path, capsys):
   _refused(tmp_path / "none", "`--files` must be a folder or a file", capsys)
   path = tmp_path / "mine.npz"
   _write_table(path, _rows())
-  _refused(path, "`--model` must be one for images", capsys, "--model", "transformer")
+  given = ["--model", "transformer"]
+  _refused(path, "`--model` must be one for images", capsys, *given)
   given = ["--dataset", "synthetic"]
   _refused(path, "`--dataset` must be left out with `--files`", capsys, *given)
   assert cli.main(["train", "--text", str(path), "--files", str(path)]) == 2
