@@ -164,14 +164,7 @@ def _targets(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def _newest(folder: pathlib.Path) -> tuple[_Body, Parts] | None:
   """Returns the newest checkpoint that is whole, if there is one."""
-  if old := sorted(folder.glob("update_*.jdist")):
-    raise ValueError(
-      f"`checkpoints` must have no files of an earlier version of jdist, got "
-      f"{old[-1]}. Take another directory, or resume with the version that "
-      "wrote it."
-    )
   if trainers := sorted(folder.glob("step_*")):
-    # Those of `Trainer`, by which earlier versions saved runs on the clock.
     raise ValueError(
       f"`checkpoints` must have no checkpoints but a server's, got "
       f"{trainers[-1]}. Take another directory."

@@ -89,18 +89,18 @@ class ThreadEngine:
   """Runs the server and all workers as threads, and copies no message.
 
   All compute with one process's devices, for experiments and tests.  A thread
-  that raises counts as a lost worker.
+  that raises counts as a lost worker.  `server` is the one that was started.
   """
 
   def __init__(self) -> None:
-    self._server: Any = None
+    self.server: Any = None
     self._lost: list[tuple[str, str]] = []
     self._call: Callable[[str, str], None] = lambda name, reason: None
     self._threads: dict[str, threading.Thread] = {}
 
   def serve(self, make: Callable[[], Any]) -> None:
     """Starts the server."""
-    self._server = make()
+    self.server = make()
 
   def spawn(self, name: str, work: Callable[[Channel], None]) -> None:
     """Starts a worker."""
@@ -118,7 +118,7 @@ class ThreadEngine:
   def ask(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
     """Calls a method of the server."""
     del timeout_s
-    return getattr(self._server, method)(*args)
+    return getattr(self.server, method)(*args)
 
   def on_lost(self, call: Callable[[str, str], None]) -> None:
     """Has `call(name, reason)` called when a worker is lost."""
@@ -133,17 +133,10 @@ class ThreadEngine:
 
   def stop(self) -> None:
     """Ends server and workers."""
-    if self._server is not None:
-      self._server.stop()
+    if self.server is not None:
+      self.server.stop()
     for thread in self._threads.values():
       thread.join(timeout=5.0)
-
-  @property
-  def server(self) -> Any:
-    """The server, as long as there is one."""
-    if self._server is None:
-      raise LostServerError("There is no server yet.")
-    return self._server
 
 
 class _ThreadChannel:

@@ -1,6 +1,7 @@
 """Ray's actors: the server's process, a worker's, and the way between."""
 
 import asyncio
+import concurrent.futures
 import importlib
 import os
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from jdist.server.runtime.ray_actors import _ray_access
 
 # By this name workers find the server.
 SERVER = "jdist-server"
+# Seconds between looks at a server that is silent, and for its answer to one.
+_ASK_S, _SILENCE_S = 5.0, 20.0
 
 
 class ServerActor:
@@ -23,11 +26,10 @@ class ServerActor:
     self._server: Any = None
 
   async def serve(self, make: Callable[[], Any]) -> None:
-    loop = asyncio.get_running_loop()
     before, self._server = self._server, None
     if before is not None:
-      await loop.run_in_executor(None, before.stop)
-    self._server = await loop.run_in_executor(None, make)
+      await asyncio.to_thread(before.stop)
+    self._server = await asyncio.to_thread(make)
 
   # Asynchronous methods, so that the pulls of all workers can wait at once.
   async def push(self, message: np.ndarray) -> dict[str, Any]:
@@ -43,9 +45,7 @@ class ServerActor:
     return _envelope.pack(*found)
 
   async def ask(self, method: str, args: tuple[Any, ...]) -> Any:
-    function = getattr(self._server, method)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(None, lambda: function(*args))
+    return await asyncio.to_thread(getattr(self._server, method), *args)
 
   async def process(self) -> int:
     return os.getpid()
@@ -54,14 +54,22 @@ class ServerActor:
 class WorkerActor:
   """A worker's process."""
 
-  async def work(self, work: Callable[[_engine.Channel], None]) -> None:
-    loop = asyncio.get_running_loop()
-    await loop.run_in_executor(None, work, _RayChannel())
+  def __init__(self) -> None:
+    # One thread, which unpickles, too: two that import the same modules may
+    # find them half made.
+    self._thread = concurrent.futures.ThreadPoolExecutor(1)
+    self._working: Any = None
+
+  async def work(self, work: bytes | None) -> None:
+    """Does pickled work; None waits for that of before, whose call was cut."""
+    if work is not None:
+      loads = _ray_access.import_ray().cloudpickle.loads
+      self._working = self._thread.submit(lambda: loads(work)(_RayChannel()))
+    await asyncio.wrap_future(self._working)
 
   async def warm(self, modules: tuple[str, ...]) -> None:
     """Loads what every worker needs."""
-    loop = asyncio.get_running_loop()
-    await loop.run_in_executor(None, _load, modules)
+    await asyncio.wrap_future(self._thread.submit(_load, modules))
 
   async def process(self) -> int:
     return os.getpid()
@@ -83,24 +91,27 @@ class _RayChannel:
   def push(
     self, header: dict[str, Any], payload: np.ndarray | None = None
   ) -> dict[str, Any]:
-    return self._call("push", 60.0, _envelope.pack(header, payload))
+    return self._call("push", _envelope.pack(header, payload))
 
   def pull(self, worker: str, life: int) -> _engine.Message:
-    return _envelope.unpack(self._call("pull", None, worker, life))
+    return _envelope.unpack(self._call("pull", worker, life))
 
-  def _call(self, method: str, timeout_s: float | None, *args: Any) -> Any:
-    ray = self._ray
-    server = self._server
+  def _call(self, method: str, *args: Any) -> Any:
+    ray, server = self._ray, self._server
     try:
       if server is None:
         server = self._server = ray.get_actor(SERVER)
-      return ray.get(getattr(server, method).remote(*args), timeout=timeout_s)
+      call = getattr(server, method).remote(*args)
+      # An answer may be lost with its connection, which only a sender notices.
+      # The call is not repeated: a hello begins a new life, and the server
+      # takes nothing of an earlier one.
+      while not ray.wait([call], timeout=_ASK_S)[0]:
+        ray.get(server.process.remote(), timeout=_SILENCE_S)
+      return ray.get(call)
     except ray.exceptions.RayTaskError as error:
       # Looked up again: the server may be another actor by then.
       self._server = None
-      if isinstance(error.cause, _engine.LostServerError):
-        raise error.cause from None
-      raise
+      raise error.cause from None
     except (
       ray.exceptions.RayActorError,
       ray.exceptions.GetTimeoutError,

@@ -17,6 +17,8 @@ from jdist.server.runtime.ray_actors import _ray_access, _ray_actors
 
 # A worker that was stopped returns within this time.
 _HOME_S = 5.0
+# A worker has joined within this time, which spares would make longer.
+_SPARE_S = 8.0
 # Modules that a spare process imports while it waits.
 _PRELOADED = (
   "jdist.data", "jdist.models", "jdist.server", "jdist.training", "flax",
@@ -94,10 +96,10 @@ class RayEngine:
       )
     _ray_access.check_address(address)
     self._gpus, self._own = gpus_per_worker, environment is not None
-    self._cpus, self._num = cpus_per_worker, workers
-    self._num_spares = spares
+    self._cpus, self._num, self._num_spares = cpus_per_worker, workers, spares
+    needed = (workers + 1 + spares) * cpus_per_worker
     if address is None:
-      _check_cpus(self._needed(workers), os.cpu_count() or 1)
+      _check_cpus(needed, os.cpu_count() or 1)
     self._before = {
       x: os.environ.get(x)
       for x in (*ONE_THREAD, *_CACHE, _ray_access.MODE, _ray_access.TOKEN)
@@ -125,16 +127,17 @@ class RayEngine:
       if address is None:
         self._start_here()
       else:
-        self._connect(address)
-        available = ray.cluster_resources().get("CPU", 0.0)
-        _check_cpus(self._needed(workers), available)
+        self._init(
+          f"The Ray cluster at {address} cannot be used",
+          ValueError,
+          address=address,
+          runtime_env={"env_vars": self._environment},
+        )
+        _check_cpus(needed, ray.cluster_resources().get("CPU", 0.0))
       self._check_gpus()
     except BaseException:
       self.stop()
       raise
-
-  def _needed(self, workers: int) -> float:
-    return (workers + 1 + self._num_spares) * self._cpus
 
   def _check_gpus(self) -> None:
     needed = (self._num + self._num_spares) * self._gpus
@@ -158,14 +161,6 @@ class RayEngine:
       object_store_memory=4 * _MIN_STORE_BYTES,
       _node_ip_address="127.0.0.1",
       _temp_dir=f"{self._folder}/s",
-    )
-
-  def _connect(self, address: str) -> None:
-    self._init(
-      f"The Ray cluster at {address} cannot be used",
-      ValueError,
-      address=address,
-      runtime_env={"env_vars": self._environment},
     )
 
   def _init(self, what: str, kind: type[Exception], **options: Any) -> None:
@@ -216,7 +211,9 @@ class RayEngine:
       actor = self._spares.pop()
     if actor is None:
       actor = self._worker_actor()
-    self._workers[name] = (actor, actor.work.remote(work))
+    self._spawned_s = time.monotonic()
+    pickled = self._ray.cloudpickle.dumps(work)
+    self._workers[name] = (actor, actor.work.remote(pickled))
 
   def _worker_actor(self) -> Any:
     actor = self._ray.remote(_ray_actors.WorkerActor)
@@ -261,7 +258,8 @@ class RayEngine:
     """Reports workers whose call has failed; a stopped one has returned."""
     ray = self._ray
     # Spares start once all workers run, which they would only slow down.
-    if len(self._workers) == self._num > 0:
+    began = len(self._workers) == self._num > 0
+    if began and time.monotonic() > self._spawned_s + _SPARE_S:
       while len(self._spares) < self._num_spares:
         self._spares.append(self._worker_actor())
         self._spares[-1].warm.remote(_PRELOADED)
@@ -273,6 +271,10 @@ class RayEngine:
         ray.get(call)
         del self._workers[name]
         self._idle[name] = actor
+        continue
+      except ray.exceptions.ActorUnavailableError:
+        # Its connection was cut, and the process lives: it works on.
+        self._workers[name] = (actor, actor.work.remote(None))
         continue
       except ray.exceptions.RayActorError as error:
         reason = _ray_actors.one_line(error)
@@ -292,9 +294,8 @@ class RayEngine:
         self._kill(actor)
     # A start that failed halfway has left processes, too.
     ray.shutdown()
-    self._workers.clear()
-    self._idle.clear()
-    self._spares.clear()
+    for each in (self._workers, self._idle, self._spares):
+      each.clear()
     for name, value in self._before.items():
       if value is None:
         os.environ.pop(name, None)

@@ -1,0 +1,195 @@
+"""A worker's process of Ray: lost answers, a cut connection, its imports."""
+
+import ast
+import asyncio
+import importlib
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import types
+
+import pytest
+
+from jdist.server.runtime.ray_actors import _ray_access, _ray_actors
+from tests import _processes
+from tests.experiments import _loading
+from tests.server import test_ray_engine
+
+
+class _TimeoutError(Exception):
+  """Ray's error when an answer has not come in time."""
+
+
+class _Ray:
+  """Ray without processes: the answers to some calls are lost for ever."""
+
+  exceptions = types.SimpleNamespace(
+    RayTaskError=KeyError, RayActorError=KeyError, ObjectLostError=KeyError,
+    GetTimeoutError=_TimeoutError,
+  )  # fmt: skip
+
+  cloudpickle = pickle
+
+  def __init__(self, lost, late=0):
+    self.lost, self.late, self.calls = lost, late, []
+
+  def get_actor(self, name):
+    del name
+    return self
+
+  def __getattr__(self, method):
+    def remote(*args):
+      del args
+      self.calls.append(method)
+      return method
+
+    return types.SimpleNamespace(remote=remote)
+
+  def wait(self, calls, timeout):
+    assert timeout is not None
+    self.late -= 1
+    ready = self.late < 0 and calls[0] not in self.lost
+    return (calls, []) if ready else ([], calls)
+
+  def get(self, call, timeout=None):
+    if call in self.lost:
+      assert timeout is not None, "it waits for ever"
+      raise _TimeoutError(call)
+    return _ray_actors._envelope.pack({"kind": "task"})
+
+
+def channel(ray, monkeypatch):
+  monkeypatch.setattr(_ray_access, "import_ray", lambda: ray)
+  return _ray_actors._RayChannel()
+
+
+@pytest.mark.parametrize("method", ["pull", "push"])
+def test_lost_answer_ends_a_call(method, monkeypatch):
+  ray = _Ray({method, "process"})
+  call = getattr(channel(ray, monkeypatch), method)
+  with pytest.raises(ConnectionError):
+    call(*(("a", 1) if method == "pull" else ({"kind": "hello"},)))
+  # It is not repeated: the server may have taken it.
+  assert ray.calls == [method, "process"]
+
+
+def test_late_answer_of_a_living_server_is_waited_for(monkeypatch):
+  ray = _Ray(set(), late=100)
+  header, _ = channel(ray, monkeypatch).pull("a", 1)
+  assert header == {"kind": "task"}
+  assert ray.calls == ["pull", *["process"] * 100]
+
+
+# Two modules that import each other: of two threads that begin at either end,
+# the one that comes last to the other's module finds it half made.
+_ENDS = {
+  "one_end": "import time; time.sleep(0.2); import other_end; VALUE = 1",
+  "other_end": "import time; time.sleep(0.5); from one_end import VALUE",
+}
+
+
+def test_work_is_unpickled_once_its_spare_is_warm(tmp_path, monkeypatch):
+  for name, text in _ENDS.items():
+    (tmp_path / f"{name}.py").write_text(text.replace("; ", "\n"))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.setattr(_ray_access, "import_ray", lambda: _Ray({}))
+
+  class Work:
+    def __reduce__(self):
+      return _importing, ("one_end",)
+
+  async def run():
+    actor = _ray_actors.WorkerActor()
+    warm = asyncio.ensure_future(actor.warm(("other_end",)))
+    await asyncio.sleep(0.05)
+    await actor.work(pickle.dumps(Work()))
+    await warm
+
+  asyncio.run(run())
+
+
+def _importing(name):
+  importlib.import_module(name)
+  return lambda channel: None
+
+
+# The worker `a` has sent its push and waits, when the server answers into a cut
+# connection and closes it.  Run in a network of its own.
+CUT = """
+import functools, sys, time
+sys.path.insert(0, sys.argv[1])
+import links
+links.enter()
+links.limit_rto(5.0)
+from jdist import server
+
+class Slow(server.EmptyWorker):
+  def __init__(self, seconds):
+    super().__init__()
+    self.seconds = seconds
+  def compute(self, header):
+    time.sleep(self.seconds)
+    return super().compute(header)
+
+def make_server(plan):
+  protocol = server.BSP(batches=server.FixedBatches(1), timeout_s=12.0)
+  return server.LiveServer(protocol, server.EmptyServer(1000), plan)
+
+def work(name, seconds, channel):
+  server.WorkerLoop(channel, name, Slow(seconds), depth=1).run()
+
+cuts, times = links.Cuts(), {}
+
+def watch(status):
+  cuts.follow()
+  now_s = status["now_s"]
+  if "two" not in times and status["updates"] == 2:
+    times["two"] = now_s
+  if "cut" not in times and now_s > times.get("two", now_s) + 1.5:
+    times["cut"] = now_s
+    cuts.cut("a", engine.process_of("a"))
+  if "heal" not in times and now_s > times.get("cut", now_s) + 45.0:
+    times["heal"] = now_s
+    cuts.heal("a")
+
+engine = server.RayEngine(2, cpus_per_worker=0.25)
+try:
+  seconds = {"a": 0.1, "b": 4.0}
+  works = {x: functools.partial(work, x, y) for x, y in seconds.items()}
+  plan = server.LivePlan(workers=("a", "b"))
+  session = server.LiveSession(
+    engine, make_server, works, plan, on_status=watch, survive=True
+  )
+  server.ServerRun(session).fit(120.0, "seconds")
+  found = session.summary()
+  back = [x[0] for x in found["changes"] if x[2:4] == ["returned", "a"]]
+  print([x - times["heal"] for x in back], found["events"])
+finally:
+  engine.stop()
+"""
+
+
+@test_ray_engine.needs_ray
+@pytest.mark.slow
+@pytest.mark.skipif(
+  os.geteuid() != 0 or not shutil.which("ip"), reason="needs root and ip"
+)
+@pytest.mark.parametrize("keepalive_s", (300, 30))
+def test_worker_returns_after_its_answer_was_lost_in_a_cut(keepalive_s):
+  # After as long Ray reports connections that were closed during the cut.
+  keepalive = {
+    "RAY_grpc_client_keepalive_time_ms": f"{keepalive_s}000",
+    "RAY_worker_niceness": "0",
+  }
+  told = subprocess.run(
+    (sys.executable, "-c", CUT, str(_loading.FOLDER / "storm")),
+    env=_processes.environment() | keepalive, capture_output=True, text=True,
+    timeout=400,
+  )  # fmt: skip
+  # Without a look at the server it would wait for five minutes.
+  back_s, events = ast.literal_eval(told.stdout.splitlines()[-1])
+  assert len(back_s) == 1 and -1.0 < back_s[0] < 30.0, told
+  assert not events
