@@ -219,7 +219,7 @@ def _parse_own(name: str, words: list[str]) -> Any:
       f"{_message(box.getvalue())} `jdist {name} --help` explains the options."
     ) from None
   options = _options.with_driver(options)
-  _parts.resolve(options)
+  _parts.resolve(vars(options))
   _options.check(options)
   return options
 

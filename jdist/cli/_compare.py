@@ -42,7 +42,9 @@ def compare(options: _commands.Compare) -> None:
       _workload.Prepared(workload, options, method, options.learning_rate[0])
   heading = _workload.heading(options, workload, ", ".join(options.methods))
   console = _output.console()
-  status = _status.Status(options, f"compare-{options.dataset}", heading)
+  command = functools.partial(_options.command_line, options)
+  label = f"compare-{options.dataset}"
+  status = _status.Status(vars(options), command, label, heading)
   output = status.output
   rows = comparison.Rows(
     output / "rows.jsonl",

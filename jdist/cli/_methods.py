@@ -59,22 +59,22 @@ def takes(options: _groups.Common, name: str) -> set[str]:
 def of_compression(options: Any) -> frozenset[str]:
   """Returns the arguments of the codec and of the reducer that are named."""
   named = (("codecs", "codec"), ("reducers", "reducer"))
-  parts = (methods.PARTS[x].get(getattr(options, y, "")) for x, y in named)
-  return frozenset().union(*map(_arguments_of, parts))
+  parts = [methods.PARTS[x].get(getattr(options, y, "")) for x, y in named]
+  return frozenset().union(*map(_arguments_of, filter(callable, parts)))
 
 
 def _arguments_of(part: Any) -> frozenset[str]:
-  """Returns the names of a factory's arguments; a finished part has none."""
-  if not callable(part):
-    return frozenset()
+  """Returns the names of a factory's arguments."""
   return frozenset(inspect.signature(part).parameters)
 
 
 def _make(kind: str, name: str, options: Any, **more: Any) -> Any:
   """Builds a part with those options of a run that its arguments name."""
   part, given = methods.PARTS[kind][name], vars(options) | more
+  if not callable(part):
+    return part  # It is finished.
   takes = {x for x in _arguments_of(part) if given.get(x) is not None}
-  return part(**{x: given[x] for x in takes}) if callable(part) else part
+  return part(**{x: given[x] for x in takes})
 
 
 def filled(options: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import importlib
 import importlib.metadata
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdist.cli import _options
@@ -50,14 +50,14 @@ def load(words: Sequence[str]) -> list[str]:
   return rest
 
 
-def resolve(options: Any) -> None:
+def resolve(options: Mapping[str, Any]) -> None:
   """Adds what options name as MODULE:NAME to the registries.
 
   Raises:
     ValueError: If a module or a name does not exist.
   """
   for name, kind in _NAMED.items():
-    found = getattr(options, name, None)
+    found = options.get(name)
     option = _options.word(name)
     for one in found if isinstance(found, tuple) else (found,):
       # A form of a method as `ssgd:first` names no module.

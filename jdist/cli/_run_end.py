@@ -86,7 +86,7 @@ def check(options: Any, records: Any, saved: bool) -> None:
 
 @contextlib.contextmanager
 def explained(
-  options: Any,
+  folder: str | None,
   newest: Callable[[], str | None],
   unit: str,
   total: int | None,
@@ -94,12 +94,12 @@ def explained(
 ) -> Iterator[None]:
   """Explains in words of the command line why the training within has ended.
 
-  `newest` names the newest checkpoint, `unit` is the singular of what the run
-  counts up to `total`, and `output` has the records so far.
+  `newest` names the newest checkpoint in a folder, `unit` is the singular of
+  what the run counts up to `total`, and `output` has the records so far.
   """
   from jdist import server, training
 
-  folder, of = options.checkpoints, "" if total is None else f" of {total}"
+  of = "" if total is None else f" of {total}"
 
   def kept(what: str | None) -> str:
     if what is None:

@@ -25,7 +25,11 @@ def train(options: _commands.Train) -> None:
   options = _workload.named(options)
   _methods.check("--method", options, (options.method,))
   _workload.check(options)
-  common = functools.partial(_common, options)
+  # Metadata that must be the same when a run is resumed.
+  identity = _options.identity(options, _workload.ELSEWHERE)
+  if options.method == _methods.TRAINED:
+    identity["networks"] = _trained.fingerprint(options)
+  common = functools.partial(_common, options, identity)
   # Processes are joined after all checks of options, and before JAX looks for
   # devices, which the data and the model need.
   if options.stages is None:
@@ -41,25 +45,23 @@ def train(options: _commands.Train) -> None:
     _options.join_processes(options, options.workers * options.stages, common)
     with _output.doing("preparing data and model"):
       programs = _pipeline_run.prepare(options, table)
-  run(options, programs)
+  _run(options, programs, identity)
 
 
-def run(options: _commands.Train, programs: Any) -> None:
+def _run(
+  options: _commands.Train, programs: Any, identity: dict[str, object]
+) -> None:
   """Trains with prepared programs, and saves rows and checkpoints."""
   workload = programs.workload
   first = jax.process_index() == 0
-  if first:
-    _workload.make_directories(options)
-
   num_steps = programs.budget.num_steps
 
   def show(record: training.Record) -> None:
     status.record(record)
-    if not first:
-      return
     if board is not None:
       board.write(record)
-    _workload.print_record(record, num_steps, workload.train)
+    if first:
+      _workload.print_record(record, num_steps, workload.train)
 
   resumed: dict[str, int] = {}
 
@@ -82,7 +84,8 @@ def run(options: _commands.Train, programs: Any) -> None:
   with contextlib.ExitStack() as stack:
     heading = _workload.heading(options, workload, options.method)
     label = f"train-{options.dataset}"
-    status = _status.Status(options, label, heading, num_steps)
+    command = functools.partial(_options.command_line, options)
+    status = _status.Status(vars(options), command, label, heading, num_steps)
     stack.enter_context(status)
     if options.checkpoints is not None:
       checkpoints = training.Checkpoints(
@@ -94,12 +97,14 @@ def run(options: _commands.Train, programs: Any) -> None:
     # Only the first process writes: all of them have the same records.
     if first and options.tensorboard is not None:
       board = stack.enter_context(training.MetricsWriter(options.tensorboard))
-    with _run_end.explained(options, newest, "step", num_steps, status.output):
+    with _run_end.explained(
+      options.checkpoints, newest, "step", num_steps, status.output
+    ):
       records = programs.run(
         options.seed, label=status.step, on_record=show,
         checkpoints=checkpoints,
         checkpoint_every=workload.steps(options.checkpoint_every_epochs),
-        metadata=_identity(options), on_resume=resume, free=_workload.FREE,
+        metadata=identity, on_resume=resume, free=_workload.FREE,
         stop_on_sigterm=True, **ends,
       )  # fmt: skip
     status.end(records, **resumed)
@@ -128,20 +133,14 @@ def _save_model(
   print(f"Model: {options.final_params}")
 
 
-def _common(options: _commands.Train) -> dict[str, object]:
+def _common(
+  options: _commands.Train, identity: dict[str, object]
+) -> dict[str, object]:
   """Returns the options that must be the same in all processes, by word."""
-  common = _identity(options)
+  common = dict(identity)
   for name in ("evaluate_every_epochs", "checkpoint_every_epochs"):
     common[name] = getattr(options, name)
   # Machines may mount a disk at different paths, but all must use it.
   for name in ("checkpoints", "final_params"):
     common[name] = getattr(options, name) is not None
   return {f"`{_options.word(name)}`": x for name, x in common.items()}
-
-
-def _identity(options: _commands.Train) -> dict[str, object]:
-  """Returns the metadata that must be the same when a run is resumed."""
-  identity = _options.identity(options, _workload.ELSEWHERE)
-  if options.method == _methods.TRAINED:
-    identity["networks"] = _trained.fingerprint(options)
-  return identity

@@ -20,7 +20,7 @@ from jdist import (
   training,
   transforms,
 )
-from jdist.cli import _groups, _methods, _options, _output
+from jdist.cli import _groups, _methods, _options
 from jdist.storage import hashes
 from jdist.training import comparison
 
@@ -166,30 +166,16 @@ def build(
         f"`{_options.word(name)}` must not exceed the {len(train)} training "
         f"samples, got {number}."
       )
-  if team is None:
-    workers = collectives.workers(options.workers, substrate=options.substrate)
-  else:
-    workers = team()
+  number, substrate = options.workers, options.substrate
+  workers = team() if team else collectives.workers(number, substrate=substrate)
+  arguments = build_arguments(options, train)
   workload = comparison.Workload(
-    workers, train, test, functools.partial(build_model, options, train),
+    workers, train, test, lambda seed: models.build(**arguments, seed=seed),
     options.batch_size, options.accumulate, options.alpha, options.augment,
     options.dtype, _evaluation_batch(options.workers, test),
   )  # fmt: skip
   workload.batches(seed=0)  # Checks `alpha` before anything is written.
   return workload
-
-
-def make_directories(options: Any) -> None:
-  """Makes the directories that options name, before hours of training."""
-  model = options.final_params
-  for option, path in (
-    ("--output", options.output),
-    ("--checkpoints", options.checkpoints),
-    ("--tensorboard", options.tensorboard),
-    ("--final-params", None if model is None else pathlib.Path(model).parent),
-  ):
-    if path is not None:
-      _output.make_directory(option, path)
 
 
 def _load(options: _groups.Common) -> tuple[AnyDataset, AnyDataset]:
@@ -208,10 +194,10 @@ def _load(options: _groups.Common) -> tuple[AnyDataset, AnyDataset]:
   return train, test
 
 
-def build_model(
-  options: _groups.Common, train: AnyDataset, seed: int
-) -> models.Model:
-  """Builds the model that options name, for a data set."""
+def build_arguments(
+  options: _groups.Common, train: AnyDataset
+) -> dict[str, Any]:
+  """Returns the arguments of `models.build`, without the seed."""
   large = options.model.startswith(_LARGE_MODELS)
   if large and min(train.input_shape[:2]) < _LARGE_PIXELS:
     size = "x".join(map(str, train.input_shape[:2]))
@@ -220,13 +206,6 @@ def build_model(
       f"resnet20, got {options.model}, which needs {_LARGE_PIXELS}x"
       f"{_LARGE_PIXELS} or more."
     )
-  return models.build(**build_arguments(options, train), seed=seed)
-
-
-def build_arguments(
-  options: _groups.Common, train: AnyDataset
-) -> dict[str, Any]:
-  """Returns the arguments of `models.build`, without the seed."""
   chosen = {
     name: getattr(options, name)
     for name in ("norm", "num_layers", "width", "num_heads")
@@ -254,20 +233,22 @@ class Prepared:
   """One method's programs: compiled once, used for every seed."""
 
   workload: comparison.Workload
-  options: _groups.Common
+  options: dataclasses.InitVar[_groups.Common]
   method: str
   peak: float
 
-  def __post_init__(self) -> None:
-    workload, options = self.workload, self.options
+  def __post_init__(self, options: _groups.Common) -> None:
+    workload = self.workload
     # Methods depend on the structure of the model and not on its seed.
     model = workload.model(0)
     self.budget = _methods.make_budget(
       options, self.peak, workload.steps_per_epoch
     )
-    optimizer = _methods.build_method(
-      self.method, options, self.budget, workload.workers.axis, model
+    self.evaluate_every = workload.steps(options.evaluate_every_epochs)
+    self.method_for = functools.partial(
+      _methods.build_method, self.method, options, self.budget
     )
+    optimizer = self.method_for(workload.workers.axis, model)
     self.programs = workload.programs(
       optimizer,
       model.apply,
@@ -288,7 +269,7 @@ class Prepared:
     state, records = self.programs.run(
       seed,
       self.budget.num_steps,
-      evaluate_every=self.workload.steps(self.options.evaluate_every_epochs),
+      evaluate_every=self.evaluate_every,
       **fit,
     )
     # The evaluated model is the anchor, which all workers share.
@@ -303,9 +284,7 @@ class Prepared:
     def read(number: int) -> training.OtherWorkers:
       old = collectives.workers(number, substrate="vmap")
       model = self.workload.model(seed)
-      optimizer = _methods.build_method(
-        self.method, self.options, self.budget, old.axis, model
-      )
+      optimizer = self.method_for(old.axis, model)
       return training.OtherWorkers(
         old,
         lambda: training.init_state(
@@ -341,10 +320,8 @@ def of_trainer(
 
 
 def heading(options: Any, workload: comparison.Workload, methods: str) -> str:
-  """Returns what is about to be run, and which options are not defaults."""
+  """Returns what is about to be run."""
   samples = words(workload.train)
-  ours = [x for x in _options.given(options) if x != "output"]
-  given = ", ".join(map(_options.word, ours)) or "no option"
   steps = options.steps and f"{options.steps} steps"
   return (
     f"{methods}. {options.dataset}: {len(workload.train)} training and "
@@ -353,8 +330,8 @@ def heading(options: Any, workload: comparison.Workload, methods: str) -> str:
     f"{options.workers} workers ({workload.workers.substrate}), "
     f"{options.batch_size} {samples.split()[0]} a step; "
     f"{steps or f'{options.epochs:g} epochs'} on "
-    f"{training.make_row({}, 0)['device']}. {given} given; the others have the "
-    f"defaults of the preset {options.preset}."
+    f"{training.make_row({}, 0)['device']}. Options not in the command "
+    f"have the defaults of the preset {options.preset}."
   )
 
 
@@ -419,10 +396,9 @@ def resumed_text(
       f"than when the run began, {old_steps} steps, got {steps}. Take as many "
       "or more, or start again in another directory."
     )
+  text = f"Resumes from step {found.step}"
   if found.step == steps:
     text = f"Nothing left to train: step {steps} of {steps}"
-  else:
-    text = f"Resumes from step {found.step}"
   if steps > old_steps:
     text += (
       f", of {steps} steps where it had {old_steps}; the schedule is that of "

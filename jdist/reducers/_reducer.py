@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -96,9 +97,8 @@ class Reducer(abc.ABC):
     """Whether the part that it leaves out is smaller than the tree."""
     # Otherwise a residual grows from round to round, and feedbacks that keep
     # one are refused.
-    fields = vars(self).values()
-    own = all(x.contractive for x in fields if isinstance(x, codecs.Codec))
-    return own and all(reducer.contractive for reducer in self.reducers)
+    own = [x for x in vars(self).values() if isinstance(x, codecs.Codec)]
+    return all(map(operator.attrgetter("contractive"), (*own, *self.reducers)))
 
   @abc.abstractmethod
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:

@@ -1,6 +1,7 @@
 """`jdist train --runtime processes`: each stage is a process of its own."""
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -40,13 +41,14 @@ def train(options: _commands.Train) -> None:
   jax.config.update("jax_default_device", devices[own % len(devices)])
   with contextlib.ExitStack() as stack:
     run = _Run(options, table, stack)
-    if not own:
-      _workload.make_directories(options)
     total, label = run.budget.num_steps, f"train-{options.dataset}"
     heading = _workload.heading(options, run.workload, options.table)
-    status = _status.Status(options, label, heading, total)
+    command = functools.partial(_options.command_line, options)
+    status = _status.Status(vars(options), command, label, heading, total)
     stack.enter_context(status)
-    with _run_end.explained(options, run.newest, "step", total, status.output):
+    with _run_end.explained(
+      options.checkpoints, run.newest, "step", total, status.output
+    ):
       run.run(status)
     if run.records:  # A run that was over before has them in the first process.
       if not own:

@@ -1,19 +1,19 @@
 """The state of a run in a file, and its page, both written as it goes."""
 
 import contextlib
-import dataclasses
 import datetime
 import importlib.util
 import math
 import os
 import pathlib
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from jdist import channel, training
-from jdist.cli import _options, _output, _run_end
+from jdist.cli import _groups, _options, _output, _run_end
 from jdist.cli.report import _page
 from jdist.storage import json_lines
 from jdist.training import comparison
@@ -33,27 +33,44 @@ class Status:
   """
 
   def __init__(
-    self, options: Any, label: str, heading: str, num_steps: int = 0
+    self,
+    config: Mapping[str, Any],
+    command: Callable[[pathlib.Path], str],
+    label: str,
+    heading: str,
+    num_steps: int = 0,
   ):
-    """Makes the directory and prints a heading, before anything is compiled."""
-    self._options, self.bar = options, training.Progress(num_steps, label)
+    """Makes the directories and prints a heading, before hours of training.
+
+    `config` has the options' values, and `command` returns their command line.
+    """
+    self.bar = training.Progress(num_steps, label)
+    self._config = dict(config)
+    fields = _groups.LinkOptions.__dataclass_fields__.keys() & config
+    self._link = _groups.LinkOptions(**{x: config[x] for x in fields})
     # JAX does not know the processes of a pipeline's stages.
-    own = jax.process_index() or getattr(options, "process_id", None)
+    own = jax.process_index() or config.get("process_id")
     self._first = not own
     # Real workers print events, which would tear the bar.
-    live = getattr(options, "driver", None) in ("threads", "ray")
+    live = config.get("driver") in ("threads", "ray")
     self._shows_bar = self._first and not live
     self._records: list[training.Record] = []
     self._written_s = self._drawn_s = -math.inf
     self.output = pathlib.Path()
     if self._first:
-      self.output = _output.output_directory(options.output, label)
+      for name in ("checkpoints", "tensorboard", "final_params"):
+        if path := config.get(name):
+          path = pathlib.Path(path).parent if name == "final_params" else path
+          _output.make_directory(_options.word(name), path)
+      self.output = _output.output_directory(config["output"], label)
+    self.command = command(self.output)
+    if self._first:
       _output.console().print(heading)
-    self.command = _options.command_line(options, self.output)
+      print(f"Command: {self.command}", flush=True)
     self._body: dict[str, Any] = {
       "state": "running", "doing": "starting", "command": self.command,
       "run": channel.run_id(), "process": os.getpid(), "step": 0,
-      "num_steps": num_steps, "workers": getattr(options, "workers", None),
+      "num_steps": num_steps, "workers": config.get("workers"),
       **dict.fromkeys(_SHOWN), "row": None,
     }  # fmt: skip
 
@@ -83,10 +100,9 @@ class Status:
 
   def _row(self, records: list[training.Record], **more: Any) -> dict[str, Any]:
     names = ("method", "learning_rate", "workers")
-    fields = {name: getattr(self._options, name) for name in names}
+    fields = {name: self._config[name] for name in names}
     fields |= comparison.summarize(records) | more
-    config = dataclasses.asdict(self._options)
-    return training.make_row(config, self._options.seed, **fields)
+    return training.make_row(self._config, self._config["seed"], **fields)
 
   def note(self, **entries: Any) -> None:
     """Changes entries, and writes the files where it is time for them.
@@ -110,7 +126,7 @@ class Status:
     with contextlib.suppress(OSError, ValueError, KeyError):
       json_lines.write(self.output / _page.STATUS, [body])
       if page and importlib.util.find_spec("vl_convert"):
-        _page.write(self.output, self._options)
+        _page.write(self.output, self._link)
         self._drawn_s = time.monotonic()
 
   def __enter__(self) -> "Status":

@@ -39,12 +39,11 @@ def train(options: _commands.Train) -> None:
   _check(options)
   parts = _server_parts.assemble(options)
   asked, options, workload = options, parts.options, parts.workload
-  _workload.make_directories(options)
   heading = _workload.heading(options, workload, options.method)
   label = f"train-{options.dataset}"
-  with _status.Status(options, label, heading) as status:
-    # The options of the run's parts name what a server's command must not.
-    status.note(command=_options.command_line(asked, status.output))
+  # The options of the run's parts name what a server's command must not.
+  command = functools.partial(_options.command_line, asked)
+  with _status.Status(vars(options), command, label, heading) as status:
     _fit(parts, status)
 
 
@@ -76,7 +75,9 @@ def _fit(parts: _server_parts.Parts, status: _status.Status) -> None:
       status.record(record)
       _print_record(record, run.mark, workload.train)
 
-    with _run_end.explained(options, newest, "update", None, status.output):
+    with _run_end.explained(
+      options.checkpoints, newest, "update", None, status.output
+    ):
       records = run.fit(
         samples,
         "samples",

@@ -1,11 +1,12 @@
 """`jdist simulate`: parameter-server protocols on a virtual clock."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from jdist import cluster, server, training
-from jdist.cli import _commands, _output
+from jdist.cli import _commands, _options, _output
 from jdist.cli.report import _status
 from jdist.cli.servers import _protocols
 
@@ -40,7 +41,10 @@ def simulate(options: _commands.Simulate) -> None:
   console = _output.console()
   done: dict[str, server.Simulation] = {}
   heading = _heading(machines, profile)
-  with _status.Status(options, "simulate", heading, len(runs)) as status:
+  command = functools.partial(_options.command_line, options)
+  with _status.Status(
+    vars(options), command, "simulate", heading, len(runs)
+  ) as status:
     output = status.output
     try:
       for name, run in runs.items():
