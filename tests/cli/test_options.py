@@ -52,7 +52,7 @@ def test_own_protocol_is_found_in_the_current_directory(tmp_path, monkeypatch):
   (tmp_path / "nearby.py").write_text("from jdist.server import ASP as Own\n")
   monkeypatch.setattr(sys, "path", [x for x in sys.path if x])
   monkeypatch.chdir(tmp_path)
-  _parts.resolve(_commands.Train(protocol="nearby:Own"))
+  _parts.resolve({"protocol": "nearby:Own"})
   assert server.PROTOCOLS.pop("nearby:Own") is server.ASP
 
 

@@ -55,7 +55,7 @@ def overlap(options: _commands.Overlap) -> None:
 def _read(
   method: str,
   options: _commands.Overlap,
-  task: _overlap_inputs.Task,
+  task: _overlap_inputs.OneStep,
   workers: collectives.Workers,
   device: cluster.Device,
   link: cluster.Link,
@@ -87,7 +87,7 @@ def _programs(
   method: str,
   streamed: bool,
   options: _commands.Overlap,
-  task: _overlap_inputs.Task,
+  task: _overlap_inputs.OneStep,
   workers: collectives.Workers,
 ) -> list[Any]:
   """Compiles a method's step; two programs if the host ends its rounds."""
@@ -121,7 +121,7 @@ def _programs(
 def _heading(
   options: _commands.Overlap,
   topology: profiling.GpuTarget,
-  task: _overlap_inputs.Task,
+  task: _overlap_inputs.OneStep,
   device: cluster.Device,
   link: cluster.Link,
 ) -> str:

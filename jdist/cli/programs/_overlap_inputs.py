@@ -37,7 +37,7 @@ IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class OneStep:
   """A model and one GPU's batch as shapes, with its loss.
 
   The `unit` is the plural noun for samples.
@@ -106,7 +106,7 @@ def split(method: str) -> tuple[str, str | None]:
   return name, form or next(iter(forms), None)
 
 
-def make_task(options: _commands.Overlap) -> Task:
+def make_task(options: _commands.Overlap) -> OneStep:
   """Returns the model, its losses and its batch."""
   norm: dict[str, Any] = {} if options.norm is None else {"norm": options.norm}
   size = options.batch_size
@@ -129,7 +129,7 @@ def make_task(options: _commands.Overlap) -> Task:
     )
   dtype = jnp.dtype(options.dtype)
   loss = training.classification_loss(model.apply, compute_dtype=dtype)
-  return Task(model, loss, batch, unit)
+  return OneStep(model, loss, batch, unit)
 
 
 def image_model(
