@@ -307,7 +307,8 @@ def test_figures_of_the_files_keep_their_limits():
   "name",
   [
     "updates",
-    *(pytest.param(x, marks=pytest.mark.slow) for x in ("push", "option")),
+    "option",
+    pytest.param("push", marks=pytest.mark.slow),
   ],
 )
 def test_traced_ways_keep_their_limits(name):

@@ -187,11 +187,12 @@ def _load(options: _groups.Common) -> tuple[AnyDataset, AnyDataset]:
     load = functools.partial(data.load_text, options.text or options.dataset)
     if options.window_length is not None:
       load.keywords["window_length"] = options.window_length
-  train, test = (
-    dataclasses.replace(load(split), name=options.dataset)
-    for split in ("train", "test")
+  train, test = load("train"), load("test")
+  name = options.dataset
+  return (
+    dataclasses.replace(train, name=name),
+    dataclasses.replace(test, name=name),
   )
-  return train, test
 
 
 def build_arguments(
