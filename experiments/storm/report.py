@@ -119,6 +119,12 @@ def verdict(found):
 def _back(storms, spares):
   """Returns how soon victims were back, with a number of waiting processes."""
   found = [x for row in storms for x in returns(row)[0]]
+  alone = [
+    y
+    for row in storms
+    for _, y, interrupted in run.returns(row["faults"], row["changes"])
+    if y is not None and not interrupted
+  ]
   missing = sum(returns(row)[1] for row in storms)
   short = sum(row["short"] for row in storms)
   kinds = "; ".join(
@@ -131,7 +137,11 @@ def _back(storms, spares):
     f"process{'es' * (spares > 1)}: {statistics.median(found):.1f} s in the "
     f"median and {max(found):.1f} s at most (aim {_BACK_S:g}): "
     f"{_met(max(found) <= _BACK_S)}; {sum(x <= _BACK_S for x in found)} of "
-    f"{len(found)} within {_BACK_S:g} s ({kinds}). {missing} had not returned "
+    f"{len(found)} within {_BACK_S:g} s ({kinds}). Without the "
+    f"{len(found) - len(alone)} whose worker had another fault before it was "
+    f"back: {statistics.median(alone):.1f} and {max(alone):.1f} s, "
+    f"{sum(x <= _BACK_S for x in alone)} of {len(alone)} within {_BACK_S:g} s. "
+    f"{missing} had not returned "
     f"when a run ended, and {short} stops and cuts were over before the server "
     "noticed."
   )

@@ -21,6 +21,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -334,30 +335,44 @@ def measures(
   `short` counts the stops and cuts that nobody has noticed.
   """
   merges = [x[0] for x in summary["merges"]]
-  changes = summary["changes"]
   next_merge_s: list[float] = []
-  back_s: dict[str, list[float | None]] = {"SIGKILL": []}
-  back_s |= {x: [] for x in _ENDS.values()}
-  short = 0
   for fault in faults:
-    at_s, name, kind = fault["at_s"], fault["worker"], fault["kind"]
-    if kind not in _ENDS.values():
+    if fault["kind"] not in _ENDS.values():
+      at_s = fault["at_s"]
       next_merge_s += [x - at_s for x in merges if x > at_s][:1]
-    if kind not in back_s:
+  found = list(returns(faults, summary["changes"]))
+  kinds = ("SIGKILL", *_ENDS.values())
+  return {
+    "next_merge_s": next_merge_s,
+    "back_s": {kind: [y for x, y, _ in found if x == kind] for kind in kinds},
+    "short": sum(kind == "short" for kind, _, _ in found),
+    "merge_gap_s": np.diff(merges).tolist(),
+  }
+
+
+def returns(
+  faults: list[dict[str, Any]], changes: list[Any]
+) -> Iterator[tuple[str, float | None, bool]]:
+  """Yields the return of each victim: kind, seconds, interrupted or not.
+
+  The kind is `short` if nobody has noticed the fault, and the seconds are None
+  if the victim did not return in the run.  The last part says whether another
+  fault of the same worker came before its return.
+  """
+  for number, fault in enumerate(faults):
+    at_s, name, kind = fault["at_s"], fault["worker"], fault["kind"]
+    if kind in _ENDS:
       continue
     own = [x for x in changes if x[3] == name]
     before = [x[2] for x in own if x[0] <= at_s]
     if kind != "SIGKILL" and before[-1:] != ["left"]:
-      short += 1
+      yield "short", None, False
       continue
-    returns = [x[0] - at_s for x in own if x[2] == "returned" and x[0] > at_s]
-    back_s[kind].append(returns[0] if returns else None)
-  return {
-    "next_merge_s": next_merge_s,
-    "back_s": back_s,
-    "short": short,
-    "merge_gap_s": np.diff(merges).tolist(),
-  }
+    back = [x[0] for x in own if x[2] == "returned" and x[0] > at_s]
+    until_s = back[0] if back else np.inf
+    again = [x["at_s"] for x in faults[number + 1 :] if x["worker"] == name]
+    interrupted = min(again, default=until_s) < until_s
+    yield kind, back[0] - at_s if back else None, interrupted
 
 
 def main(words: list[str]) -> None:

@@ -74,4 +74,8 @@ def test_times_count_from_the_fault(monkeypatch):
     "SIGKILL": [4.0, None], "SIGCONT": [0.5], "heal": []
   }  # fmt: skip
   assert found["short"] == 1
+  # One more fault before a return, which the first one then counts through.
+  stop = {"kind": "SIGSTOP", "worker": "b", "at_s": 9.25}
+  told = [x[2] for x in storm.returns([*faults, stop], changes)]
+  assert told == [False, True, False, False]
   assert found["merge_gap_s"] == pytest.approx([1.0] * 12)
