@@ -19,6 +19,7 @@ bits:
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -98,8 +99,11 @@ class AllToAll(_reducer.Reducer):
       raise _reducer.not_of_state(f"rows {got}")
     # Up: row j of every bucket is sent to worker j, its owner.
     payloads, finite, shares = [], [], []
+    # A bucket of several small leaves has the number of its first one.
+    names = leaf_numbers(tree)
+    numbers = [names[x.pieces[0].leaf] for x in layout.buckets.buckets]
     for i, rows in enumerate(layout.buckets.pack(tree)):
-      keys = _row_keys(draws, key, i, axis)
+      keys = _row_keys(draws, key, numbers[i], axis)
       payload = jax.vmap(coders[i].encode)(rows, keys)
       payloads.append(payload)
       finite.append(jnp.isfinite(rows).all(1))
@@ -126,7 +130,7 @@ class AllToAll(_reducer.Reducer):
       if not exact:
         narrow = states.rounded(wanted, coder.row.dtype)
       finite.append(jnp.isfinite(narrow).all() & sound[i])
-      payload = coder.encode(narrow, _owner_key(draws, key, i, axis))
+      payload = coder.encode(narrow, _owner_key(draws, key, numbers[i], axis))
       payloads.append(payload)
       if self._leaves_out(coder):
         known = coder.decode(payload)
@@ -361,6 +365,13 @@ def own_key(draws: str, key: jax.Array, axis: collectives.Axis) -> jax.Array:
 def leaf_key(draws: str, key: jax.Array, number: int) -> jax.Array | None:
   """Returns the key of a leaf; None for a codec without random numbers."""
   return None if draws == "none" else jax.random.fold_in(key, number)
+
+
+def leaf_numbers(tree: PyTree) -> list[int]:
+  """Returns numbers of leaves' paths, for random numbers of their own."""
+  # By its path a leaf draws the same in a pipeline's stage as in the model.
+  paths = jax.tree_util.tree_leaves_with_path(tree)
+  return [zlib.crc32(jax.tree_util.keystr(x).encode()) >> 1 for x, _ in paths]
 
 
 def _row_keys(

@@ -135,7 +135,11 @@ class Compressed(_reducer.Reducer):
     # and average out; a codec like random-k needs the same entries everywhere.
     key = _all_to_all.own_key(draws, key, axis)
     before = state or ((),) * len(leaves)
-    for i, (x, s) in enumerate(zip(leaves, before, strict=True)):
+    pairs = zip(
+      _all_to_all.leaf_numbers(tree), jax.tree.leaves(tree), strict=True
+    )
+    numbers = [number for number, x in pairs if x.size]
+    for i, x, s in zip(numbers, leaves, before, strict=True):
       own = _all_to_all.leaf_key(draws, key, i)
       payload, s = self.codec.encode(x, s, own)
       payloads.append(payload)

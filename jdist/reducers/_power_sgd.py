@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist import checks, codecs, collectives, states
-from jdist.reducers import _reducer
+from jdist.reducers import _all_to_all, _reducer
 
 PyTree: TypeAlias = Any
 # They are added to the diagonal of a Gram matrix, which is 1, so that its
@@ -120,7 +120,7 @@ class PowerSGD(_reducer.Reducer):
       jax.random.normal(
         jax.random.fold_in(key, i), (x.shape[-1], self.rank), jnp.float32
       )
-      for i, x in enumerate(likes)
+      for i, x in zip(_all_to_all.leaf_numbers(like), likes, strict=True)
       if self.compresses(x)
     )
     if not q:
