@@ -143,7 +143,6 @@ ROOMS = {
     },
     "gpu_target": {"text": "8xh200"},
     "read_collectives": {"program": ""},
-    "read_loop": {"program": ""},
   },
   "training": {
     "Checkpoints": {"directory": FOLDER / "checkpoints", "workers": TEAM},

@@ -24,6 +24,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 import jax
 import jax.numpy as jnp
 import optax
+import scheduled_loop
 import studies
 
 import jdist
@@ -241,7 +242,7 @@ def _program(
     .compile(compiler_options={_LIMIT: 2, "xla_backend_optimization_level": 0})
   )
   compile_s = time.monotonic() - begun_s
-  loop = profiling.read_loop(program)
+  loop = scheduled_loop.read_loop(program)
   for kind in ("h200", "h100"):
     gpu = profiling.GPUS[kind]
     device = gpu.device("bfloat16", launch_s=2e-6)

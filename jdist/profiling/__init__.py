@@ -15,5 +15,3 @@ from jdist.profiling._gpu_target import GpuTarget as GpuTarget
 from jdist.profiling._gpu_target import set_link_rates as set_link_rates
 from jdist.profiling._hlo import read_collectives as read_collectives
 from jdist.profiling._timeline import Event as Event
-from jdist.profiling._timeline import Loop as Loop
-from jdist.profiling._timeline import read_loop as read_loop

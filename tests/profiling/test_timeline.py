@@ -1,8 +1,5 @@
 """Orders of programs read from texts that XLA made for GPUs, shortened."""
 
-import pytest
-
-from jdist import profiling
 from jdist.profiling import _timeline
 
 # One of each: a product in a fusion, a library's product, the three
@@ -163,46 +160,3 @@ def test_sent_bytes_match_hand_computation():
   assert not first.conditional
   assert sent["all-reduce.2"].num_workers == 2
   assert sent["all-reduce.9"].conditional
-
-
-_LOOP = """
-%idle (a: f32[8]) -> f32[8] {
-  ROOT %a = f32[8]{0} parameter(0)
-}
-%works (b: f32[8]) -> f32[8] {
-  %b = f32[8]{0} parameter(0)
-  ROOT %c = f32[8]{0} add(%b, %b)
-}
-%body (s: (f32[8], s32[])) -> (f32[8], s32[]) {
-  %s = (f32[8]{0}, s32[]) parameter(0)
-  %x = f32[8]{0} get-tuple-element(%s), index=0
-  %i = s32[] get-tuple-element(%s), index=1
-  %first = f32[8]{0} collective-permute-start(%x), source_target_pairs={{0,1}}
-  %y = f32[8]{0} conditional(%i, %x, %x), branch_computations={%idle, %works}
-  %second = f32[8]{0} collective-permute-start(%y), source_target_pairs={{1,0}}
-  %came = f32[8]{0} collective-permute-done(%first)
-  %also = f32[8]{0} collective-permute-done(%second)
-  %z = f32[8]{0} add(%came, %also)
-  ROOT %t = (f32[8]{0}, s32[]) tuple(%z, %i)
-}
-ENTRY %main (p: (f32[8], s32[])) -> (f32[8], s32[]) {
-  %p = (f32[8]{0}, s32[]) parameter(0)
-  ROOT %w = (f32[8]{0}, s32[]) while(%p), condition=%test, body=%body, backend_config={"known_trip_count":{"n":"7"}}
-}
-"""
-
-
-def test_loop_is_read_with_conditionals_around_its_sends():
-  loop = profiling.read_loop(_LOOP)
-  assert loop.turns == 7
-  assert loop.around == (1, 0)
-  ((idle, works),) = loop.branches
-  assert idle == () and [(e.kind, e.name) for e in works] == [("compute", "c")]
-  kinds = [event.kind for event in loop.events]
-  assert kinds == ["start", "start", "done", "done", "compute"]
-
-
-def test_program_without_a_conditional_loop_raises():
-  text = _LOOP.replace("body=%body", "body=%works")
-  with pytest.raises(ValueError, match=r"one loop with conditionals.*got 0"):
-    profiling.read_loop(text)

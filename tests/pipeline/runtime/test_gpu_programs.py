@@ -10,6 +10,7 @@ import pytest
 import jdist
 from jdist import collectives, models, pipeline, profiling
 from jdist.profiling import _hlo
+from tests.experiments import _loading
 from tests.pipeline.runtime import _small_models as small
 from tests.profiling import _reading
 
@@ -28,6 +29,12 @@ _LONG = pipeline.make_table("1f1b", 16, 16)
 _ZERO_BUBBLE = pipeline.make_table("zb_h1", 4, 8)
 _INTERLEAVED = pipeline.make_table("interleaved", 2, 4)
 _OURS = pipeline.ours(4, 8, window=2)
+
+
+def _read_loop(program, monkeypatch):
+  path = "pipeline/scheduled_loop.py"
+  loaded = _loading.load("scheduled_loop", path, monkeypatch)
+  return loaded.read_loop(program)
 
 
 def _layers(sizes):
@@ -116,7 +123,7 @@ def _words(tick):
   ids=["1f1b-4", "1f1b-16", "zb_h1-4x4-unlike", "interleaved-2x2", "ours-4x4"],
 )
 def test_late_sends_overlap_the_conditionals_of_their_tick(
-  table, topology, alike
+  table, topology, alike, monkeypatch
 ):
   pipe, text = _compile(table, topology, alike=alike)
   tick = _tick(_hlo.parse(text))
@@ -130,7 +137,7 @@ def test_late_sends_overlap_the_conditionals_of_their_tick(
   branches = sorted(len(x.called) for x in tick if x.called)
   assert branches == [1 + stages, 1 + kinds * stages]
   # All work is in conditionals: a select would run every branch.
-  loop = profiling.read_loop(text)
+  loop = _read_loop(text, monkeypatch)
   assert loop.turns == len(pipe.grid.rows)
   assert loop.around == (2, 2)
   assert not any(event.flops for event in loop.events)
@@ -194,3 +201,46 @@ def test_abstract_state_matches_initial_state():
     for x, y in pairs:
       assert (x.shape, x.dtype) == (y.shape, y.dtype)
       assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
+_LOOP = """
+%idle (a: f32[8]) -> f32[8] {
+  ROOT %a = f32[8]{0} parameter(0)
+}
+%works (b: f32[8]) -> f32[8] {
+  %b = f32[8]{0} parameter(0)
+  ROOT %c = f32[8]{0} add(%b, %b)
+}
+%body (s: (f32[8], s32[])) -> (f32[8], s32[]) {
+  %s = (f32[8]{0}, s32[]) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%s), index=0
+  %i = s32[] get-tuple-element(%s), index=1
+  %first = f32[8]{0} collective-permute-start(%x), source_target_pairs={{0,1}}
+  %y = f32[8]{0} conditional(%i, %x, %x), branch_computations={%idle, %works}
+  %second = f32[8]{0} collective-permute-start(%y), source_target_pairs={{1,0}}
+  %came = f32[8]{0} collective-permute-done(%first)
+  %also = f32[8]{0} collective-permute-done(%second)
+  %z = f32[8]{0} add(%came, %also)
+  ROOT %t = (f32[8]{0}, s32[]) tuple(%z, %i)
+}
+ENTRY %main (p: (f32[8], s32[])) -> (f32[8], s32[]) {
+  %p = (f32[8]{0}, s32[]) parameter(0)
+  ROOT %w = (f32[8]{0}, s32[]) while(%p), condition=%test, body=%body, TURNS
+}
+""".replace("TURNS", 'backend_config={"known_trip_count":{"n":"7"}}')
+
+
+def test_loop_is_read_with_conditionals_around_its_sends(monkeypatch):
+  loop = _read_loop(_LOOP, monkeypatch)
+  assert loop.turns == 7
+  assert loop.around == (1, 0)
+  ((idle, works),) = loop.branches
+  assert idle == () and [(e.kind, e.name) for e in works] == [("compute", "c")]
+  kinds = [event.kind for event in loop.events]
+  assert kinds == ["start", "start", "done", "done", "compute"]
+
+
+def test_program_without_a_conditional_loop_raises(monkeypatch):
+  text = _LOOP.replace("body=%body", "body=%works")
+  with pytest.raises(ValueError, match=r"one loop with conditionals.*got 0"):
+    _read_loop(text, monkeypatch)
