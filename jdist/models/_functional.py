@@ -1,13 +1,14 @@
-"""NNX modules as pure functions."""
+"""Modules of NNX, Linen and Equinox as pure functions."""
 
 import dataclasses
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
-from flax import nnx, traverse_util
+import jax.numpy as jnp
+from flax import linen, nnx, traverse_util
 
 from jdist import signatures
 from jdist.models import _layered_network
@@ -65,43 +66,48 @@ def num_params(model: Model) -> int:
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.params))
 
 
+# Parameters, state, and a function of both, images, `train` and other options.
+_Network: TypeAlias = tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]
+
+
 @signatures.checked
-def functional(module: nnx.Module) -> Model:
-  """Turns an NNX module into a pure function of its parameters and state.
+def functional(module: Callable[..., Any]) -> Model:
+  """Turns a module into a pure function of its parameters and state.
 
     apply(params, state, images, *, train, mask=None) -> (logits, state)
 
-  With `train=True` the module runs after its `train()` (statistics of this
-  batch, dropout on) and the new state is returned; with `train=False` it runs
-  after `eval()`. Modules whose `__call__` takes a `mask` get the `mask`
-  [batch], 1 for samples and 0 for padding, so that batch normalization leaves
-  padding out of its statistics. Logits of padding are not zero: the loss must
-  select.
+  With `train=True` an NNX module runs after its `train()` (statistics of this
+  batch, dropout on), and else after its `eval()`. Every `nnx.Param` is a
+  parameter, and every other variable is state, including random keys. A Linen
+  module is given `train` if it takes it; its "params" are the parameters, other
+  collections the state. An Equinox module, or another callable tree, is mapped
+  over the samples by `jax.vmap`; its arrays of floats, each once, are the
+  parameters, named by their paths.
 
-  Every `nnx.Param` is a parameter, and every other variable is state, including
-  random keys of dropout. Cast parameters and images to bfloat16 to compute in
-  it.
+  Modules whose `__call__` takes a `mask` get the `mask` [batch], 1 for samples
+  and 0 for padding, so that batch normalization leaves padding out of its
+  statistics; the loss must select logits. Cast parameters and images to
+  bfloat16 to compute in it.
 
   Args:
     module: A module that is called as `module(images)` or
-      `module(images, mask=mask)`. It is copied and never changed.
+      `module(images, mask=mask)`: of NNX, a Linen module with its variables,
+      `module.bind(variables)`, or an Equinox module. It is never changed.
 
   Raises:
-    ValueError: From `apply`, when training passes a mask to a module that has
-      state but takes no mask.
+    ValueError: If a Linen module has no variables; from `apply`, when training
+      passes a mask to a module that has state but takes no mask.
 
-  >>> import jax.numpy as jnp
-  >>> from flax import nnx
   >>> model = functional(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
   >>> logits, _ = model.apply(model.params, {}, jnp.ones((4, 3)), train=False)
   >>> logits.shape
   (4, 2)
   """
-  graph, params, state = nnx.split(module, nnx.Param, ...)
-  params_paths = tuple(nnx.to_flat_state(params).paths)
-  state_paths = tuple(nnx.to_flat_state(state).paths)
+  kinds = {linen.Module: _linen, nnx.Module: _nnx, object: _tree}
+  make = next(f for kind, f in kinds.items() if isinstance(module, kind))
+  first, state, run = make(module)
   # Modules without a mask, as users have them, must work as they are.
-  takes_mask = "mask" in inspect.signature(module).parameters
+  takes = inspect.signature(module).parameters
 
   def apply(
     params: dict[str, Any],
@@ -111,30 +117,17 @@ def functional(module: nnx.Module) -> Model:
     train: bool,
     mask: jax.Array | None = None,
   ) -> tuple[jax.Array, dict[str, Any]]:
-    if mask is not None and train and state_paths and not takes_mask:
+    if mask is not None and train and state and "mask" not in takes:
       raise ValueError(
         "`mask` must not be given in training to a module that has state but "
         f"no `mask` argument, got {type(module).__name__}: padding would "
         "enter its batch statistics. Add `mask=None` to its `__call__` and "
         "pass it on to the normalization layers."
       )
-    # NNX modules change in place: a new copy for each call keeps `apply` pure.
-    copy = nnx.merge(
-      graph, _unflatten(params, params_paths), _unflatten(state, state_paths)
-    )
-    if train:
-      copy.train()
-    else:
-      copy.eval()
-    kwargs = {"mask": mask} if takes_mask else {}
-    logits = copy(images, **kwargs)
-    return logits, _to_dict(nnx.state(copy), state_paths)
+    options = {"mask": mask} if "mask" in takes else {}
+    return run(params, state, images, train, options)
 
-  network = (
-    _to_dict(params, params_paths),
-    _to_dict(state, state_paths),
-    apply,
-  )
+  network = first, state, apply
   if not isinstance(module, _layered_network.LayeredNetwork):
     return Model(*network, (Layer("network", *network),))
   parts = {
@@ -144,6 +137,64 @@ def functional(module: nnx.Module) -> Model:
   }
   layers = (Layer(n, x.params, x.state, x.apply) for n, x in parts.items())
   return Model(*network, tuple(layers))
+
+
+def _nnx(module: nnx.Module) -> _Network:
+  graph, params, state = nnx.split(module, nnx.Param, ...)
+  params_paths = tuple(nnx.to_flat_state(params).paths)
+  state_paths = tuple(nnx.to_flat_state(state).paths)
+
+  def run(
+    params: Any, state: Any, images: Any, train: bool, options: Any
+  ) -> Any:
+    # NNX modules change in place: a new copy for each call keeps `apply` pure.
+    copy = nnx.merge(
+      graph, _unflatten(params, params_paths), _unflatten(state, state_paths)
+    )
+    if train:
+      copy.train()
+    else:
+      copy.eval()
+    logits = copy(images, **options)
+    return logits, _to_dict(nnx.state(copy), state_paths)
+
+  return _to_dict(params, params_paths), _to_dict(state, state_paths), run
+
+
+def _linen(module: linen.Module) -> _Network:
+  if module.scope is None:
+    raise ValueError(
+      "`module` must be bound to its variables where it is a Linen module, got "
+      f"{type(module).__name__}. Give `module.bind(module.init(key, images))`."
+    )
+  module, variables = module.unbind()
+  takes_train = "train" in inspect.signature(module).parameters
+
+  def run(
+    params: Any, state: Any, images: Any, train: bool, options: Any
+  ) -> Any:
+    options |= {"train": train} if takes_train else {}
+    variables = {"params": params, **state}
+    return module.apply(variables, images, mutable=list(state), **options)
+
+  state = dict(variables)
+  return state.pop("params", {}), state, run
+
+
+def _tree(module: Any) -> _Network:
+  leaves, names = jax.tree.leaves(module), dict[int, str]()
+  for path, x in jax.tree_util.tree_leaves_with_path(module):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact):
+      names.setdefault(id(x), jax.tree_util.keystr(path))
+
+  def run(
+    params: Any, state: Any, images: Any, train: bool, options: Any
+  ) -> Any:
+    own = [params[names[id(x)]] if id(x) in names else x for x in leaves]
+    whole = jax.tree.unflatten(jax.tree.structure(module), own)
+    return jax.vmap(whole)(images), state
+
+  return {names[id(x)]: x for x in leaves if id(x) in names}, {}, run
 
 
 _Path = tuple[Any, ...]

@@ -33,10 +33,9 @@ def cut(
   several layers read is tied.  Evaluate with the model's own `apply`.
 
   Args:
-    model: A `models.Model`: for NNX from `models.functional`, for others made
-      of `params`, `state` and `apply(params, state, x, *, train)`.  Parameters
-      that are no nested dict are named by their paths, and one array at several
-      places is one parameter.
+    model: A `models.Model`: for modules of NNX, Linen and Equinox from
+      `models.functional`, for others made of nested dicts `params` and `state`
+      and of `apply(params, state, x, *, train)`.
     cuts: The number of stages.
     inputs: The inputs of a micro-batch, or their shapes.
 
@@ -57,10 +56,12 @@ def cut(
   >>> cut(model, 3, jnp.ones((4, 2)))[1]
   Stage(['b']: 1 layers)
   """
-  if not all(hasattr(model, x) for x in ("params", "state", "apply")):
+  params, state = (getattr(model, x, None) for x in ("params", "state"))
+  if not (isinstance(params, Mapping) and isinstance(state, Mapping)):
     raise ValueError(
-      "`model` must have `params`, `state` and `apply`, as `models.Model` has, "
-      f"got {checks.show(model)}. For NNX, give `models.functional(module)`."
+      "`model` must have dicts `params` and `state` and an `apply`, as "
+      f"`models.Model` has, got {checks.show(model)}. For a module of NNX, "
+      "Linen or Equinox, give `models.functional(module)`."
     )
   layers = _layers(model, _stages.shapes_of(inputs))
   if len(layers) < cuts:
@@ -79,22 +80,12 @@ def cut(
 
 
 def _layers(model: Any, inputs: Any) -> list[_stages.Stage]:
-  params, whole = model.params, model.apply
-  if not isinstance(params, Mapping):
-    structure, first = jax.tree.structure(params), dict[int, str]()
-    named = _stages.by_path(params)
-    places = [first.setdefault(id(x), path) for path, x in named.items()]
-    params = {path: named[path] for path in dict.fromkeys(places)}
-
-    def whole(params: PyTree, *args: Any, **options: Any) -> Any:
-      tree = jax.tree.unflatten(structure, [params[x] for x in places])
-      return model.apply(tree, *args, **options)
-
+  params = model.params
   shapes = _stages.shapes_of((params, model.state))
   leaves, tree = jax.tree.flatten((*shapes, inputs))
   try:
     closed, (y, after) = jax.make_jaxpr(
-      lambda *x: whole(*jax.tree.unflatten(tree, x), train=True),
+      lambda *x: model.apply(*jax.tree.unflatten(tree, x), train=True),
       return_shape=True,
     )(*leaves)
   except Exception as error:

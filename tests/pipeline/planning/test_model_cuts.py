@@ -78,25 +78,13 @@ class _Equinox(eqx.Module):
 
 
 def _linen():
-  def apply(params, state, x, *, train):
-    variables = {"params": params, **state}
-    return _ResNet().apply(variables, x, train, mutable=list(state))
-
   init = jax.jit(_ResNet().init, static_argnums=2)
   variables = init(jax.random.key(0), _IMAGES["image"], True)
-  return models.Model(variables.pop("params"), variables, apply)
+  return models.functional(_ResNet().bind(variables))
 
 
 def _equinox():
-  params, static = eqx.partition(
-    _Equinox(jax.random.key(0)), eqx.is_inexact_array
-  )
-
-  def apply(params, state, x, *, train):
-    del train
-    return jax.vmap(eqx.combine(params, static))(x), state
-
-  return models.Model(params, {}, apply)
+  return models.functional(_Equinox(jax.random.key(0)))
 
 
 def _plain():
@@ -120,18 +108,6 @@ _MODELS = {
   "equinox": (_equinox, _TOKENS),
   "plain": (_plain, _TOKENS),
 }
-
-
-def _whole(model, stages, params, inputs, train=True):
-  """Runs a model whose parameters are those of its stages."""
-  if isinstance(model.params, dict):
-    return model.apply(*params, inputs, train=train)
-  names = _stages.by_path(model.params)
-  # The head of the Equinox model has the embeddings' array.
-  own = {name: params[0].get(name, params[0].get(".table.weight"))
-         for name in names}  # fmt: skip
-  tree = jax.tree.unflatten(jax.tree.structure(model.params), own.values())
-  return model.apply(tree, params[1], inputs, train=train)
 
 
 def _cut(name, number=3, samples=2):
@@ -173,7 +149,7 @@ def test_stages_compute_the_model_and_its_gradients(name):
     return x, state
 
   found = loss(chained)(trees[0])
-  wanted = loss(lambda p: _whole(model, stages, (p, trees[1]), batch[inputs]))(
+  wanted = loss(lambda p: model.apply(p, trees[1], batch[inputs], train=True))(
     trees[0]
   )
   for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
@@ -201,7 +177,7 @@ def test_twenty_steps_are_those_of_the_unsplit_model(name):
 
   def loss(params, state, batch, key):
     del key
-    y, state = _whole(model, stages, (params, state), batch[inputs])
+    y, state = model.apply(params, state, batch[inputs], train=True)
     value, metrics = training.label_loss(y, batch)
     return value, (state, metrics)
 
