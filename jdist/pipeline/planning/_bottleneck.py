@@ -381,9 +381,8 @@ def even_partition(
   Args:
     costs: The cost of each layer, for a micro-batch.
     machines: The machine of each stage, in order.
-    footprint: The memory that a stage needs.
-    num_microbatches: The number of micro-batches in an iteration, over which an
-      optimizer's step is spread.
+    footprint: As in `partition`.
+    num_microbatches: As in `partition`.
 
   Raises:
     ValueError: If there are fewer layers than stages.

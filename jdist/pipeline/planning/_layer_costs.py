@@ -110,7 +110,12 @@ def layer_costs(
     passes.append(_passes(layer, x, *shapes, first=not i))
     x = passes[-1].output
   if source == "timed":
-    _check_arrays(microbatch)
+    for leaf in jax.tree.leaves(microbatch):
+      if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise ValueError(
+          "`microbatch` must be of arrays to be timed, got the shape "
+          f"{leaf.shape}. Take numbers, or source 'compiled'."
+        )
     start = first(microbatch, key)
     seconds = _timed(layers, passes, start, microbatch, key, repeats)
   rates, costs = (flops_per_s, bytes_per_s), dict[str, _Cost]()
@@ -218,16 +223,6 @@ def _count(
     parts = counted.get("flops", 0.0), counted.get("bytes accessed", 0.0)
     costs[text] = max(x / y for x, y in zip(parts, rates, strict=True)), working
   return costs[text]
-
-
-def _check_arrays(microbatch: PyTree) -> None:
-  """Raises a ValueError for shapes."""
-  for leaf in jax.tree.leaves(microbatch):
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-      raise ValueError(
-        "`microbatch` must be of arrays to be timed, got the shape "
-        f"{leaf.shape}. Take numbers, or source 'compiled'."
-      )
 
 
 def _timed(

@@ -1,7 +1,6 @@
 """Searches of cuts and machines by the simulated time of a table."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -44,8 +43,10 @@ def refine(
     The fastest that is faster than the start; None if there is none.
   """
   (here, rate), best = start, None
-  if _num_layouts(len(names), num_layers, chunks) <= _MOST_LAYOUTS:
-    for layout in _all_layouts(names, num_layers, chunks):
+  every = _all_layouts(names, num_layers, chunks)
+  layouts = list(itertools.islice(every, _MOST_LAYOUTS + 1))
+  if len(layouts) <= _MOST_LAYOUTS:
+    for layout in layouts:
       found = evaluate(layout, rate)
       if found is not None and found[1] > rate:
         best, rate = found
@@ -67,14 +68,6 @@ def refine(
         (best, rate), here, improved = found, layout, True
         break
   return best
-
-
-def _num_layouts(machines: int, layers: int, chunks: int) -> int:
-  most = min(machines, layers // chunks)
-  return sum(
-    math.perm(machines, n) * math.comb(layers - 1, n * chunks - 1)
-    for n in range(1, most + 1)
-  )
 
 
 def _all_layouts(

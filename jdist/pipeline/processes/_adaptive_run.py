@@ -36,7 +36,7 @@ class AdaptiveRun:
 
   def __init__(
     self,
-    make_process: Callable[[Plan], _layer_moves.ProcessLike],
+    make_process: Callable[[Plan], Any],
     replanner: Replanner,
     optimizer: signatures.Optimizer,
   ):
@@ -52,7 +52,7 @@ class AdaptiveRun:
     """
     self._make, self._replanner = make_process, replanner
     self._optimizer = optimizer
-    self._processes: dict[Any, _layer_moves.ProcessLike] = {}
+    self._processes: dict[Any, Any] = {}
     self._compiled: set[Any] = set()
     self.history: list[tuple[int, Proposal]] = []
     self.stage_s: list[float] = []
@@ -103,7 +103,7 @@ class AdaptiveRun:
       )
     return state, metrics
 
-  def _process_of(self, plan: Plan) -> _layer_moves.ProcessLike:
+  def _process_of(self, plan: Plan) -> Any:
     key = plan.cuts, plan.nodes
     if key not in self._processes:
       self._processes[key] = self._make(plan)

@@ -5,8 +5,10 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from jdist import collectives
 from jdist.pipeline.processes import _peers
 from jdist.pipeline.runtime import _traced_model
 from jdist.pipeline.schedule._table import read_versions, Table, Versions
@@ -43,6 +45,7 @@ class DevicePart:
     programs: The `StageProgram` of each of its stages, by number.
     tied: The parameters that several stages share, by path.
     peers: The other processes.
+    team: The workers whose models the stages belong to; None for one model.
   """
 
   model: _traced_model.TracedModel
@@ -51,11 +54,23 @@ class DevicePart:
   programs: Mapping[int, Any]
   tied: Mapping[str, tuple[int, ...]]
   peers: _peers.Peers
+  team: collectives.Workers | None = None
 
   @functools.cached_property
   def versions(self) -> Versions:
     """The version of the parameters that each action reads."""
     return read_versions(self.table)
+
+  @property
+  def front(self) -> tuple[int, ...]:
+    """The axis of a team's workers, with which its arrays begin."""
+    return () if self.team is None else (self.team.num_workers,)
+
+  def like(self, tree: PyTree) -> PyTree:
+    """Returns the shapes of a tree of one model as this process has it."""
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct((*self.front, *x.shape), x.dtype), tree
+    )
 
   @property
   def device(self) -> int:

@@ -1,16 +1,15 @@
 """Moves of layers between processes, with their optimizer state."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import cluster, states
+from jdist import states
 from jdist.pipeline.processes import _device_part, _peers, _stage_updates
-from jdist.pipeline.runtime._stages import by_path, LayerLike
-from jdist.pipeline.schedule._table import Table
+from jdist.pipeline.runtime._stages import by_path
 from jdist.storage import hashes
 
 PyTree = Any
@@ -21,28 +20,10 @@ _REMEDY = (
 )
 
 
-class ProcessLike(Protocol):
-  """A `StageProcess`; an `AdaptiveRun` needs one with `timeline=True`."""
-
-  stages: tuple[LayerLike, ...]
-  table: Table
-  peers: _peers.Peers
-
-  def init_state(
-    self, optimizer: optax.GradientTransformation
-  ) -> _device_part.ProcessState: ...
-
-  def run(
-    self, state: _device_part.ProcessState, batches: Sequence[PyTree]
-  ) -> tuple[_device_part.ProcessState, list[dict[str, float]]]: ...
-
-  def trace(self) -> cluster.Trace: ...
-
-
 def move_layers(
   state: _device_part.ProcessState,
-  before: ProcessLike,
-  after: ProcessLike,
+  before: Any,
+  after: Any,
   optimizer: optax.GradientTransformation,
 ) -> _device_part.ProcessState:
   """Moves a run's state to other cuts of the same layers.
@@ -97,8 +78,8 @@ def move_layers(
 
 def _transfer(
   step: int,
-  before: ProcessLike,
-  after: ProcessLike,
+  before: Any,
+  after: Any,
   having: Mapping[int, "_Leaves"],
   wanted: Mapping[int, "_Leaves"],
   arrays: Mapping[int, Mapping[str, Any]],
@@ -131,8 +112,8 @@ def _transfer(
 
 def _whole_state(
   state: _device_part.ProcessState,
-  before: ProcessLike,
-  after: ProcessLike,
+  before: Any,
+  after: Any,
   fresh: Mapping[int, PyTree],
 ) -> dict[int, PyTree]:
   """Returns an optimizer's state of all stages on the first stage's device."""
@@ -191,7 +172,7 @@ def _named(parts: Iterable[PyTree]) -> dict[str, Any]:
   }
 
 
-def _check_layers(before: ProcessLike, after: ProcessLike) -> None:
+def _check_layers(before: Any, after: Any) -> None:
   names = [
     [layer.name for stage in x.stages for layer in getattr(stage, "layers", [])]
     for x in (before, after)

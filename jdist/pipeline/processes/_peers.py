@@ -161,15 +161,9 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
 
   def check_agreement(self, what: str, text: str, number: int = 0) -> None:
     """Raises a ValueError unless all processes call this with equal texts."""
-    tag = Tag(Kind.AGREED, iteration=number)
-    words = text.encode()
-    # All send before any receives.  The length is not known to the others, so
-    # bytes are received without a shape.
-    for other in self.others:
-      self.send(other, tag, [np.frombuffer(words, np.uint8)])
-    for other in self.others:
-      theirs = bytes(self.receive_bytes(other, tag)).decode(errors="replace")
-      if theirs != text:
+    found = self._exchange(Tag(Kind.AGREED, iteration=number), text.encode())
+    for other, body in zip(self.others, found, strict=True):
+      if (theirs := body.decode(errors="replace")) != text:
         raise ValueError(
           f"{what} must be the same in all processes, got {text} on device "
           f"{self.device} and {theirs} on device {other}."
@@ -177,12 +171,15 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
 
   def any(self, own: bool, number: int) -> bool:
     """Returns whether any process calls this with True, for one number."""
-    tag = Tag(Kind.ANY, iteration=number)
+    found = self._exchange(Tag(Kind.ANY, iteration=number), bytes([own]))
+    return bool(own or b"\x01" in found)
+
+  def _exchange(self, tag: Tag, own: bytes) -> list[bytes]:
+    """Sends bytes to all others, and returns theirs."""
+    # All send before any receives.
     for other in self.others:
-      self.send(other, tag, [np.array([own])])
-    like = [np.zeros(1, bool)]
-    found = [self.receive(other, tag, like)[0][0] for other in self.others]
-    return bool(own or np.any(found))
+      self.send(other, tag, [np.frombuffer(own, np.uint8)])
+    return [bytes(self.receive_bytes(other, tag)) for other in self.others]
 
   def close(self) -> None:
     """Sends all queued messages and closes the connections."""

@@ -1,8 +1,9 @@
 """One run of a table on one device, from a complete state to the next."""
 
+import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +22,8 @@ from jdist.pipeline.schedule._table import Action, Op
 PyTree = Any
 _OUTPUT, _GRADIENT = _peers.Kind.OUTPUT, _peers.Kind.GRADIENT
 # Compiled once: the fold-ins of every micro-batch would else be dispatched one
-# by one.  All processes of a pipeline are worker 0.
-_microbatch_key = jax.jit(_traced_model.microbatch_key, static_argnums=(2, 4))
-
-
-class _Saved(NamedTuple):
-  """Arrays that a micro-batch keeps between its passes.
-
-  Attributes:
-    kept: The arrays that the forward pass kept.
-    again: The stage's input, and its state before the forward pass, if the
-      stage is run again, else None.
-  """
-
-  kept: list[jax.Array]
-  again: tuple[Any, PyTree] | None
+# by one.
+_microbatch_key = jax.jit(_traced_model.microbatch_key, static_argnums=4)
 
 
 class Segment:
@@ -53,7 +41,8 @@ class Segment:
     batches: Sequence[PyTree],
     timeline: list[tuple[int, float, float]] | None,
   ):
-    """Begins at a state, with batches [micro-batches, samples, ...].
+    """Begins at a state, with batches [micro-batches, samples, ...], or
+    [micro-batches, workers, samples, ...].
 
     The place and the seconds of each action are added to `timeline`.
     """
@@ -67,15 +56,17 @@ class Segment:
     self._newest = dict.fromkeys(part.own, 0)
     self._model_state = dict(state.model_state)
     self._totals: dict[tuple[int, int], PyTree] = {}
-    self._saved: dict[tuple[int, int, int], _Saved] = {}
+    # The arrays that a forward pass kept; and if the stage is run again, its
+    # input, and its state before the pass.
+    self._saved: dict[tuple[int, int, int], tuple[list[Any], Any]] = {}
     self._stashed: dict[tuple[int, int, int], Any] = {}
     self._local: dict[_peers.Tag, Any] = {}
     self._metrics: dict[tuple[int, int], dict[str, jax.Array]] = {}
     self._last_read = self._last_reads()
-    count = self._table.num_microbatches
-    self._weights = [
-      np.broadcast_to(_traced_model.sample_weights(x), count) for x in batches
-    ]
+    leading = 1 + len(part.front)
+    weights = functools.partial(_traced_model.sample_weights, leading=leading)
+    self._weights = list(map(weights, batches))
+    self._workers = np.arange(*part.front) if part.front else 0
     self._key = jax.random.wrap_key_data(jnp.asarray(state.key))
 
   def run(self) -> tuple[_device_part.ProcessState, list[dict[str, float]]]:
@@ -111,7 +102,7 @@ class Segment:
     program, given = self._part.programs[stage], (x, self._model_state[stage])
     found = program.forward(*self._arguments(action, *given))
     again = given if program.recompute == "stage" else None
-    self._saved[action[1:]] = _Saved(found.kept, again)
+    self._saved[action[1:]] = found.kept, again
     self._model_state[stage] = found.state
     if found.metrics:
       self._metrics[action.iteration, action.microbatch] = found.metrics
@@ -149,6 +140,7 @@ class Segment:
     self._updates.update(
       {s: self._totals.pop((s, action.iteration)) for s in stages},
       action.iteration,
+      self._model_state,
     )
     for s in stages:
       self._newest[s] += 1
@@ -159,13 +151,13 @@ class Segment:
     """Waits for the message that an action needs from another stage."""
     op, stage, microbatch, iteration = action
     if op == Op.FORWARD and stage:
-      like = self._part.model.between[stage - 1]
+      like = self._part.like(self._part.model.between[stage - 1])
       return self._take(_OUTPUT, stage - 1, action, like)
     if op in (Op.BACKWARD, Op.BACKWARD_INPUT):
       if stage + 1 == self._table.num_stages:
         weight = self._weights[iteration][microbatch]
         return weight.astype(self._part.model.loss_dtype)
-      like = self._part.model.between[stage]
+      like = self._part.like(self._part.model.between[stage])
       return self._take(_GRADIENT, stage + 1, action, like)
     return None
 
@@ -208,7 +200,7 @@ class Segment:
     version = self._part.versions.read[action]
     batch = jax.tree.map(lambda x: x[microbatch], self._batches[iteration])
     step, count = self._state.step + iteration, self._table.num_microbatches
-    key = _microbatch_key(self._key, step, 0, microbatch, count)
+    key = _microbatch_key(self._key, step, self._workers, microbatch, count)
     return self._params[stage][version], x, state, batch, key
 
   def _total(self, action: Action) -> PyTree:
@@ -249,9 +241,12 @@ class Segment:
     if last == self._part.device:
       rows = np.zeros((shape[0], count, shape[1]))
       for (k, m), metrics in self._metrics.items():
-        rows[k, m] = [float(metrics[name]) for name in names]
-      weights = np.stack(self._weights).astype(np.float64)[..., None]
-      own = [(rows * weights).mean(1)]
+        weight = self._weights[k][m]
+        rows[k, m] = [
+          np.mean(np.asarray(metrics[name], np.float64) * weight)
+          for name in names
+        ]
+      own = [rows.mean(1)]
     (means,) = self._part.share(last, tag, own, [np.zeros(shape)])
     return [dict(zip(names, map(float, row), strict=True)) for row in means]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, cluster, signatures
+from jdist import checks, cluster, collectives, signatures
 from jdist.pipeline.processes import (
   _device_part,
   _peers,
@@ -72,6 +72,7 @@ class StageProcess:
     recompute: _stage_program.Recompute = "none",
     clip_norm: float | None = None,
     timeline: bool = False,
+    team: collectives.Workers | None = None,
   ):
     """Traces the stages' shapes and compares them with the other processes'.
 
@@ -93,6 +94,10 @@ class StageProcess:
         one is scaled to it, as by `optax.clip_by_global_norm`.  All stages wait
         for each other's norm before an update.
       timeline: Whether to record the seconds of each action for `trace`.
+      team: Workers that train a pipeline each; stage s of all of them is in one
+        process, where they communicate, and codecs see the stage's own leaves.
+        Arrays then begin with an axis of workers, and other axes of the mesh
+        may split a stage.  Default: one model.
 
     Raises:
       ValueError: If an argument is out of its range, the table cannot run or
@@ -111,7 +116,9 @@ class StageProcess:
         f"devices, this one among them, got {self.peers.num_devices}."
       )
     self.table, self.stages = table, model.stages
-    self._part = _stage_program.make_part(model, table, self.peers, recompute)
+    self._part = _stage_program.make_part(
+      model, table, self.peers, recompute, team
+    )
     self._timeline: list[tuple[int, float, float]] | None = (
       [] if timeline else None
     )
@@ -137,6 +144,7 @@ class StageProcess:
     model_state: PyTree = None,
     *,
     seed: int = 0,
+    specs: PyTree = None,
   ) -> _device_part.ProcessState:
     """Makes this process's initial state.
 
@@ -149,24 +157,37 @@ class StageProcess:
       params: Nested dict of the whole model; by default the stages' own.
       model_state: Nested dict of the whole model; by default the stages' own.
       seed: The seed of the run's random key.
+      specs: How a team's parameters are split over the other axes of its mesh:
+        a nested dict of `PartitionSpec`s for the whole model; by default they
+        are not.
 
     Raises:
-      ValueError: If the optimizer decides by all leaves, and a device has
-        several stages whose iterations overlap, or it has rounds or predicts
-        weights.
+      ValueError: If the optimizer decides by all leaves, and there is a team,
+        or a device has several stages whose iterations overlap, or it has
+        rounds or predicts weights.
     """
     checks.check_optimizer("optimizer", optimizer)
+    team = self._part.team
 
-    def part(whole: PyTree, own: PyTree) -> PyTree:
-      return jax.tree.map(jnp.asarray, _stages.part_of(whole, own))
+    def part(whole: PyTree, own: PyTree, specs: PyTree = None) -> PyTree:
+      tree = _stages.part_of(whole, own)
+      if team is None:
+        return jax.tree.map(jnp.asarray, tree)
+      split = () if specs is None else (_stages.pick(specs, own),)
+      return team.replicate(tree, *split)
 
     held = {s: self.stages[s] for s in self._part.own}
-    own = {s: part(params, x.params) for s, x in held.items()}
+    own = {s: part(params, x.params, specs) for s, x in held.items()}
     self._updates = updates = _stage_updates.UpdateProgram(
-      optimizer, self.stages, self.table.num_microbatches
+      optimizer, self.stages, self.table.num_microbatches, team
     )
     # The other stages keep no optimizer state then, and send their gradients.
     if updates.whole:
+      if team is not None:
+        raise ValueError(
+          "`optimizer` must see the leaves of one stage only where there is a "
+          "`team`, whose rounds end by stage. Clip by `clip_norm`."
+        )
       _device_part.check_barriers(
         self.table, len(own), "an optimizer that decides by all leaves"
       )
@@ -176,7 +197,7 @@ class StageProcess:
         opt_state[0] = updates.init_all(every)
     else:
       # Each stage has its own state, so stages may update at different times.
-      opt_state = {s: jax.jit(optimizer.init)(own[s]) for s in own}
+      opt_state = {s: updates.init(own[s]) for s in own}
     states = {s: part(model_state, x.state) for s, x in held.items()}
     key = np.asarray(jax.random.key_data(jax.random.key(seed)))
     return _device_part.ProcessState(0, own, opt_state, states, key)
@@ -275,7 +296,9 @@ class StageProcess:
     count, number = self.table.num_iterations, self.table.num_microbatches
     # Batches stay on the host, from where each pass takes its micro-batch.
     batches = [
-      self._part.model.cut(jax.tree.map(np.asarray, x), number, "batches")
+      self._part.model.cut(
+        jax.tree.map(np.asarray, x), number, "batches", self._part.front
+      )
       for x in batches
     ]
     turns, rest = divmod(len(batches), count)
@@ -297,14 +320,14 @@ class StageProcess:
   def gather(self, state: _device_part.ProcessState) -> tuple[PyTree, PyTree]:
     """Returns parameters and state of the whole model in all processes.
 
-    They are nested dicts of NumPy arrays, as the unsplit model has them.  Every
-    process must call it.
+    They are nested dicts of NumPy arrays, as the unsplit model has them, with
+    the axis of a team's workers.  Every process must call it.
     """
     self._exchanges += 1
     trees = []
     # Each stage is broadcast separately, so no process sends more than it has.
     for s, stage in enumerate(self.stages):
-      like = (stage.params, stage.state)
+      like = self._part.like((stage.params, stage.state))
       tag = _peers.Tag(_peers.Kind.MOVED, s, 0, self._exchanges)
       own = None
       if s in self._part.own:

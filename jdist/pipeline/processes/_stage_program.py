@@ -1,12 +1,13 @@
 """The compiled programs of a stage: forward pass, backward pass, its parts."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, get_args, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jdist import checks, states
+from jdist import checks, collectives, states
 from jdist.pipeline.processes import _device_part, _peers
 from jdist.pipeline.runtime import _stages, _traced_model
 from jdist.pipeline.runtime._split_backward import split_backward, SplitBackward
@@ -42,7 +43,11 @@ class StageProgram:
   """
 
   def __init__(
-    self, model: _traced_model.TracedModel, number: int, recompute: Recompute
+    self,
+    model: _traced_model.TracedModel,
+    number: int,
+    recompute: Recompute,
+    jit: Callable[..., Any] = jax.jit,
   ):
     """Makes the programs of stage `number`; they compile when first run."""
     checks.check_choice("recompute", recompute, get_args(Recompute))
@@ -60,11 +65,11 @@ class StageProgram:
     self._passed: list[tuple[int, int]] = []
     # What a program donates is used up.  Totals are donated, as each is read by
     # the next addition alone.
-    self._forward_program = jax.jit(self._forward)
-    self.backward = jax.jit(self._backward, donate_argnums=0)
+    self._forward_program = jit(self._forward)
+    self.backward = jit(self._backward, donate_argnums=0)
     # The input part donates nothing, as the weight part reads the same arrays.
-    self._input_program = jax.jit(self._input_part)
-    self.weight_part = jax.jit(self._weight_part, donate_argnums=0)
+    self._input_program = jit(self._input_part)
+    self.weight_part = jit(self._weight_part, donate_argnums=0)
 
   def split(self) -> None:
     """Splits the backward pass, for `input_part` and `weight_part`."""
@@ -176,6 +181,7 @@ def make_part(
   table: Table,
   peers: _peers.Peers,
   recompute: Recompute,
+  team: collectives.Workers | None,
 ) -> _device_part.DevicePart:
   """Checks a table and makes the programs of a process's stages."""
   check_table(table)
@@ -191,7 +197,8 @@ def make_part(
   if table.weights == "newest":
     recompute = "stage"
   halves = {x.stage for x in table.devices[device] if x.op == Op.BACKWARD_INPUT}
-  programs = {s: StageProgram(model, s, recompute) for s in own}
+  jit = jax.jit if team is None else team.jit
+  programs = {s: StageProgram(model, s, recompute, jit) for s in own}
   for s in halves:
     programs[s].split()
-  return _device_part.DevicePart(model, table, own, programs, tied, peers)
+  return _device_part.DevicePart(model, table, own, programs, tied, peers, team)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import transforms
+from jdist import collectives, training, transforms
 from jdist.pipeline.processes import _device_part, _peers
 from jdist.pipeline.runtime import _chain_check, _stages, _traced_model
 
@@ -40,29 +40,43 @@ class UpdateProgram:
     optimizer: optax.GradientTransformation,
     stages: Sequence[_stages.LayerLike],
     count: int,
+    team: collectives.Workers | None = None,
   ):
     """Makes the programs for means over `count` micro-batches."""
     # All stages share these programs, so JAX compiles equal stages once.
     self._optimizer = optax.with_extra_args_support(optimizer)
     self._count, self.whole = count, sees_all(optimizer, stages)
+    jit = jax.jit if team is None else team.jit
+    self._axis = None if team is None else team.axis
     # Parameters are not donated: later passes may still read this version.
-    self.update = jax.jit(self._update, donate_argnums=(0, 1))
-    self.squared_norm = jax.jit(self._squared_norm)
-    self.clipped_mean = jax.jit(self._clipped_mean, donate_argnums=0)
-    self.update_all = jax.jit(self._update_all, donate_argnums=(0, 1))
+    self.update = jit(self._update, donate_argnums=(0, 1))
+    self.squared_norm = jit(self._squared_norm)
+    self.clipped_mean = jit(self._clipped_mean, donate_argnums=0)
+    self.update_all = jit(self._update_all, donate_argnums=(0, 1))
+    self.init = jit(self._optimizer.init)
 
   def init_all(self, params: Sequence[PyTree]) -> PyTree:
     """Makes the optimizer's state of all stages."""
-    state = jax.jit(self._optimizer.init)(_stages.merge(params))
+    state = self.init(_stages.merge(params))
     _chain_check.check_state(state)
     return state
 
   def _update(
-    self, total: PyTree, opt_state: PyTree, params: PyTree, scale: jax.Array
-  ) -> tuple[PyTree, PyTree]:
+    self,
+    total: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+    model_state: PyTree,
+    scale: jax.Array,
+  ) -> tuple[PyTree, PyTree, PyTree]:
     grads = self._clipped_mean(total, params, scale)
     updates, opt_state = self._optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
+    params = transforms.apply_updates(params, updates, opt_state)
+    # Workers average batch statistics where a round ends.
+    model_state = training.synchronize_statistics(
+      model_state, opt_state, axis=self._axis
+    )
+    return params, opt_state, model_state
 
   def _clipped_mean(
     self, total: PyTree, params: PyTree, scale: jax.Array
@@ -128,8 +142,16 @@ class StageUpdates:
       return []
     return sorted(self._waiting.pop(iteration))
 
-  def update(self, totals: dict[int, PyTree], iteration: int) -> None:
-    """Makes new parameters from the sums of gradients of some stages."""
+  def update(
+    self,
+    totals: dict[int, PyTree],
+    iteration: int,
+    model_state: dict[int, PyTree],
+  ) -> None:
+    """Makes new parameters from the sums of gradients of some stages.
+
+    If a round of several workers ends, it averages their batch statistics.
+    """
     # The norm is that of the summed gradients, as in the unsplit model.
     if self._part.tied:
       totals = self._tied(totals, iteration)
@@ -138,9 +160,10 @@ class StageUpdates:
       self._update_whole(totals, scale, iteration)
       return
     for s, total in totals.items():
-      self.params[s], self.opt_state[s] = self._programs.update(
-        total, self.opt_state[s], self.params[s], scale
+      found = self._programs.update(
+        total, self.opt_state[s], self.params[s], model_state[s], scale
       )
+      self.params[s], self.opt_state[s], model_state[s] = found
 
   def _update_whole(
     self, totals: dict[int, PyTree], scale: jax.Array, iteration: int
@@ -186,7 +209,7 @@ class StageUpdates:
     """Returns the factor that clips the norm of all stages' gradients."""
     most = self._part.model.clip_norm
     if most is None:
-      return jnp.ones((), jnp.float32)
+      return jnp.ones(self._part.front, jnp.float32)
     norms = {}
     for s, total in totals.items():
       counted = {

@@ -87,8 +87,8 @@ def check_chain(optimizer: optax.GradientTransformation) -> None:
     raise ValueError(
       "`inner` must act on each number alone, or in blocks, where stages are "
       "unlike or share parameters and lie packed in one buffer, got "
-      f"{names[0]}. Take stages of equal shapes, run each in a process of its "
-      "own, or give it all leaves: `pipeline.whole_model(optimizer)`."
+      f"{names[0]}. Take stages of equal shapes, or a `StageProcess` with a "
+      "`team` of workers; or `pipeline.whole_model(optimizer)`."
     )
 
 

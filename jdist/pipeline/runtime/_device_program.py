@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jdist import checks, collectives, training
+from jdist import checks, collectives, training, transforms
 from jdist.pipeline.runtime import (
   _chain_check,
   _device_state,
@@ -197,7 +197,7 @@ class DeviceProgram:
       inner,
       num_parts=self.grid.num_devices,
       num_stages=self.grid.num_stages,
-      tied=self._ticks.tied.exist,
+      tied=bool(self._ticks.tied.leaves),
       one_program=True,
     )
     return whole_model(inner) if found else inner
@@ -205,7 +205,7 @@ class DeviceProgram:
   def optimizer_specs(self, shapes: PyTree) -> PyTree:
     """Returns the placement of the workers' optimizer states."""
     return jax.tree.map(
-      lambda x: _device_state.spec_of(x.ndim - 1, self.spec), shapes
+      lambda x: self.spec if x.ndim > 1 else _device_state.ALL, shapes
     )
 
   def abstract_state(
@@ -291,7 +291,10 @@ class DeviceProgram:
     # With a flush nothing is in progress between steps, so nothing is stored.
     flight = opt_state.flight if grid.behind else ticks.start()
     grads, model_state, means, flight = ticks.run(
-      (_device_state.read(opt_state, state.params), *opt_state.older),
+      (
+        transforms.predicted_weights(opt_state.inner, state.params),
+        *opt_state.older,
+      ),
       state.model_state,
       flight,
       batch,
@@ -334,7 +337,9 @@ class DeviceProgram:
       state, _ = update(state, gradient)
     kept = state.opt_state
     empty = jax.tree.map(jnp.zeros_like, kept.flight)
-    older = (_device_state.read(kept, state.params),) * self.grid.delay
+    older = (
+      transforms.predicted_weights(kept.inner, state.params),
+    ) * self.grid.delay
     kept = kept._replace(step=jnp.zeros_like(begun), older=older, flight=empty)
     return state._replace(step=number, opt_state=kept), {}
 
@@ -361,7 +366,7 @@ class DeviceProgram:
       # This follows the collectives over workers, whose codecs may round copies
       # differently.
       updates = self._ticks.tied.share(updates)
-      read = _device_state.read(state, params)
+      read = transforms.predicted_weights(state.inner, params)
       older = (read, *state.older[:-1]) if state.older else ()
       # Select, as a NaN of the incomplete gradient would survive a product.
       if behind:
@@ -398,7 +403,7 @@ class DeviceProgram:
     with layout_of(self._shapes):
       shapes = jax.eval_shape(inner.init, own)
     split = jax.tree.map(
-      lambda x: _device_state.spec_of(x.ndim, self.spec), shapes
+      lambda x: self.spec if x.ndim else _device_state.ALL, shapes
     )
     state, flight = jax.shard_map(
       device,

@@ -35,22 +35,12 @@ class InFlightState(NamedTuple):
   flight: Any
 
 
-def read(state: InFlightState, params: PyTree) -> PyTree:
-  """Returns the newest parameters as an iteration reads them, predicted."""
-  return transforms.predicted_weights(state.inner, params)
-
-
-def spec_of(ndim: int, spec: PartitionSpec) -> PartitionSpec:
-  """Returns the placement of an optimizer's array; scalars are replicated."""
-  return spec if ndim else ALL
-
-
 def state_specs(
   state: training.TrainState, spec: PartitionSpec
 ) -> training.TrainState:
   """Returns the placement of one worker's state on its devices."""
   kept = state.opt_state
-  inner = jax.tree.map(lambda x: spec_of(x.ndim, spec), kept.inner)
+  inner = jax.tree.map(lambda x: spec if x.ndim else ALL, kept.inner)
   opt_state = InFlightState(inner, ALL, spec, spec)  # type: ignore[arg-type]
   return training.TrainState(ALL, spec, opt_state, spec, ALL)  # type: ignore[arg-type]
 
@@ -103,8 +93,7 @@ def carried_over(
         "other shapes. Cut the stages alike, and take the same chain."
       )
   # Each version is a buffer of its own, as a step may donate them.
-  older = tuple(
-    jax.tree.map(jnp.copy, read(kept, state.params)) for _ in range(delay)
-  )
+  newest = transforms.predicted_weights(kept.inner, state.params)
+  older = tuple(jax.tree.map(jnp.copy, newest) for _ in range(delay))
   opt_state = fresh.opt_state._replace(inner=kept.inner, older=older)
   return state._replace(opt_state=opt_state)

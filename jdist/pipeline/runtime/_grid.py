@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jdist import checks
 from jdist.pipeline.schedule._table import Action, Op, start_times, Table
 
 # Columns of a row: what a device computes in a tick, and what it receives.
@@ -262,9 +263,7 @@ def tick_times(
   need them or not, both ways at once, and all three must have reached the tick.
   See `OneProgram.times` for the arguments.
   """
-  # This form of the comparison refuses NaN, too.
-  if not send_s >= 0:
-    raise ValueError(f"`send_s` must be at least 0, got {send_s}.")
+  checks.check_number("send_s", send_s)
   passes = np.zeros((2, *grid.rows.shape[:2]))
   for lane, column in enumerate((FORWARD, BACKWARD)):
     for tick, device in np.argwhere(grid.rows[..., column]).tolist():

@@ -129,7 +129,7 @@ class OneProgram:
   @property
   def sent_bytes(self) -> int:
     """The bytes that a device sends in a tick, each way."""
-    return self._ticks.message.sent_bytes
+    return self._ticks.message.size * self._ticks.message.dtype.itemsize
 
   @property
   def stash_bytes(self) -> int:

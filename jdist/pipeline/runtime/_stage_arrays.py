@@ -180,8 +180,8 @@ class Message:
   are flattened and padded to the largest.
 
   >>> message = Message([jax.ShapeDtypeStruct((2,), jnp.float32), jnp.ones(3)])
-  >>> message.flat(jnp.ones(2), 0).tolist(), message.sent_bytes
-  ([1.0, 1.0, 0.0], 12)
+  >>> message.flat(jnp.ones(2), 0).tolist()
+  [1.0, 1.0, 0.0]
   >>> message.unflat(jnp.arange(3.0), 0).tolist()
   [0.0, 1.0]
   """
@@ -199,11 +199,6 @@ class Message:
     # A single stage sends nothing, but a program has no array of size 0.
     ((self._name, self.size),) = sizes.items() or (("float32", 1),)
     self.dtype = jnp.dtype(self._name)
-
-  @property
-  def sent_bytes(self) -> int:
-    """Bytes that a device sends in a tick, each way."""
-    return self.size * self.dtype.itemsize
 
   def flat(self, x: Any, number: int) -> jax.Array:
     """Flattens the outputs of stage `number`, or their gradient."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 
 from jdist import checks, signatures
 
@@ -226,16 +225,13 @@ def _recomputed(layer: LayerLike) -> LayerLike:
   ) -> tuple[Any, PyTree]:
     # Flags such as `train` must stay Python values: `jax.checkpoint` would
     # trace them, and layers branch on them.
-    arrays = {n: v for n, v in options.items() if not isinstance(v, bool)}
     static = {n: v for n, v in options.items() if isinstance(v, bool)}
+    arrays = {n: v for n, v in options.items() if n not in static}
     # The key is the layer's own already.
     if key is not None and _takes(layer.apply, "key", by_name=True):
       arrays["key"] = key
-
-    def run(params: PyTree, state: PyTree, x: Any, arrays: Any) -> Any:
-      return layer.apply(params, state, x, **static, **arrays)
-
-    return jax.checkpoint(run)(params, state, x, arrays)
+    run = jax.checkpoint(functools.partial(layer.apply, **static))
+    return run(params, state, x, **arrays)
 
   return Stage(layer.name, layer.params, layer.state, apply, ())
 
@@ -278,10 +274,7 @@ def part_of(whole: PyTree, own: PyTree) -> PyTree:
 
 def shapes_of(tree: PyTree) -> PyTree:
   """Returns the shapes and dtypes of a tree's leaves."""
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(np.shape(x), getattr(x, "dtype", type(x))),
-    tree,
-  )
+  return jax.eval_shape(lambda: tree)
 
 
 def shared_paths(parts: Sequence[LayerLike]) -> dict[str, tuple[int, ...]]:

@@ -57,7 +57,7 @@ class TiedLeaves:
     devices = params.num_devices
     shape = devices, params.num_stages // devices
     self._axis = axis
-    self._leaves: list[_Copies] = []
+    self.leaves: list[_Copies] = []
     for path, holders in _stages.shared_paths(stages).items():
       starts, there, owner = (
         np.zeros(shape, kind) for kind in (np.int32, bool, bool)
@@ -68,14 +68,7 @@ class TiedLeaves:
         at = stage % devices, stage // devices
         starts[at], there[at] = place.start, True
         owner[at] = stage == holders[0]
-      self._leaves.append(
-        _Copies(place.dtype, place.size, starts, there, owner)
-      )
-
-  @property
-  def exist(self) -> bool:
-    """Returns whether any leaves are tied."""
-    return bool(self._leaves)
+      self.leaves.append(_Copies(place.dtype, place.size, starts, there, owner))
 
   def sum(self, grads: PyTree) -> PyTree:
     """Gives each copy the sum over all copies; arrays are [chunks, size]."""
@@ -87,19 +80,19 @@ class TiedLeaves:
 
   def once(self, grads: PyTree) -> PyTree:
     """Sets all copies but the first stage's to zero."""
-    if not self._leaves:
+    if not self.leaves:
       return grads
-    again = [leaf.there & ~leaf.owner for leaf in self._leaves]
+    again = [leaf.there & ~leaf.owner for leaf in self.leaves]
     return self._changed(grads, again, lambda _, own: jnp.zeros_like(own))
 
   def _shared(self, arrays: PyTree, source: str) -> PyTree:
-    if not self._leaves:
+    if not self.leaves:
       return arrays
     # Every device sums its own chunks' copies; one collective for all leaves
     # then adds over the devices.
     device = collectives.index(self._axis)
     totals = []
-    for leaf in self._leaves:
+    for leaf in self.leaves:
       starts, counted = (
         jnp.asarray(x)[device] for x in (leaf.starts, getattr(leaf, source))
       )
@@ -110,7 +103,7 @@ class TiedLeaves:
         total += jnp.where(counted[chunk], own, jnp.zeros_like(own))
       totals.append(total)
     totals = jax.lax.psum(totals, self._axis)
-    there = [leaf.there for leaf in self._leaves]
+    there = [leaf.there for leaf in self.leaves]
     return self._changed(arrays, there, lambda i, own: totals[i])
 
   def _changed(
@@ -125,7 +118,7 @@ class TiedLeaves:
     copy, the slice at 0 is written back unchanged.
     """
     device, arrays = collectives.index(self._axis), dict(arrays)
-    for i, (leaf, of_leaf) in enumerate(zip(self._leaves, places, strict=True)):
+    for i, (leaf, of_leaf) in enumerate(zip(self.leaves, places, strict=True)):
       starts, there = (jnp.asarray(x)[device] for x in (leaf.starts, of_leaf))
       for chunk, row in enumerate(arrays[leaf.dtype]):
         start = (starts[chunk],)

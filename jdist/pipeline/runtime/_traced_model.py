@@ -75,8 +75,10 @@ class TracedModel:
     loss, metrics = found
     return loss, (new, {"loss": loss, **metrics})
 
-  def cut(self, batch: PyTree, number: int, name: str) -> PyTree:
-    """Cuts a worker's batch into micro-batches `[number, samples, ...]`."""
+  def cut(
+    self, batch: PyTree, number: int, name: str, front: tuple[int, ...] = ()
+  ) -> PyTree:
+    """Cuts a batch `[*front, n, ...]` into `[number, *front, samples, ...]`."""
     wanted: Any = jax.tree.structure(self.microbatch)
     given: Any = jax.tree.structure(batch)
     if given != wanted:
@@ -85,19 +87,22 @@ class TracedModel:
       )
 
     def cut(x: Any, like: jax.ShapeDtypeStruct) -> Any:
-      if x.ndim == 0 or x.shape[0] % number:
+      axis = len(front)
+      rows = x.shape[axis : axis + 1] or (1,)
+      if x.shape[:axis] != front or rows[0] % number:
         raise ValueError(
-          f"`{name}` must divide into the table's {number} micro-batches, got "
-          f"an array of shape {list(x.shape)}. Take a multiple of {number} "
-          "samples for each worker, or another table."
+          f"`{name}` must divide into the table's {number} micro-batches, each "
+          f"of workers {list(front)}, got an array of shape {list(x.shape)}. "
+          f"Take a multiple of {number} samples for each worker, or another "
+          "table."
         )
-      shape = x.shape[0] // number, *x.shape[1:]
+      shape = rows[0] // number, *x.shape[axis + 1 :]
       if shape != like.shape:
         raise ValueError(
           f"`{name}` must have micro-batches of shape {list(like.shape)}, as "
           f"`microbatch` has, got {list(shape)}."
         )
-      return x.reshape(number, *shape)
+      return x.reshape(*front, number, *shape).swapaxes(0, axis)
 
     return jax.tree.map(cut, batch, self.microbatch)
 
@@ -152,20 +157,27 @@ def microbatch_key(
 ) -> jax.Array:
   """Derives a micro-batch's key as `training.make_gradient` does."""
   # A step of a single micro-batch uses the worker's key itself.
+  if jnp.ndim(worker):
+    return jax.vmap(lambda x: microbatch_key(key, step, x, microbatch, count))(
+      worker
+    )
   key = jax.random.fold_in(jax.random.fold_in(key, step), worker)
   return jax.random.fold_in(key, microbatch) if count > 1 else key
 
 
-def sample_weights(batches: PyTree, which: Any = ...) -> Any:
+def sample_weights(
+  batches: PyTree, which: Any = ..., *, leading: int = 1
+) -> Any:
   """Returns how much micro-batches count, by their samples.
 
   The weights of all have mean 1, so that a mean over micro-batches becomes a
   mean over samples.  Without a mask and labels this is 1 for all of them.
+  Batches begin with `leading` axes, micro-batches and perhaps workers.
   """
-  counts = training.sample_counts(batches, leading=1)
+  counts = training.sample_counts(batches, leading)
   if which is not ...:  # A traced index.
     counts = jnp.asarray(counts)
-  return counts[which] / counts.mean().clip(1e-9)
+  return counts[which] / counts.mean(0).clip(1e-9)
 
 
 def squared_norm(tree: PyTree) -> jax.Array:
@@ -177,11 +189,6 @@ def squared_norm(tree: PyTree) -> jax.Array:
 
 
 def clip_scale(squared: jax.Array, most: float) -> jax.Array:
-  r"""Returns the factor that clips a gradient's norm.
-
-  .. math:: \min(1, c / \lVert g \rVert_2)
-
-  as `optax.clip_by_global_norm` has it for the unsplit model.
-  """
+  """Returns the factor by which `optax.clip_by_global_norm` clips."""
   # The bound keeps a zero gradient zero instead of making it NaN.
   return jnp.minimum(1.0, most / jnp.maximum(jnp.sqrt(squared), 1e-16))

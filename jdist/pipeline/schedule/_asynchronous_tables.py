@@ -200,11 +200,8 @@ def zb_v(
       devices stands for equal times and free links.
     num_microbatches: The number M of micro-batches in an iteration.
     num_iterations: The number of iterations in the table.
-    max_live: How many micro-batches each stage may keep between their forward
-      pass and the input part of their backward pass.  The default is the number
-      that it can start before the first gradient returns.
-    max_saved: How many micro-batches each stage may keep until their weight
-      part is done.  The default is D; 2 D and more approach full use.
+    max_live: As in `zb_h2`.
+    max_saved: As in `zb_h2`, by default D; 2 D and more approach full use.
 
   References:
     Qi et al., "Pipeline parallelism with controllable memory", NeurIPS 2024,

@@ -279,7 +279,7 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
   (
     "send_s",
     lambda: _two(table=_TWO_STAGES).times(lambda op, stage: 1.0, -1.0),
-    "at least 0, got -1",
+    "in [0, inf], got -1",
   ),
   ("make_process", _adaptive, "a function of a `pipeline.Plan`"),
   ("device", lambda: _connect(device=2), "less than the 1 addresses, got 2"),
