@@ -9,6 +9,7 @@ A run that is resumed must have the bits of one that was not.
 import pytest
 
 from tests import _thinned
+from tests.oracle import __main__ as oracle
 from tests.oracle import _check
 
 # They hold every value of every option, and compile in a few seconds each.
@@ -19,3 +20,9 @@ DEFAULT += (21, 25, 28, 31, 32, 34, 37, 40, 44, 49)
 @pytest.mark.parametrize("seed", _thinned.some([*range(200)], DEFAULT))
 def test_combination_matches_the_equations(seed):
   _check.check_seed(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [9, 22])
+def test_combination_matches_the_equations_in_two_processes(seed):
+  assert not oracle.main([str(seed), "--processes"])
