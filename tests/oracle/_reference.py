@@ -232,7 +232,9 @@ class Rounds:
       return False
     if self.late.after is not None:
       return self.begun >= self.late.after
-    self.delays |= self.length > (self.late.steps or 1)
+    # From the first round of two steps, or of three times what is late.
+    steps = self.late.steps or 1
+    self.delays |= self.length >= (2 if steps == 1 else 3 * steps)
     return self.delays
 
   def after_step(self, everything, step):
