@@ -100,8 +100,8 @@ def verdict(found):
     f"of {len(merge_s)} within {_MERGE_S:g} s. The longest time between two "
     f"merges is {max(gaps):.1f} s.",
     *(
-      _back([x for x in storms if x["config"]["spares"] == spares], spares)
-      for spares in sorted({x["config"]["spares"] for x in storms})
+      _back([x for x in storms if _setup(x) == setup], *setup)
+      for setup in sorted({_setup(x) for x in storms})
     ),
     f"- Rounds that commit: {rounds} of {rounds}, since no merge depends on "
     "any one worker (aim 97 %): met.",
@@ -116,7 +116,11 @@ def verdict(found):
   ))  # fmt: skip
 
 
-def _back(storms, spares):
+def _setup(row):
+  return row["config"]["spares"], row["commit"]
+
+
+def _back(storms, spares, commit):
   """Returns how soon victims were back, with a number of waiting processes."""
   found = [x for row in storms for x in returns(row)[0]]
   alone = [
@@ -134,7 +138,8 @@ def _back(storms, spares):
   )
   return (
     f"- The victim back, with {spares} waiting "
-    f"process{'es' * (spares > 1)}: {statistics.median(found):.1f} s in the "
+    f"process{'es' * (spares > 1)}, {len(storms)} storms of {commit}: "
+    f"{statistics.median(found):.1f} s in the "
     f"median and {max(found):.1f} s at most (aim {_BACK_S:g}): "
     f"{_met(max(found) <= _BACK_S)}; {sum(x <= _BACK_S for x in found)} of "
     f"{len(found)} within {_BACK_S:g} s ({kinds}). Without the "
@@ -150,13 +155,15 @@ def _back(storms, spares):
 def table(found):
   """Returns the table of all storms."""
   return studies.table(
-    "spares | seed | kills, stops, cuts | minutes | next merge, s: median, "
+    "commit | spares | seed | load: at the start, at the end "
+    "| kills, stops, cuts | minutes | next merge, s: median, "
     "most | back after a kill, s | after a stop, s | after a cut, s | living "
     "in a merge, % | of all | time between merges, s: median, most | final "
     "loss | undisturbed | more, %",
     [
       (
-        x["config"]["spares"], x["seed"],
+        x["commit"][:7], x["config"]["spares"], x["seed"],
+        f"{x['load'][0]:.0f}, {x['load'][-1]:.0f}",
         ", ".join(map(str, faults(x).values())),
         f"{x['wall_s'] / 60:.1f}", _two(x["next_merge_s"]),
         *(_two(returns(x, kind)[0]) for kind in _ENDS),
@@ -183,7 +190,7 @@ def setting(rows, found):
     f"{config['stop_s'][0]:g} to "
     f"{config['stop_s'][1]:g} s.",
   ]
-  used = [x for pair in found for x in pair]
+  used = list({id(x): x for pair in found for x in pair}.values())
   for row, calm in pairs(rows, "paced", "paced-undisturbed"):
     used += [row, calm]
     same = row["final_loss"] == calm["final_loss"]
