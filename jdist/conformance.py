@@ -1,10 +1,12 @@
-"""Laws that every part keeps: codecs, methods, protocols and tables.
+"""Laws that every part keeps: a codec, a method, a model and others.
 
 The tests of this package call `check` for its own parts, and those of another
 package for theirs.
 """
 
 import dataclasses
+import functools
+import inspect
 import itertools
 import math
 from typing import Any
@@ -13,8 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
-from jdist import cluster, codecs, methods, pipeline, server, transforms
+from jdist import (
+  cluster,
+  codecs,
+  data,
+  methods,
+  models,
+  pipeline,
+  reducers,
+  server,
+  transforms,
+)
 
 _SHAPES = ((), (0,), (1,), (7,), (256,), (3, 171))
 # This makes a full block of 256 and a short one, and is no multiple of 5 or 8.
@@ -31,14 +44,24 @@ def check(part: Any, *, sees_all: bool = True, within: float = 1.3) -> None:
     finite, and what is not finite stays visible; it compares by its settings.
   - A method of two workers takes steps towards the targets of both; its state
     has no array of size zero, and the workers agree on their anchor to the bit.
+  - A sync rule, or an outer optimizer, keeps the laws of a method with rounds.
+  - A reducer gives all workers one mean, to the bit, in the tree's dtypes; what
+    a worker does not send is missing in its `own_share`, or in the residuals of
+    owners; its state has no array of size zero.
+  - A model has equal parameters for equal seeds, logits of the right shape and
+    finite gradients; when it is evaluated, no sample depends on another one.
+  - A data set has samples in both splits, of one shape and as many classes; it
+    is the same each time, and its mean and deviation are those of the images.
   - A protocol, on a virtual clock whose machines fail and return, makes updates
     for ever, keeps the members that are there, and repeats itself.
   - A table of each size that it takes has all actions, in an order that can
     run, within its window of versions, and is equal to its text.
 
   Args:
-    part: A `codecs.Codec`, `methods.Method`, `server.Protocol` or
-      `pipeline.TableEntry`.
+    part: A `codecs.Codec`, `methods.Method`, `transforms.SyncRule`, optimizer
+      of Optax, `reducers.Reducer`, `server.Protocol` or `pipeline.TableEntry`;
+      a model's class or function of `input_shape, num_classes, *, rngs`; or a
+      data set's function of "train" or "test".
     sees_all: Whether a codec must show each entry that is not finite; those
       that send random entries do not.
     within: The largest distance of a method's anchor from the middle of the
@@ -59,11 +82,20 @@ def check(part: Any, *, sees_all: bool = True, within: float = 1.3) -> None:
     _check_protocol(part)
   elif isinstance(part, pipeline.TableEntry):
     _check_table(part)
+  elif isinstance(part, transforms.SyncRule | optax.GradientTransformation):
+    rounds = functools.partial(transforms.local_steps, rule=part)
+    _check_method(methods.Method("", rounds), within)
+  elif isinstance(part, reducers.Reducer):
+    _check_reducer(part)
+  elif callable(part):
+    made: Any = getattr(part, "func", part)
+    # NNX hides the arguments of a constructor behind its metaclass.
+    made = vars(made)["__init__"] if isinstance(made, type) else made
+    model = "rngs" in inspect.signature(made).parameters
+    (_check_model if model else _check_dataset)(part)
   else:
-    raise ValueError(
-      "`part` must be a codec, a method, a protocol or the entry of a table, "
-      f"got a {type(part).__name__}."
-    )
+    kind = type(part).__name__
+    raise ValueError(f"`part` must be of a kind of `Args`, got a {kind}.")
 
 
 def _hold(law: Any, text: str) -> None:
@@ -136,6 +168,73 @@ def _check_method(method: methods.Method, within: float) -> None:
   for x in jax.tree.leaves(anchors):
     _hold(np.array_equal(x[0], x[1]), "workers agree on the anchor to the bit")
     _hold(np.all(abs(x - 3) <= within), f"anchors come near to 3, got {x[0]}")
+
+
+def _check_reducer(reducer: reducers.Reducer) -> None:
+  rng, number = np.random.default_rng(0), 3
+  shapes = {"a": (number, _SIZE), "b": (number, 4, 5), "c": (number,)}
+  tree = {x: rng.normal(size=y).astype(np.float32) for x, y in shapes.items()}
+
+  def run(own: Any) -> Any:
+    state = reducer.init(own, "worker")
+    found = reducer.reduce(own, state, jax.random.key(0), "worker")
+    return found, reducer.flush(found.state, own, "worker")[0]
+
+  found, owned = jax.jit(jax.vmap(run, axis_name="worker"))(tree)
+  full = all(x.size for x in jax.tree.leaves(found.state))
+  _hold(full, "no state has size zero")
+  for name, own in tree.items():
+    mean, shares = np.asarray(found.mean[name]), found.own_share[name]
+    form = (own.shape, own.dtype)
+    _hold((mean.shape, mean.dtype) == form, "a mean is like its tree")
+    _hold((mean == mean[0]).all(), "workers have one mean, to the bit")
+    kept = mean[0] + owned[name][0]
+    equal = np.allclose(number * kept, np.sum(shares, 0), 1e-4, 1e-4)
+    _hold(equal or not reducer.averages, "the mean is that of the own shares")
+
+
+def _check_model(factory: Any) -> None:
+  rng, classes = np.random.default_rng(0), 10
+  tokens = getattr(factory, "takes_tokens", False)
+  shape = (16,) if tokens else (32, 32, 3)
+  made = (factory(shape, classes, rngs=nnx.Rngs(0)) for _ in range(2))
+  model, same = map(models.functional, made)
+  draw = functools.partial(rng.integers, classes) if tokens else rng.normal
+  inputs = draw(size=(4, *shape)).astype("int32" if tokens else "float32")
+  pairs = zip(*map(jax.tree.leaves, (model.params, same.params)), strict=True)
+  equal = all(np.array_equal(x, y) for x, y in pairs)
+  _hold(equal, "equal seeds give equal parameters")
+
+  def loss(params: Any) -> Any:
+    logits, _ = model.apply(params, model.state, inputs, train=True)
+    return jnp.mean(jnp.square(logits - 1)), logits
+
+  gradients, logits = jax.jit(jax.grad(loss, has_aux=True))(model.params)
+  wanted = (4, *shape[: int(tokens)], classes)
+  _hold(logits.shape == wanted, f"logits are {wanted}, got {logits.shape}")
+  finite = all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
+  _hold(finite, "gradients are finite")
+  apply: Any = jax.jit(functools.partial(model.apply, train=False))
+  apply = functools.partial(apply, model.params, model.state)
+  alone = np.allclose(apply(inputs)[0][:1], apply(inputs[:1])[0], 1e-3, 1e-4)
+  _hold(alone, "no sample that is evaluated depends on another one")
+
+
+def _check_dataset(load: Any) -> None:
+  train, test, again = load("train"), load("test"), load("train")
+  for found in (train, test):
+    known = isinstance(found, data.Dataset | data.TextDataset)
+    _hold(known and len(found), "both splits are data sets with samples")
+    for name in ("input_shape", "num_classes", "mean", "std"):
+      same = getattr(found, name, None) == getattr(train, name, None)
+      _hold(same, f"both splits have the same `{name}`")
+  rows = np.arange(len(train))
+  pairs = zip(*(x.batch(rows).values() for x in (train, again)), strict=True)
+  _hold(all(np.array_equal(x, y) for x, y in pairs), "each time it is the same")
+  if isinstance(train, data.Dataset):
+    images = train.normalize(train.images)
+    near = np.abs(images.mean((0, 1, 2))) < 0.1, images.std((0, 1, 2)) < 1.1
+    _hold(np.all(near), "mean and deviation are those of the train split")
 
 
 def _check_table(entry: pipeline.TableEntry) -> None:

@@ -47,12 +47,10 @@ def compare(options: _commands.Compare) -> None:
   status = _status.Status(vars(options), command, label, heading)
   output = status.output
   rows = comparison.Rows(
-    output / "rows.jsonl",
-    dataclasses.asdict(options),
-    defaults=dataclasses.asdict(type(options)()),
-    free=_FREE,
+    output / "rows.jsonl", dataclasses.asdict(options),
+    defaults=dataclasses.asdict(type(options)()), free=_FREE,
     tuning=output / "tuning.jsonl",
-  )
+  )  # fmt: skip
   if len(rows):
     console.print(
       f"{len(rows)} rows are in {output}; runs among them are not repeated."
@@ -123,11 +121,9 @@ class _Fit:
         # Tuning proceeds rate by rate, and never returns to a program.
         self._compiled.clear()
       prepared = self._compiled[key] = _workload.Prepared(
-        self._workloads[trial.purpose],
-        self.options,
-        trial.variant,
+        self._workloads[trial.purpose], self.options, trial.variant,
         trial.learning_rate,
-      )
+      )  # fmt: skip
     label = f"{trial.variant} seed {trial.seed}"
     if trial.purpose == "tuning":
       label = f"tuning {trial.variant} {trial.learning_rate:g}"

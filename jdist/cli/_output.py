@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jdist import checks
+from jdist.cli import _options
+from jdist.storage import json_lines
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
 
@@ -41,9 +43,13 @@ def make_directory(option: str, path: str | pathlib.Path) -> None:
 
 
 def finish(
-  output: pathlib.Path, options: Any = None, *, timelines: bool = False
+  output: pathlib.Path, options: Any, *, timelines: bool = False
 ) -> None:
   """Writes the page of a directory, and prints where everything is."""
+  status = output / "status.json"
+  if not status.exists():
+    command = _options.command_line(options, output)
+    json_lines.write(status, [{"state": "ended", "command": command}])
   # Rich's console would break a long path into lines.
   print(f"Rows: {output / 'rows.jsonl'}")
   if timelines:

@@ -96,7 +96,12 @@ def _run(
       stack.enter_context(checkpoints)
     # Only the first process writes: all of them have the same records.
     if first and options.tensorboard is not None:
-      board = stack.enter_context(training.MetricsWriter(options.tensorboard))
+      board = training.MetricsWriter(
+        options.tensorboard,
+        settings=vars(options),
+        learning_rate=programs.budget.learning_rate,
+      )
+      stack.enter_context(board)
     with _run_end.explained(
       options.checkpoints, newest, "step", num_steps, status.output
     ):

@@ -213,11 +213,9 @@ def build_arguments(
     if getattr(options, name) is not None
   }
   return {
-    "name": options.model,
-    "input_shape": train.input_shape,
-    "num_classes": train.num_classes,
-    **chosen,
-  }
+    "name": options.model, "input_shape": train.input_shape,
+    "num_classes": train.num_classes, **chosen,
+  }  # fmt: skip
 
 
 def _evaluation_batch(num_workers: int, test: AnyDataset) -> int:
@@ -268,11 +266,8 @@ class Prepared:
     At the end `on_end` is called with the parameters and batch statistics.
     """
     state, records = self.programs.run(
-      seed,
-      self.budget.num_steps,
-      evaluate_every=self.evaluate_every,
-      **fit,
-    )
+      seed, self.budget.num_steps, evaluate_every=self.evaluate_every, **fit,
+    )  # fmt: skip
     # The evaluated model is the anchor, which all workers share.
     if on_end is not None:
       on_end(*self.programs.evaluate.model(state))

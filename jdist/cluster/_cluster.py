@@ -215,13 +215,11 @@ def _read_nodes(table: Any, place: str) -> list[_node.Node]:
     raise ValueError(f"`count` of {place} must be an int >= 1, got {count!r}.")
   memory = table.get("memory_gb")
   node = _node.Node(
-    name,
-    speed=table.get("speed", 1.0),
-    jitter=table.get("jitter", 0.0),
+    name, speed=table.get("speed", 1.0), jitter=table.get("jitter", 0.0),
     memory_bytes=math.inf if memory is None else 1e9 * memory,
     slowdowns=_read_times(table, "slowdowns", _node.Slowdown, place),
     outages=_read_times(table, "outages", _node.Outage, place),
-  )
+  )  # fmt: skip
   if count is None:
     return [node]
   # Machines of one table differ in their names alone; their jitter is drawn

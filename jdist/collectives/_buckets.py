@@ -293,11 +293,9 @@ class Buckets:
       pack = bucket.pack
       if bucket.axes:
         pack = _shards.map_shards(
-          pack,
-          bucket.axes,
-          in_specs=({i: self.specs[i] for i in held},),
+          pack, bucket.axes, in_specs=({i: self.specs[i] for i in held},),
           out_specs=PartitionSpec(bucket.axes),
-        )
+        )  # fmt: skip
       buffers.append(pack(held))
     return tuple(buffers)
 
@@ -351,11 +349,9 @@ class Buckets:
       unpack = self._unpack_shard
       if axes:
         unpack = _shards.map_shards(
-          unpack,
-          axes,
-          in_specs=(PartitionSpec(axes),),
+          unpack, axes, in_specs=(PartitionSpec(axes),),
           out_specs={leaf: self.specs[leaf] for leaf in found},
-        )
+        )  # fmt: skip
       for leaf, x in unpack(held).items():
         out[leaf] = x
     return jax.tree.unflatten(treedef, out)

@@ -212,11 +212,9 @@ class SampleStream:
     self._parts: tuple[np.ndarray, ...] = ()
     if not self.shared:
       self._parts = partition(
-        _labels_of(dataset, alpha),
-        self.num_workers,
-        alpha=alpha,
+        _labels_of(dataset, alpha), self.num_workers, alpha=alpha,
         seed=self._seed,
-      )
+      )  # fmt: skip
     self._orders: dict[int, _Order] = {}
 
   def indices(self, worker: int, start: int, count: int) -> np.ndarray:

@@ -25,13 +25,11 @@ _NUM_NAMES = 4
 # The options of the authors' networks, and the number of pushed layers.
 _NARROW = {"width": 32, "norm": "none"}
 _PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
-  "lenet": ({}, 2),
-  "alexnet": ({"form": "cifar"}, 2),
+  "lenet": ({}, 2), "alexnet": ({"form": "cifar"}, 2),
   "vgg15": ({"norm": "none"}, 4),
   "resnet18": (_NARROW | {"shortcut_size": 3}, 10),
-  "resnet34": (_NARROW | {"shortcut_size": 3}, 16),
-  "resnet50": (_NARROW, 23),
-}
+  "resnet34": (_NARROW | {"shortcut_size": 3}, 16), "resnet50": (_NARROW, 23),
+}  # fmt: skip
 _GRAY = (28, 28, 1)
 _COLOR = (32, 32, 3)
 PUBLISHED = tuple(_PUBLISHED)  # The networks with a published cut.

@@ -47,11 +47,9 @@ def logits_of(
   # convolution, for which XLA has no fast kernel on CPUs: the gradient of eight
   # LeNets took 16 times as long (3 times in a loop that is not unrolled).
   _, found = jax.lax.scan(
-    lambda _, x: (None, one(x)),
-    None,
-    vectors,
+    lambda _, x: (None, one(x)), None, vectors,
     unroll=min(len(vectors), _UNROLL),
-  )
+  )  # fmt: skip
   return found
 
 

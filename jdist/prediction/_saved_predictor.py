@@ -126,11 +126,9 @@ class FitFolder:
     array_files.refuse_others(directory, _FIT)
     self._predictor = predictor
     self._body: dict[str, Any] = {
-      "what": _FIT,
-      "fit": dict(settings),
-      "predictor": describe(predictor),
+      "what": _FIT, "fit": dict(settings), "predictor": describe(predictor),
       "data": {name: hashes.fingerprint(x) for name, x in data.items()},
-    }
+    }  # fmt: skip
 
   def restore(self, like: PyTree) -> tuple[PyTree, dict[str, Any]] | None:
     """Returns the state and the numbers of the last `save`, if any.

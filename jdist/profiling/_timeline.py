@@ -128,11 +128,9 @@ def _events(
     # A copy engine works in parallel to the kernels.
     return
   yield Event(
-    "compute",
-    name,
-    flops=_flops(program, instruction),
+    "compute", name, flops=_flops(program, instruction),
     num_bytes=_moved_bytes(program, instruction),
-  )
+  )  # fmt: skip
 
 
 def _sends(program: _hlo.Program, instruction: _hlo.Instruction) -> bool:

@@ -87,11 +87,9 @@ class Compression:
       "`codecs.Quantize(4)`",
     )
     checks.check_type(
-      "feedback",
-      feedback,
-      _feedback.Feedback | None,
+      "feedback", feedback, _feedback.Feedback | None,
       "a feedback or None, for instance `reducers.ErrorFeedback()`",
-    )
+    )  # fmt: skip
     # The default is None, because `optax.inject_hyperparams` would convert a
     # number to an array.
     seed = 0 if self.seed is None else self.seed

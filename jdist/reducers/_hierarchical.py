@@ -110,10 +110,8 @@ class Hierarchical(_reducer.Reducer):
     far = self.outer.reduce(near.mean, state.outer, second, outer)
     share = jax.tree.map(
       lambda own, mean, sent: own - (_reducer.as_share(mean) - sent),
-      near.own_share,
-      near.mean,
-      far.own_share,
-    )
+      near.own_share, near.mean, far.own_share,
+    )  # fmt: skip
     new = HierarchicalState(near.state, far.state)
     return _reducer.Reduced(far.mean, share, new)
 

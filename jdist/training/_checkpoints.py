@@ -176,11 +176,9 @@ class Checkpoints:
         force=True,
       )
     manifest = {
-      "step": step,
-      "workers": self._workers.num_workers,
-      "leaves": entries,
+      "step": step, "workers": self._workers.num_workers, "leaves": entries,
       "metadata": metadata or {},
-    }
+    }  # fmt: skip
     self._finishing = self._finisher.submit(self._finish, step, manifest)
 
   def _check_equal(

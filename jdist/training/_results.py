@@ -8,7 +8,7 @@ import os
 import pathlib
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -111,14 +111,32 @@ class MetricsWriter:
   continues in the same directory.
   """
 
-  def __init__(self, directory: str | os.PathLike[str]):
-    """Opens or makes the directory, which `tensorboard --logdir` shows."""
+  def __init__(
+    self,
+    directory: str | os.PathLike[str],
+    *,
+    settings: Mapping[str, Any] | None = None,
+    learning_rate: Callable[[int], Any] | None = None,
+  ):
+    """Opens or makes the directory, which `tensorboard --logdir` shows.
+
+    Args:
+      directory: The directory.
+      settings: What to write as text at the start; default nothing.
+      learning_rate: The schedule whose value at each record's last step is
+        written; default None.
+    """
     board = checks.import_extra("tensorboardX", "metrics")
-    self._directory = os.fspath(directory)
+    self._directory, self._rate = os.fspath(directory), learning_rate
+    self._last = 0, 0  # Steps and rounds of the record before.
     self._writer = board.SummaryWriter(self._directory)
+    for name, value in (settings or {}).items():
+      self._writer.add_text(f"settings/{name}", str(value))
 
   def write(self, record: _record.Record) -> None:
-    """Writes a record's metrics, losses, rounds, bytes and rate.
+    """Writes a record's metrics, losses, rounds, bytes, rates and interval.
+
+    The interval is the mean one since the record before.
 
     Raises:
       OSError: If the events cannot be written, for instance because the disk
@@ -132,6 +150,12 @@ class MetricsWriter:
       "train/samples_per_s": record.samples_per_s,
       "train/skipped": record.skipped,
     }
+    if self._rate is not None:
+      values["train/learning_rate"] = float(self._rate(max(record.step - 1, 0)))
+    steps, rounds = record.step - self._last[0], record.rounds - self._last[1]
+    if rounds > 0:
+      values["train/interval"] = steps / rounds
+    self._last = record.step, record.rounds
     # The rate of the first step is unknown, and TensorBoard would draw a NaN.
     if math.isnan(record.samples_per_s):
       del values["train/samples_per_s"]

@@ -107,11 +107,9 @@ def scale_by_frozen_adam(
       lambda x: jnp.zeros_like(_anchor.wide(jnp.asarray(x))), params
     )
     return FrozenAdamState(
-      step=jnp.zeros((), jnp.int32),
-      mu=mu,
-      nu=jax.tree.map(jnp.copy, mu),
+      step=jnp.zeros((), jnp.int32), mu=mu, nu=jax.tree.map(jnp.copy, mu),
       compression=compression.init(mu, axis),
-    )
+    )  # fmt: skip
 
   def update_fn(
     updates: optax.Updates,
@@ -134,10 +132,8 @@ def scale_by_frozen_adam(
     )  # fmt: skip
     scaled = jax.tree.map(
       lambda m, v, g: (m / (jnp.sqrt(v) + _anchor.scalar(eps))).astype(g.dtype),
-      state.mu,
-      state.nu,
-      updates,
-    )
+      state.mu, state.nu, updates,
+    )  # fmt: skip
     return scaled, state._replace(step=optax.safe_increment(state.step))
 
   def exactly(grads: PyTree, state: FrozenAdamState) -> FrozenAdamState:

@@ -268,11 +268,9 @@ def predict_rest(
       synchronized=jnp.copy(synchronized),
     )
     state = state._replace(
-      clock=clock,
-      anchor=cut.join(anchor, together),
-      kept=kept,
+      clock=clock, anchor=cut.join(anchor, together), kept=kept,
       predicted=() if rest is None else predicted,
-    )
+    )  # fmt: skip
     return collectives.varying((cut.join(moves, changes), state), axis)
 
   def move_front(

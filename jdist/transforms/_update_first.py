@@ -175,12 +175,10 @@ def update_first(
 
   def buckets_of(like: PyTree) -> collectives.Buckets:
     return collectives.Buckets.of(
-      like,
-      order=order,
-      max_bytes=max_bytes,
+      like, order=order, max_bytes=max_bytes,
       num_rows=collectives.size(axis) if scatter else 1,
       specs=_present(specs, like),
-    )
+    )  # fmt: skip
 
   def init_fn(params: optax.Params) -> UpdateFirstState:
     if scatter:
@@ -190,11 +188,9 @@ def update_first(
     else:
       zeros = jax.tree.map(jnp.zeros_like, params)
     return UpdateFirstState(
-      pending=zeros,
-      in_flight=jnp.asarray(False),
-      loss=jnp.zeros((), jnp.float32),
-      inner=optimizer.init(params),
-    )
+      pending=zeros, in_flight=jnp.asarray(False),
+      loss=jnp.zeros((), jnp.float32), inner=optimizer.init(params),
+    )  # fmt: skip
 
   def mean_of_pending(state: UpdateFirstState, params: optax.Params) -> PyTree:
     if scatter:

@@ -1,10 +1,16 @@
 """An interrupt ends a command at any place in the code."""
 
 import functools
+import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
+
+import pytest
 
 from jdist import cli
 from jdist.cli import _workload
@@ -97,3 +103,82 @@ def test_other_unraisable_errors_are_reported_as_usual():
   )
   assert done.returncode == 0
   assert "RuntimeError: broken" in done.stderr
+
+
+_TRAIN = (
+  "train --dataset synthetic --method ssgd --workers 1 --batch-size 64 "
+  "--steps 100000000 --evaluate-every-epochs 1 "
+)
+_INTERRUPTIBLE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jdist import cli
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("words", "saved", "way"),
+  [
+    (_TRAIN + "--checkpoints DIR/c", "step ", "the same command resumes"),
+    (_TRAIN, "no step is saved", "Its curve is in DIR/run"),
+    (
+      _TRAIN.replace("train --", "compare --").replace("method", "methods"),
+      "rows are saved in DIR/run",
+      "This resumes: jdist compare",
+    ),
+    (
+      "simulate DIR/cluster.toml --protocols bsp asp --updates 1000000000 ",
+      "the rows of no protocol are saved in DIR/run",
+      "This starts again: jdist simulate",
+    ),
+    (
+      "launch -n 1 -- " + _TRAIN + "--checkpoints DIR/c",
+      "step ",
+      "the same command resumes",
+    ),
+  ],
+  ids=["train", "train without checkpoints", "compare", "simulate", "launch"],
+)
+def test_interrupted_command_leaves_a_page(words, saved, way, tmp_path):
+  folder, (saved, way) = tmp_path / "run", (
+    x.replace("DIR", str(tmp_path)) for x in (saved, way)
+  )  # fmt: skip
+  (tmp_path / "cluster.toml").write_text(
+    "[profile]\nseconds_per_sample = 0.01\npull_bytes = 4\npush_bytes = 4\n"
+    "[[nodes]]\nname = 'a'\n[[nodes]]\nname = 'b'\n"
+  )
+  words = f"{words.replace('DIR', str(tmp_path))} --output {folder}"
+  process = subprocess.Popen(
+    (sys.executable, "-c", _INTERRUPTIBLE, *words.split()),
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.PIPE,
+    text=True,
+    env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
+  )
+  try:
+    end_s, status = time.monotonic() + 300, {}
+    # Everything is compiled when there is a row, or a checkpoint.
+    while time.monotonic() < end_s and process.poll() is None:
+      if (folder / "status.json").exists():
+        status = json.loads((folder / "status.json").read_text())
+        kept = [*(tmp_path / "c").glob("step_*.json")]
+        if kept if "/c" in words else "simulate" in words or status.get("row"):
+          break
+      time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=300)
+  finally:
+    process.kill()
+    process.wait()
+  assert process.returncode == 130, error
+  (line,) = (x for x in error.splitlines() if x.startswith("jdist: inter"))
+  assert saved in line and way in line
+  status = json.loads((folder / "status.json").read_text())
+  assert status["state"] == "interrupted"
+  if importlib.util.find_spec("vl_convert"):
+    page = (folder / "report.html").read_text()
+    assert "interrupted" in page and status["command"] in page
+  # The page can be written again, and its command is the one that was typed.
+  assert cli.main(["report", str(folder)]) == 0

@@ -7,6 +7,7 @@ import pytest
 from jdist import cli, pipeline
 from jdist.cli import _commands
 from jdist.cli.pipelines import _pipeline
+from jdist.cli.report import _page
 
 pytest.importorskip("simpy")
 pytest.importorskip("matplotlib")
@@ -52,7 +53,18 @@ def test_tables_are_simulated_and_compared(capsys, tmp_path):
   assert found["pipedream"] == pytest.approx(3)
   for name in names:
     assert f"│ {name} " in told
-    assert json.loads((output / f"{name}.json").read_text())["traceEvents"]
+    events = json.loads((output / f"{name}.json").read_text())["traceEvents"]
+    # As in the drawn table.
+    rows = {x["args"]["name"] for x in events if x["ph"] == "M"}
+    assert {f"device {i}" for i in range(4)} <= rows
+    assert not [x for x in rows if "worker" in x]
+  # The page, also a later one, has the command.
+  status = json.loads((output / "status.json").read_text())
+  words = f"jdist pipeline simulate {' '.join(names)} --output {output}"
+  assert status["command"].startswith("jdist pipeline simulate naive ")
+  assert set(words.split()) <= set(status["command"].split())
+  shown = _page._state(status)
+  assert status["command"] in shown and "step" not in shown.split("<pre>")[0]
 
 
 def test_costs_and_machines_are_read(capsys, tmp_path):

@@ -140,3 +140,27 @@ def test_records_become_scalars(tmp_path, monkeypatch):
   assert ("test/accuracy", 0.9, 7) in seen
   assert ("train/sent_bytes", 16.0, 7) in seen
   assert {step for _, _, step in seen} == {7}
+  assert not [name for name, *_ in seen if "rate" in name]
+
+
+def test_settings_learning_rate_and_interval_are_written(tmp_path, monkeypatch):
+  seen = {}
+
+  def add(self, name, value, step=None):
+    seen[name, step] = value
+
+  for method in ("add_scalar", "add_text"):
+    monkeypatch.setattr(tensorboardX.SummaryWriter, method, add)
+  first = training.Record(8, 2, 16.0, 0.5, {"accuracy": 0.9}, 1.0, 100.0)
+  with training.MetricsWriter(
+    tmp_path, settings={"method": "msdpu"}, learning_rate=lambda step: step / 10
+  ) as writer:
+    writer.write(first)
+    writer.write(first._replace(step=20, rounds=4))
+    writer.write(first._replace(step=21, rounds=4))  # Within a round.
+  assert seen["settings/method", None] == "msdpu"
+  # The rate is that of the last step, and steps count from 0.
+  assert seen["train/learning_rate", 8] == pytest.approx(0.7)
+  assert seen["train/interval", 8] == 4
+  assert seen["train/interval", 20] == 6
+  assert ("train/interval", 21) not in seen

@@ -33,12 +33,10 @@ def launch(options: _commands.Launch) -> int:
       file=sys.stderr,
     )
   run = _local_run.LocalRun(
-    [sys.executable, "-m", "jdist", *options.command],
-    options.num_processes,
-    checkpoints=train.checkpoints,
-    restarts=restarts,
+    [sys.executable, "-m", "jdist", *options.command], options.num_processes,
+    checkpoints=train.checkpoints, restarts=restarts,
     backoff_s=options.backoff_s,
-  )
+  )  # fmt: skip
   return run.run()
 
 
@@ -103,11 +101,9 @@ def _check_printed(options: _commands.Launch, train: _commands.Train) -> None:
 def _file(options: _commands.Launch) -> str:
   """Returns the file that starts a run, with the command to use it on top."""
   writers = {
-    "slurm": _slurm,
-    "mpi": _mpi,
-    "kubernetes": _kubernetes,
+    "slurm": _slurm, "mpi": _mpi, "kubernetes": _kubernetes,
     "kuberay": _kuberay,
-  }
+  }  # fmt: skip
   assert options.print is not None
   return writers[options.print](options)
 
@@ -214,9 +210,7 @@ def _kuberay(options: _commands.Launch) -> str:
   words += ["--no-paced"] if train.paced else []
   command = f"{shlex.join(['python', '-m', 'jdist', *words])} --address"
   return _fill(
-    "kuberay.yaml",
-    options,
+    "kuberay.yaml", options,
     cluster=json.dumps(pathlib.Path(train.cluster).read_text()),
-    command=json.dumps(f'{command} "$RAY_ADDRESS"'),
-    workers=workers,
-  )
+    command=json.dumps(f'{command} "$RAY_ADDRESS"'), workers=workers,
+  )  # fmt: skip

@@ -57,11 +57,9 @@ def _table(name: str, options: _commands.Pipeline) -> pipeline.Table:
 
 def _check(table: pipeline.Table, options: _commands.Pipeline) -> None:
   report = pipeline.check_table(
-    table,
-    sends=options.sends,
-    max_live=options.max_live,
+    table, sends=options.sends, max_live=options.max_live,
     max_versions=options.max_versions,
-  )
+  )  # fmt: skip
   # A table that runs with blocking sends also runs with buffered ones.
   sends = "buffered or blocking" if report.blocking else "buffered"
   print(f"{table}\n  runs to its end, with {sends} sends")
@@ -89,20 +87,15 @@ def _simulate(
   output = _output.output_directory(options.output, "pipeline")
   for table, times in found:
     row = training.make_row(
-      dataclasses.asdict(options),
-      0,
-      table=table.name,
-      iteration_s=times.iteration_s,
-      makespan_s=times.makespan_s,
-      bubble=times.bubble,
-      utilisation=times.utilisation,
-      memory_bytes=times.memory_bytes,
-      link_use=dict(times.link_use),
-    )
+      dataclasses.asdict(options), 0, table=table.name,
+      iteration_s=times.iteration_s, makespan_s=times.makespan_s,
+      bubble=times.bubble, utilisation=times.utilisation,
+      memory_bytes=times.memory_bytes, link_use=dict(times.link_use),
+    )  # fmt: skip
     training.append_rows(output / "rows.jsonl", [row])
     times.trace.save_perfetto(output / f"{table.name}.json")
   _output.console().print(_grid(found))
-  _output.finish(output, timelines=True)
+  _output.finish(output, options, timelines=True)
 
 
 def _times(
@@ -166,18 +159,12 @@ def _plan(options: _commands.Pipeline) -> None:
   costs, input_bytes = _costs(options)
   machines = _tables.machines(options, options.stages or 4)
   best, found = pipeline.plan(
-    costs,
-    machines,
-    options.batch_size,
-    samples=options.samples,
-    tables=options.tables or None,
-    num_microbatches=_one(options.microbatches),
-    num_stages=_one(options.stages),
-    windows=_one(options.window),
-    max_delay=options.max_delay,
-    optimizer_copies=options.optimizer_copies,
+    costs, machines, options.batch_size, samples=options.samples,
+    tables=options.tables or None, num_microbatches=_one(options.microbatches),
+    num_stages=_one(options.stages), windows=_one(options.window),
+    max_delay=options.max_delay, optimizer_copies=options.optimizer_copies,
     input_bytes=input_bytes,
-  )
+  )  # fmt: skip
   output = _output.output_directory(options.output, "plan")
   config = dataclasses.asdict(options)
   # All candidates become rows, so that one can see why another was not chosen.
@@ -190,7 +177,7 @@ def _plan(options: _commands.Pipeline) -> None:
   console = _output.console()
   console.print(_stages(best, machines))
   console.print(_candidates(found))
-  _output.finish(output, timelines=True)
+  _output.finish(output, options, timelines=True)
   print(_command(best, found, output / "table.txt"))
 
 
@@ -245,11 +232,9 @@ def _costs(
   shape: tuple[int, ...] = (256,) if text else (32, 32, 3)
   # Costs follow from shapes: no parameters are made, and nothing is compiled.
   model = models.build(
-    options.model,
-    input_shape=shape,
-    num_classes=256 if text else 10,
+    options.model, input_shape=shape, num_classes=256 if text else 10,
     abstract=True,
-  )
+  )  # fmt: skip
   dtype = jnp.int32 if text else jnp.float32
   inputs = jax.ShapeDtypeStruct((options.samples, *shape), dtype)
   costs = pipeline.layer_costs(

@@ -34,12 +34,9 @@ def check(options: _commands.Train) -> pipeline.Table:
     )
   number = table.num_microbatches
   _workload.check_batch(
-    options.batch_size,
-    options.workers,
-    number,
-    f" times {number} micro-batches",
-    ", or other `--microbatches`",
-  )
+    options.batch_size, options.workers, number,
+    f" times {number} micro-batches", ", or other `--microbatches`",
+  )  # fmt: skip
   return table
 
 
@@ -166,13 +163,9 @@ class PreparedStages:
   ) -> tuple[training.TrainState, list[training.Record]]:
     workload = self.workload
     return phase.trainer.fit(
-      state,
-      workload.batches(seed).iterate,
-      num_steps,
-      evaluate=self.evaluate,
-      evaluate_every=workload.steps(self.options.evaluate_every_epochs),
-      **fit,
-    )
+      state, workload.batches(seed).iterate, num_steps, evaluate=self.evaluate,
+      evaluate_every=workload.steps(self.options.evaluate_every_epochs), **fit,
+    )  # fmt: skip
 
   def _phase(self, table: pipeline.Table) -> "_Phase":
     """Builds the programs of a table."""
@@ -181,12 +174,9 @@ class PreparedStages:
     pipe = self._pipe(model, table)
     predicts = options.delay_fix == "prediction"
     optimizer = _methods.build_method(
-      options.method,
-      options,
-      self.budget,
-      team.axis,
+      options.method, options, self.budget, team.axis,
       predicted_steps=pipe.grid.delay if predicts else None,
-    )
+    )  # fmt: skip
     trainer = training.Trainer(
       team,
       pipe.make_step(optimizer, axis=team.axis),
@@ -199,12 +189,9 @@ class PreparedStages:
   ) -> pipeline.OneProgram:
     stages, microbatch = cut(self.workload, self.options, model, table)
     return pipeline.OneProgram(
-      stages,
-      training.label_loss,
-      table,
-      microbatch,
+      stages, training.label_loss, table, microbatch,
       inputs=self.workload.inputs(),
-    )
+    )  # fmt: skip
 
 
 def cut(

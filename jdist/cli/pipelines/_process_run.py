@@ -117,20 +117,13 @@ class _Run:
     stages, microbatch = _pipeline_run.cut(workload, options, model, table)
     predicts = options.delay_fix == "prediction"
     self._optimizer = _methods.build_method(
-      options.method,
-      options,
-      budget,
-      None,
+      options.method, options, budget, None,
       predicted_steps=table.window - 1 if predicts else None,
-    )
+    )  # fmt: skip
     self._process = pipeline.StageProcess(
-      stages,
-      training.label_loss,
-      table,
-      microbatch,
-      peers=_connect(options, stack),
-      inputs=workload.inputs(),
-    )
+      stages, training.label_loss, table, microbatch,
+      peers=_connect(options, stack), inputs=workload.inputs(),
+    )  # fmt: skip
     self._peers, self._options = self._process.peers, options
     self._identity = _options.identity(options, _workload.ELSEWHERE)
     words = json.dumps(self._identity, sort_keys=True)
@@ -268,10 +261,7 @@ def _connect(
   host, _, port = (options.coordinator_address or "").rpartition(":")
   first = host.strip("[]"), int(port)
   peers = pipeline.connect(
-    own,
-    [first, *[("", 0)] * (number - 1)],
-    channel.identity().key("stages"),
-    connect_s=_CONNECT_S,
-    timeout_s=_TIMEOUT_S,
-  )
+    own, [first, *[("", 0)] * (number - 1)], channel.identity().key("stages"),
+    connect_s=_CONNECT_S, timeout_s=_TIMEOUT_S,
+  )  # fmt: skip
   return stack.enter_context(peers)

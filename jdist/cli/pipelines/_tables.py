@@ -23,7 +23,9 @@ def given(options: Any) -> dict[str, Any]:
 def machines(options: Any, number: int) -> cluster.Cluster:
   """Returns the machines of a file, or a number of equal ones."""
   if options.cluster is None:
-    return cluster.workers([1.0] * number)
+    return cluster.Cluster(
+      tuple(cluster.Node(f"device {i}") for i in range(number))
+    )
   return cluster.load_cluster(options.cluster)[0]
 
 

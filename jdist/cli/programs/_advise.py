@@ -74,7 +74,7 @@ def advise(options: _commands.Advise) -> None:
         for name, costs in found.costs.items()
       ],
     )  # fmt: skip
-    _output.finish(output)
+    _output.finish(output, options)
 
 
 def _measured(options: _commands.Advise) -> cluster.Link:
@@ -150,16 +150,14 @@ def _times(found: advice.Advice, workers: int) -> Any:
     costs, (low, middle, high) = found.costs[name], found.seconds(name)
     extra_s = found.slowdown * statistics.median(costs.extra_s)
     return [
-      name,
-      f"{1e3 * middle:.4g}",
-      f"{50 * (high - low) / middle:.0f}",
+      name, f"{1e3 * middle:.4g}", f"{50 * (high - low) / middle:.0f}",
       f"{found.seconds(found.base)[1] / middle:.2f}x",
       f"{100 * found.exposed_s(name) / middle:.0f}",
       f"{costs.round_bytes / costs.interval / 1e3:,.1f}",
       f"{1e3 * extra_s:.3g}",
       "-" if name == found.base else "yes" if found.pays(name) else "no",
       _megabits(found.pays_below(name)),
-    ]
+    ]  # fmt: skip
 
   titles = (
     "method", "ms a step", "± %", "faster", "waits %", "kB a step", "adds ms",

@@ -49,7 +49,7 @@ def overlap(options: _commands.Overlap) -> None:
     console.print(_overlap_report.messages_table(found[0]))
     console.print()
   console.print(_overlap_report.methods_table(found))
-  _output.finish(output, timelines=True)
+  _output.finish(output, options, timelines=True)
 
 
 def _read(
@@ -74,13 +74,11 @@ def _read(
     sent.conditional for sent in meeting.collectives
   )
   return _overlap_report.Found(
-    method,
-    meeting,
-    between,
+    method, meeting, between,
     1 if every_step and not streamed else options.interval,
     max(_overlap_inputs.memory_bytes(program) for program in programs),
     compile_s,
-  )
+  )  # fmt: skip
 
 
 def _programs(

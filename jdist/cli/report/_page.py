@@ -116,14 +116,17 @@ def _state(status: Mapping[str, Any]) -> str:
   """Returns what the run does or how it ended, and how to repeat it."""
   if not status:
     return ""
-  known = [f"step {status['step']:,} of {status['num_steps'] or '?'}"]
+  known = [str(status.get("doing", ""))]
+  if "step" in status:  # A command without a run has none.
+    known.append(f"step {status['step']:,} of {status['num_steps'] or '?'}")
   for name, words in _STATE.items():
-    if status[name] is not None:
+    if status.get(name) is not None:
       known.append(words.format(_show(name, status[name])))
+  known = [x for x in (*known, str(status.get("updated", ""))) if x]
   return (
     f"<p><span class=state>{html.escape(status['state'])}</span> "
-    f"{html.escape(status['doing'])} · {' · '.join(known)} · "
-    f"{status['updated']}</p><pre>{html.escape(status['command'])}</pre>"
+    f"{html.escape(' · '.join(known))}</p>"
+    f"<pre>{html.escape(status['command'])}</pre>"
   )
 
 

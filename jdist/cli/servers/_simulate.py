@@ -76,7 +76,7 @@ def simulate(options: _commands.Simulate) -> None:
         f"{name} has ended after update {run.state.version} at "
         f"{run.now_s:.4g} s: all machines are away for good from then on."
       )
-  _output.finish(output, timelines=True)
+  _output.finish(output, options, timelines=True)
 
 
 def _check(

@@ -162,11 +162,9 @@ class Workload:
       **trainer: Arguments of `Trainer`.
     """
     step = _step.step_by(
-      self.gradient(apply),
-      optimizer,
-      axis=self.workers.axis,
+      self.gradient(apply), optimizer, axis=self.workers.axis,
       independent=trainer.get("independent", False),
-    )
+    )  # fmt: skip
     # With the optimizer, the evaluator applies what a method has in flight.
     evaluate = self.evaluator(apply, optimizer)
     trained = loop.Trainer(self.workers, step, **trainer)
@@ -204,11 +202,9 @@ class VariantPrograms:
     """Trains from a seed's parameters and batches, see `Trainer.fit`."""
     return self.trainer.fit(
       self.init(self.workload.model(seed), seed),
-      self.workload.batches(seed).iterate,
-      num_steps,
-      evaluate=self.evaluate,
+      self.workload.batches(seed).iterate, num_steps, evaluate=self.evaluate,
       **fit,
-    )
+    )  # fmt: skip
 
 
 @signatures.checked

@@ -328,11 +328,9 @@ def _save(
   sent_bytes = history.pop("sent_bytes")
   history["records"] = [_plain(record) for record in run.records]
   checkpoints.save(
-    run.step,
-    run.state,
-    _train_state.shared_leaves(run.state),
+    run.step, run.state, _train_state.shared_leaves(run.state),
     {**(metadata or {}), _SENT_BYTES: sent_bytes, _HISTORY: history},
-  )
+  )  # fmt: skip
   run.watchdog.beat(f"saved after step {run.step}")
   return True
 

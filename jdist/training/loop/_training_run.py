@@ -128,12 +128,10 @@ class CompiledStep:
     # Counting costs as much as tracing the step, so the result is kept.
     if key not in self._traffic:
       self._traffic[key] = collectives.traffic(
-        functools.partial(self._step, **_given(control)),
-        *args,
-        axis=self.workers.axis,
-        num_workers=self.workers.num_workers,
+        functools.partial(self._step, **_given(control)), *args,
+        axis=self.workers.axis, num_workers=self.workers.num_workers,
         inner_axes=self.workers.inner_axes,
-      )
+      )  # fmt: skip
     return self._traffic[key]
 
   def is_finite(self, state: _train_state.TrainState) -> bool:

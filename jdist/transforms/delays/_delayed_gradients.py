@@ -172,10 +172,8 @@ def delay_gradients(
     # Written after it was read: row t mod k still held the gradient of t - k.
     pending = jax.tree.map(
       lambda g, k, p: p.at[state.step % k].set(g.astype(p.dtype)) if k else p,
-      updates,
-      own,
-      state.pending,
-    )
+      updates, own, state.pending,
+    )  # fmt: skip
     step = optax.safe_increment(state.step)
     return new_updates, DelayGradientsState(step, pending, inner)
 
@@ -189,11 +187,9 @@ def delay_gradients(
     """Updates the leaves whose delays are `moving`."""
     own = broadcast(steps, updates)
     arrived = jax.tree.map(
-      lambda g, k, p: p[state.step % k].astype(g.dtype) if k else g,
-      updates,
-      own,
-      state.pending,
-    )
+      lambda g, k, p: p[state.step % k].astype(g.dtype) if k else g, updates,
+      own, state.pending,
+    )  # fmt: skip
     # The update is selected afterwards: inside a conditional its collective
     # would overlap with nothing.
     new_updates, inner = optimizer.update(

@@ -151,11 +151,9 @@ class ChunkedStream:
         jax.tree.map(jnp.zeros_like, loss), (),
       )  # fmt: skip
     return before._replace(
-      progress=new.message if keeps else (),
-      loss=loss,
-      sent=sent,
+      progress=new.message if keeps else (), loss=loss, sent=sent,
       position=tuple([jnp.zeros((), jnp.int32) for _ in sent]),
-    )
+    )  # fmt: skip
 
   def own(self, state: SyncState) -> Any:
     """Returns this worker's contribution that is held."""
@@ -244,11 +242,9 @@ class ChunkedStream:
         fresh &= flight.in_flight
         states[name] = _with_row(states[name], new, part.start, fresh)
     held = held._replace(
-      sent=own,
-      arrived=arrived,
-      shares=shares if self._feeds_back else (),
+      sent=own, arrived=arrived, shares=shares if self._feeds_back else (),
       position=self._positions(held, sent),
-    )
+    )  # fmt: skip
     if not isinstance(sent.loss, tuple):
       loss = sent.loss / collectives.size(self._outer)
       held = held._replace(mean_loss=loss)

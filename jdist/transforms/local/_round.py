@@ -99,12 +99,10 @@ class RoundClock(NamedTuple):
     )
     return self._without_loss()._replace(
       round=optax.safe_increment(self.round),
-      round_step=jnp.zeros_like(self.round_step),
-      interval=self.next_interval,
-      next_interval=following,
-      synchronized=jnp.asarray(True),
+      round_step=jnp.zeros_like(self.round_step), interval=self.next_interval,
+      next_interval=following, synchronized=jnp.asarray(True),
       interval_state=interval_state,
-    )
+    )  # fmt: skip
 
   def cut_short(self, policy: intervals.IntervalPolicy) -> "RoundClock":
     """Ends the round early; changes nothing in a round without steps.

@@ -272,11 +272,9 @@ class Synchronizer:
     else:
       target = _late_mean.mixed(self.mix, end.local, after.anchor)
     state = state._replace(
-      anchor=after.anchor,
-      memory=after.memory,
-      kept=jax.tree.map(jnp.ones_like, state.kept),
-      compression=memory,
-    )
+      anchor=after.anchor, memory=after.memory,
+      kept=jax.tree.map(jnp.ones_like, state.kept), compression=memory,
+    )  # fmt: skip
     return after, target, loss, state
 
   def _arrive_if_due(
@@ -339,11 +337,9 @@ class Synchronizer:
     # The late mean comes first: a rule may measure a message from the anchor.
     end, state = self._settle(begun, end, state)
     state = state._replace(
-      clock=state.clock.cut_short(self.policy),
-      anchor=end.anchor,
-      memory=end.memory,
-      kept=jax.tree.map(jnp.zeros_like, state.kept),
-    )
+      clock=state.clock.cut_short(self.policy), anchor=end.anchor,
+      memory=end.memory, kept=jax.tree.map(jnp.zeros_like, state.kept),
+    )  # fmt: skip
     if self.late is not None:
       state = self.late.clear(state)
     anchor, inner = state.anchor, end.inner
