@@ -12,6 +12,7 @@
 # | tax | what a method adds to a step of ResNet-18 |
 # | logical | logical workers by every way of running their gradients |
 # | streamed | a streamed step against the simple one |
+# | stages | four stages of a transformer by each runtime; only if named |
 #
 # It installs nothing: `python` (JDIST_PYTHON) must have jax for the GPU, flax,
 # optax and numpy, and for the tables of the tests chex and pytest. A copy of
@@ -36,7 +37,7 @@ part() {
 [ $# -gt 0 ] || set -- codecs tax streamed agreement logical
 for name in "$@"; do
   case $name in
-    agreement | logical | streamed)
+    agreement | logical | stages | streamed)
       part "$name" "$python" "experiments/gpu/$name.py"
       ;;
     codecs)
