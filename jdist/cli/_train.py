@@ -27,7 +27,7 @@ def train(options: _commands.Train) -> None:
   _workload.check(options)
   # Metadata that must be the same when a run is resumed.
   identity = _options.identity(options, _workload.ELSEWHERE)
-  if options.method == _methods.TRAINED:
+  if options.method == _methods.TRAINED and options.stages is None:
     identity["networks"] = _trained.fingerprint(options)
   common = functools.partial(_common, options, identity)
   # Processes are joined after all checks of options, and before JAX looks for
