@@ -211,7 +211,11 @@ class _Search:
 
   def add(self, choice: Candidate, windows: Sequence[int] | None) -> None:
     """Adds the candidates of a table, one for each of its windows."""
-    if choice.table in LISTED:
+    if choice.table == "paci" and not choice.recompute:
+      # Its passes may read different parameters, so what one saves is useless.
+      reason = "Table paci runs every stage again in its backward passes."
+      self._candidates.append(dataclasses.replace(choice, reason=reason))
+    elif choice.table in LISTED:
       self._add_capped(choice, windows)
     elif choice.table != _EACH or choice.num_microbatches == 1:
       self._append(choice)

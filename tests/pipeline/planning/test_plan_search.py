@@ -49,6 +49,13 @@ def test_default_plan_has_no_late_gradient_and_no_bubble():
   assert any("late by 1 updates" in reason for reason in reasons)
 
 
+def test_paci_is_planned_as_it_runs():
+  # The backward pass runs the stage again: 12 seconds in place of 9.
+  best, rows = _plan(_machines(2), tables=["paci"], max_delay=None)
+  assert {x.recompute for x in rows if x.times is not None} == {True}
+  assert best.samples_per_s == pytest.approx(1 / 12, rel=0.005)
+
+
 def test_v_shaped_plan_returns_to_the_first_machine():
   best, _ = _plan(_machines(2), tables=["zb_v"], recompute=[False])
   assert best.plan.nodes == ("n0", "n1", "n1", "n0") and best.delay == 0
