@@ -24,6 +24,8 @@ def _pause(x: jax.Array, seconds: float) -> jax.Array:
     time.sleep(seconds * Slowness.factor)
     return np.zeros((), x.dtype)
 
+  if not seconds:
+    return jnp.zeros((), x.dtype)
   like = jax.ShapeDtypeStruct((), x.dtype)
   return jax.pure_callback(sleep, like, x.ravel()[0])
 
@@ -51,15 +53,23 @@ _wait.defvjp(_wait_forward, _wait_backward)
 
 
 def sleeping(
-  name: str, width: int, forward_s: float, backward_s: float
+  name: str,
+  width: int,
+  forward_s: float,
+  backward_s: float,
+  weight_s: float = 0.0,
 ) -> models.Layer:
-  """A small dense layer whose passes take so many seconds longer."""
+  """A small dense layer whose passes take so many seconds longer.
+
+  The gradient of its parameters takes `weight_s`, by itself.
+  """
 
   def apply(
     params: Any, state: Any, x: jax.Array, *, train: bool, mask: Any = None
   ) -> tuple[jax.Array, Any]:
     del train, mask
-    y = jnp.tanh(x @ params[name]["w"])
+    w = params[name]["w"]
+    y = jnp.tanh(x @ (_wait(w, 0.0, weight_s) if weight_s else w))
     return _wait(y, forward_s, backward_s), state
 
   return models.Layer(name, _matrix(name, width), {}, apply)
