@@ -47,7 +47,8 @@ class Inner:
 
   def average(self):
     def mean(x):
-      return np.broadcast_to(np.mean(x, 0), np.shape(x))
+      # SGD without momentum has no buffers.
+      return np.broadcast_to(np.mean(x, 0), np.shape(x)) if np.ndim(x) else x
 
     self.first, self.second = mean(self.first), mean(self.second)
 
