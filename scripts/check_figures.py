@@ -46,7 +46,7 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
     ("report.py", "clock"),
   ),
   "first_comparison": (("report.py",),),
-  "failures": (("report.py", "mnist"),),
+  "failures": (("report.py", "mnist"), ("scale.py", "--check")),
   "gpu": (("report.py",),),
   "h_ps": (
     ("report.py",),
