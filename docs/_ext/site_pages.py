@@ -162,12 +162,26 @@ def check(app: Any, error: Exception | None) -> None:
   ]
   if missing:
     raise errors.ExtensionError(f"Not documented: {', '.join(missing)}")
+  name_toggles(pathlib.Path(app.outdir))
   loaded = sorted(set(_loaded(pathlib.Path(app.outdir))))
   if loaded:
     raise errors.ExtensionError("From other hosts:\n" + "\n".join(loaded))
   util.logging.getLogger(__name__).info(
     f"{len(entries)} names have entries; no page loads from another host."
   )
+
+
+def name_toggles(folder: pathlib.Path) -> None:
+  """Names the arrows of the navigation, which the theme draws without words."""
+  for page in folder.rglob("*.html"):
+    text = page.read_text()
+    label = 'aria-label="Show or hide the pages below"'
+    named = text.replace(
+      '<summary><span class="toctree-toggle"',
+      f'<summary {label}><span class="toctree-toggle"',
+    )
+    if named != text:
+      page.write_text(named)
 
 
 def _loaded(folder: pathlib.Path) -> Iterator[str]:

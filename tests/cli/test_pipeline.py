@@ -1,5 +1,6 @@
 """`jdist pipeline`: its output, its files and its refusals."""
 
+import importlib.util
 import json
 
 import pytest
@@ -63,6 +64,9 @@ def test_tables_are_simulated_and_compared(capsys, tmp_path):
   words = f"jdist pipeline simulate {' '.join(names)} --output {output}"
   assert status["command"].startswith("jdist pipeline simulate naive ")
   assert set(words.split()) <= set(status["command"].split())
+  if importlib.util.find_spec("vl_convert"):
+    # There is neither a model nor a data set to be named.
+    assert "<title>out" in (output / "report.html").read_text()
   shown = _page._state(status)
   assert status["command"] in shown and "step" not in shown.split("<pre>")[0]
 
