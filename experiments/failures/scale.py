@@ -165,4 +165,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  if main():
+    sys.exit(1)
