@@ -194,12 +194,14 @@ def setting(rows, found):
   for row, calm in pairs(rows, "paced", "paced-undisturbed"):
     used += [row, calm]
     same = row["final_loss"] == calm["final_loss"]
+    part = sum(x[1] < row["config"]["workers"] for x in row["merges"])
     lines.append(
       f"- Without faults, in processes with the pauses of a storm, seed "
       f"{row['seed']}: a merge in {_two(row['merge_gap_s'])} s (median, most), "
       f"final loss {'equal to the bit to' if same else 'not equal to'} that of "
       f"the undisturbed run in threads ({row['final_loss']:.5f}, "
-      f"{calm['final_loss']:.5f})."
+      f"{calm['final_loss']:.5f}); {part} of {len(row['merges'])} merges were "
+      "without a member that was late."
     )
   commits = ", ".join(dict.fromkeys(x["commit"] for x in used))
   devices = ", ".join(dict.fromkeys(str(x["device"]) for x in used))
