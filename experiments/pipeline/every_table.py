@@ -5,7 +5,7 @@
 
 The stages sleep: of a backward pass that a table splits, half in each part.
 With `--slow` the second device sleeps as long as at that share of its speed.
-Rows go to `results/every_table.jsonl`; run it where little else runs.  One
+Rows go to `results/every_table.jsonl`; `measured_report.py` prints them.  One
 program is not measured: virtual devices of one process share its threads.
 """
 

@@ -47,6 +47,20 @@ def ratio_table(rows: list[Row]) -> str:
   return studies.table("stages, forward | gpipe | 1f1b | ours | load", lines)
 
 
+def every_table(rows: list[Row]) -> str:
+  """Returns measured over simulated iterations of every table."""
+  names = list(dict.fromkeys(row["table"] for row in rows))
+  lines = []
+  for slow in dict.fromkeys(row["config"]["slow"] for row in rows):
+    own = [row for row in rows if row["config"]["slow"] == slow]
+    ratios = {row["table"]: f"{row['iteration_ratio']:.3f}" for row in own}
+    title = "equal" if slow == 1 else f"one at {100 * slow:.0f} %"
+    loads = [row["load"] for row in own]
+    load = f"{min(loads):.1f} to {max(loads):.1f}"
+    lines.append((title, *map(ratios.__getitem__, names), load))
+  return studies.table(f"devices | {' | '.join(names)} | load", lines)
+
+
 def machine(rows: list[Row]) -> str:
   """Returns a line about the loopback, and about other use of the cores."""
   latencies = [1e3 * row["link_latency_s"] for row in rows]
@@ -199,6 +213,8 @@ def main() -> None:
   folder = measured.RESULTS.parent
   runtimes = training.read_rows(folder / "measured_runtimes.jsonl")
   print(f"\n{runtime_table(runtimes)}")
+  every = training.read_rows(folder / "every_table.jsonl")
+  print(f"\n{every_table(every)}")
   adaptive = training.read_rows(folder / "measured_adaptive.jsonl")
   print(f"\n{adaptive_table(adaptive)}")
   draw_adaptive(adaptive[-1], folder / "adaptive.png")
