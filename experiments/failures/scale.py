@@ -160,7 +160,7 @@ def main() -> int:
   }
   print("\n\n".join(parts.values()))
   return int(
-    studies.write({_FOLDER / "README.md": parts}, check=check) and check
+    studies.write({_FOLDER / "TABLES.md": parts}, check=check) and check
   )
 
 

@@ -18,12 +18,12 @@ _TRAINING = (
   "--batch-size", "16", "--momentum", "2",
 )  # fmt: skip
 _COMMANDS = {
+  "launch": ("-n", "0"),
+  "overlap": ("--launch-us", "-1"),
   "train": _TRAINING,
   "compare": (*_TRAINING, "--seeds", "0"),
-  "overlap": ("--launch-us", "-1"),
   "bytes": ("--warmup-steps", "-1"),
   "simulate": ("empty",),
-  "launch": ("-n", "0"),
   "pipeline simulate": ("1f1b",),
   "pipeline plan": ("1f1b",),
   "pipeline draw": ("1f1b",),

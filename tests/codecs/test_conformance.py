@@ -118,7 +118,7 @@ def test_broken_law_is_named(law, told):
 
 
 def test_part_of_another_kind_is_refused():
-  with pytest.raises(ValueError, match="`part` must be a codec"):
+  with pytest.raises(ValueError, match="`part` must be of a kind"):
     conformance.check(3)
 
 

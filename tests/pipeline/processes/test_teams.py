@@ -112,7 +112,7 @@ def _train(name, shape, batches, table, substrate="vmap", **options):
   ("name", "shape", "table"),
   [
     pytest.param(name, shape, table, marks=pytest.mark.slow)
-    if (name, shape, table) != ("powersgd", "uneven", "zb_h1")
+    if (name, shape, table) != ("ssgd", "uneven", "1f1b")
     else (name, shape, table)
     for name in _METHODS
     for shape in _SIZES
