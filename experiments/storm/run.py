@@ -314,7 +314,7 @@ def train(storm: Storm, seed: int) -> dict[str, Any]:
     engine.stop()
   del summary["nodes"]
   for event in summary["events"]:
-    # What follows is a machine's: numbers of processes, and paths.
+    # Ray adds numbers of processes, and paths of the machine.
     event["reason"] = re.split(" class_name:| traceback:", event["reason"])[0]
   return training.make_row(
     dataclasses.asdict(storm), seed, faults=faults.log, load=load,

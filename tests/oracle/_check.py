@@ -24,8 +24,8 @@ class NearTieError(Exception):
 def check(one, folder=None):
   """Raises an AssertionError where the library differs from the reference.
 
-  Of several processes each one checks all workers; checkpoints are in a folder
-  that they have in common.
+  Each of several processes checks all workers, and they share the folder of
+  checkpoints.
   """
   for attempt in range(20):
     data = dataclasses.replace(one, data=attempt)
