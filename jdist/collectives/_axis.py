@@ -277,33 +277,41 @@ def mean(tree: PyTree, axis: Axis) -> PyTree:
   >>> jax.vmap(double, axis_name="worker")(jnp.array([1.0, 3.0])).tolist()
   [2.0, 2.0]
   """
-  tree = arrays(tree)
-  if axis is None:  # The dtypes must be those of a mean of several workers.
-    return jax.tree.map(
-      lambda x: (
-        x if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.mean(x[None], 0)
-      ),
-      tree,
-    )
-  return _all_reduce(jax.lax.pmean, tree, axis)
+
+  def alone(x: jax.Array) -> jax.Array:  # Integers give floats here, too.
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.mean(x[None], 0)
+
+  return _all_reduce(jax.lax.pmean, alone, tree, axis)
 
 
 def sum(tree: PyTree, axis: Axis) -> PyTree:
   """Adds every leaf over the workers; see `mean`.  Bools give integers."""
-  if axis is None:  # The dtypes must be those of a sum of several workers.
-    return jax.tree.map(
-      lambda x: x.astype(jnp.int32) if x.dtype == bool else x, arrays(tree)
-    )
-  return _all_reduce(jax.lax.psum, tree, axis)
+
+  def alone(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.int32) if x.dtype == bool else x
+
+  return _all_reduce(jax.lax.psum, alone, tree, axis)
 
 
 def _all_reduce(
-  reduce: Callable[[PyTree, str], PyTree], tree: PyTree, axis: Axis
+  reduce: Callable[[PyTree, str], PyTree],
+  alone: Callable[[jax.Array], jax.Array],
+  tree: PyTree,
+  axis: Axis,
 ) -> PyTree:
+  """Reduces over the workers; `alone` is the result of one worker's leaf."""
   tree = arrays(tree)
+  manual = jax.sharding.get_abstract_mesh().manual_axes
+  # Nothing is sent between the devices of a mesh axis of size one.  XLA's
+  # partitioner aborts there if a leaf is split over another axis.
+  names = [
+    name
+    for name in bound_names(axis)
+    if name not in manual or jax.lax.axis_size(name) > 1
+  ]
   # Some versions of JAX refuse an empty tree.
-  if not jax.tree.leaves(tree):
-    return tree
+  if not names or not jax.tree.leaves(tree):
+    return varying(jax.tree.map(alone, tree), axis)
   dtypes = jax.tree.map(lambda x: x.dtype, tree)
   if must_widen():
     tree = jax.tree.map(widened, tree)
@@ -311,7 +319,7 @@ def _all_reduce(
   if len(jax.tree.leaves(tree)) > 1 and _sends_leaf_by_leaf():
     buckets = _buckets.Buckets.of(tree, max_bytes=_BUCKET_BYTES)
     leaves = buckets.pack(tree)
-  for name in bound_names(axis):
+  for name in names:
     # Some versions of JAX refuse a value that is equal on all workers, and
     # others reduce it twice without an error.
     leaves = reduce(varying(leaves, name), name)

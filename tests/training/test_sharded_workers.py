@@ -1,9 +1,11 @@
-"""Workers that are themselves sharded, beside workers that are not.
+"""Workers that are themselves sharded, and workers that are not.
 
 By FSDP every leaf is split, and gathered where it is used.  Tensor parallel, a
 column-parallel layer stands before a row-parallel one: no parameter is
 gathered, activations are summed.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -59,10 +61,10 @@ def apply(params, model_state, images, *, train):
   return hidden @ params["w2"], model_state
 
 
-def batches(start):
+def batches(start, num_workers=2):
   for t in range(start, 1000):
     random = np.random.default_rng(t)
-    images = random.normal(size=(2, 16, 8)).astype(np.float32)
+    images = random.normal(size=(num_workers, 16, 8)).astype(np.float32)
     labels = images[..., :4].argmax(-1).astype(np.int32)
     yield {"image": images, "label": labels}
 
@@ -72,13 +74,15 @@ def run(name, team, specs, directory=None):
   optimizer = METHODS[name](team.axis, specs)
   loss_fn = training.classification_loss(apply)
   step = training.make_step(loss_fn, optimizer, axis=team.axis)
-  test = next(batches(900)) | {"mask": np.ones((2, 16), np.float32)}
+  own = functools.partial(batches, num_workers=team.num_workers)
+  mask = np.ones((team.num_workers, 16), np.float32)
+  test = next(own(900)) | {"mask": mask}
   evaluate = training.Evaluator(team, apply, [test])
 
   def fit(num_steps, **options):
     state = training.init_state(team, optimizer, params(), specs=specs)
     trainer = training.Trainer(team, step)
-    return trainer.fit(state, batches, num_steps, evaluate=evaluate, **options)
+    return trainer.fit(state, own, num_steps, evaluate=evaluate, **options)
 
   if directory is None:
     state, records = fit(STEPS)
@@ -91,17 +95,19 @@ def run(name, team, specs, directory=None):
   return team.gather(anchor), records[-1], state
 
 
-def _team():
-  # Of explicit axes.
-  return collectives.workers(2, mesh=jax.make_mesh((2, 4), ("worker", "part")))
+def _team(num_workers=2):
+  # The axes are explicit.
+  mesh = jax.make_mesh((num_workers, 4), ("worker", "part"))
+  return collectives.workers(num_workers, mesh=mesh)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("split", SPECS)
 @pytest.mark.parametrize("name", METHODS)
-def test_sharded_worker_matches_a_whole_one(name, split, tmp_path):
-  team, specs = _team(), SPECS[split]
-  whole, wanted, _ = run(name, collectives.workers(2), None)
+def test_sharded_worker_matches_a_whole_one(name, split, num_workers, tmp_path):
+  team, specs = _team(num_workers), SPECS[split]
+  whole, wanted, _ = run(name, collectives.workers(num_workers), None)
   found, record, state = run(name, team, specs)
   resumed, after, _ = run(name, team, specs, tmp_path)
   for leaf in whole:
@@ -109,8 +115,25 @@ def test_sharded_worker_matches_a_whole_one(name, split, tmp_path):
     np.testing.assert_array_equal(resumed[leaf], found[leaf])
     spec = tuple(state.params[leaf].sharding.spec)
     assert _stripped(spec) == _stripped(("worker", *specs[leaf]))
-  assert wanted.sent_bytes == record.sent_bytes == after.sent_bytes > 0
+  assert wanted.sent_bytes == record.sent_bytes == after.sent_bytes
+  assert (record.sent_bytes > 0) == (num_workers > 1)
   assert abs(wanted.metrics["loss"] - record.metrics["loss"]) < 1e-5
+
+
+@pytest.mark.parametrize("reduce", [collectives.mean, collectives.sum])
+def test_one_sharded_worker_reduces_over_itself(reduce):
+  # XLA's partitioner aborts on an all-reduce over an axis of one device.
+  mesh = collectives.make_mesh((1, 2), ("worker", "part"))
+  team = collectives.workers(1, mesh=mesh)
+  sharding = jax.NamedSharding(team.mesh, P("worker", "part"))
+  values = {"integers": np.arange(4)[None], "floats": np.ones((1, 4), "f4")}
+  found = team.jit(lambda tree: reduce(tree, team.axis))(
+    jax.device_put(values, sharding)
+  )
+  wanted = reduce(jax.tree.map(lambda x: jnp.asarray(x[0]), values), None)
+  for name, leaf in wanted.items():
+    np.testing.assert_array_equal(found[name][0], leaf)
+    assert found[name].dtype == leaf.dtype
 
 
 def _stripped(spec):

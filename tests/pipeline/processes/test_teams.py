@@ -149,11 +149,12 @@ def test_stages_over_several_devices_match_whole_models(workers, table):
     state, metrics = process.run(state, batches)
     state, more = process.run(state, batches)
     # Each device still has half of every matrix.  The compiler may split the
-    # statistics, too, for which a program compiles once more.
+    # statistics, too, for which a program compiles once more; and it leaves
+    # an axis of one worker out of a sharding, which JAX takes for another.
     for w in jax.tree.leaves(state.params):
       assert w.addressable_shards[0].data.size * 2 * workers == w.size
     for x in process._part.programs.values():
-      assert x._forward_program._cache_size() <= 2
+      assert x._forward_program._cache_size() <= 2 + (workers == 1)
     return process.gather(state), [x["loss"] for x in metrics + more]
 
   found, losses = _training.processes(
