@@ -74,13 +74,13 @@ EVERY = {
     "test_any_array_is_within_the_bound": 4,
     "test_arrays_decode_to_their_dtype": 2,
     "test_buffers_hold_the_bits_and_no_byte_more": 11,
-    "test_denormal_entries_stay_small": 2,
+    "test_denormal_entries_stay_small": 10,
     "test_errors_stay_within_the_bound": 31,
     "test_scalars_and_empty_arrays": 16,
     "test_shard_map_equals_a_loop_over_workers": 8,
-    "test_unbiased_codecs_have_the_right_mean": 4,
+    "test_unbiased_codecs_have_the_right_mean": 8,
     "test_vmap_equals_a_loop": 27,
-    "test_zeros_and_equal_entries": 4,
+    "test_zeros_and_equal_entries": 16,
   },
   "codecs/test_dct.py": {
     "test_all_coefficients_are_the_identity": 6,
@@ -156,7 +156,7 @@ EVERY = {
     "test_smoke_preset_runs_and_is_reported": 0,
   },
   "experiments/test_h_ps_schedule.py": {
-    "test_cosine_is_as_long_as_the_run": 3,
+    "test_cosine_is_as_long_as_the_run": 0,
   },
   "experiments/test_mp2.py": {
     "test_rows_have_the_bytes_of_the_traced_step": 0,
@@ -173,7 +173,7 @@ EVERY = {
     "test_gradients_in_turn_match_vectorized_gradients": 0,
   },
   "experiments/test_own_models.py": {
-    "test_network_learns_digits": 8,
+    "test_network_learns_digits": 0,
     "test_only_adapters_are_sent": 0,
     "test_sharded_worker_takes_the_same_steps": 0,
     "test_whole_loop_of_one_worker_is_plain_jax": 0,

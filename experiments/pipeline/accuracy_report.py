@@ -3,6 +3,7 @@
 python experiments/pipeline/accuracy_report.py cifar10
 """
 
+import functools
 import math
 import pathlib
 import sys
@@ -105,6 +106,7 @@ def sensitivity(rows: Sequence[comparison.Row]) -> str:
   )
 
 
+@functools.cache
 def iteration_s(name: str, stages: int, microbatches: int) -> float:
   """Returns seconds of a table's iteration, of which one device takes 1.
 

@@ -18,9 +18,10 @@ CODECS = {
   "random-k": codecs.RandomK(0.1, shared=False, scaled=False),
   "dct": codecs.DCTTopK(ratio=0.1),
 }
+_RANDOM = np.random.default_rng(0)
 TREE = {
-  "a": jax.random.normal(jax.random.key(0), (40, 30)),
-  "b": {"c": jax.random.normal(jax.random.key(1), (70,)).astype(jnp.bfloat16)},
+  "a": jax.device_put(_RANDOM.normal(size=(40, 30)).astype(np.float32)),
+  "b": {"c": jax.device_put(_RANDOM.normal(size=70).astype(jnp.bfloat16))},
 }
 
 

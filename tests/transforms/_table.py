@@ -403,7 +403,7 @@ TABLE |= {
 # What the quick set runs: each mechanism once.
 QUICK = ("ssgd", "late outer", "msdpu")
 # On devices every third line, and every fifth, runs in the default set.
-_EACH = {"vmap": 2, "shard_map": 5, "mixed": 7}
+_EACH = {"vmap": 3, "shard_map": 5, "mixed": 8}
 every_line = pytest.mark.parametrize(
   "name",
   [
