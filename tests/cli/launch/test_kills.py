@@ -27,18 +27,23 @@ _METHODS = {
   "powersgd": ("--method", "powersgd"),
   "diloco": ("--method", "diloco", "--codec", "int4", "--feedback", "error"),
 }
-_KILLS = 5
-_STEPS = 200
+_BOTH = (signal.SIGKILL, signal.SIGTERM)
+# Method, processes, kills, signals.
+_CASES = [
+  *((x, y, 5, _BOTH) for x in _METHODS for y in (1, 4)),
+  ("ssgd", 2, 50, (signal.SIGKILL,)),
+]
+_STEPS_A_KILL = 40
 # A busy machine may suspend these processes for minutes.
 _LIMIT_S = 3600.0
 
 
-def _launch(folder, method, processes):
+def _launch(folder, method, processes, steps):
   """Starts a run; its checkpoints are ten steps apart."""
   command = [
     sys.executable, "-m", "jdist", "launch", "-n", str(processes),
     "--backoff-s", "0.1", "--", "train", "--dataset", "synthetic", "--workers",
-    "4", "--batch-size", "200", "--steps", str(_STEPS),
+    "4", "--batch-size", "200", "--steps", str(steps),
     "--checkpoint-every-epochs", "1", "--evaluate-every-epochs", "1000",
     "--checkpoints", str(folder / "saved"), "--output", str(folder),
     *_METHODS[method],
@@ -65,7 +70,7 @@ def _note(**row):
       log.write(json.dumps(row) + "\n")
 
 
-def _disturb(process, folder, seeded, processes):
+def _disturb(process, folder, seeded, processes, number_of_kills, signals):
   """Kills a process of the run now and then.
 
   Returns:
@@ -81,11 +86,11 @@ def _disturb(process, folder, seeded, processes):
       time.sleep(0.01)
     return time.monotonic() - begin_s
 
-  while len(kills) < _KILLS and process.poll() is None:
+  while len(kills) < number_of_kills and process.poll() is None:
     newer()
     # The moment lies between two checkpoints, or while one is written.
     time.sleep(seeded.uniform(0.0, min(newer(), 2.0)))
-    how = seeded.choice([signal.SIGKILL, signal.SIGTERM])
+    how = seeded.choice(signals)
     running = _children(process)
     if len(running) < processes:
       continue
@@ -101,10 +106,10 @@ def _disturb(process, folder, seeded, processes):
   return kills
 
 
-def _arrays(folder):
+def _arrays(folder, steps):
   import orbax.checkpoint as orbax
 
-  path = folder / "saved" / f"step_{_STEPS:08d}"
+  path = folder / "saved" / f"step_{steps:08d}"
   with orbax.PyTreeCheckpointer() as checkpointer:
     # Several processes have written the arrays, which one process reads here.
     named = checkpointer.metadata(path).item_metadata.tree
@@ -114,21 +119,27 @@ def _arrays(folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("processes", [1, 4])
-@pytest.mark.parametrize("method", _METHODS)
-def test_killed_run_restarts_without_help(method, processes, tmp_path):
+@pytest.mark.parametrize(
+  ("method", "processes", "number_of_kills", "signals"), _CASES
+)
+def test_killed_run_restarts_without_help(
+  method, processes, number_of_kills, signals, tmp_path
+):
+  steps = _STEPS_A_KILL * number_of_kills
   seeded = random.Random(f"{method} {processes}")
   folders = [tmp_path / name for name in ("never", "killed")]
   for folder in folders:
     folder.mkdir()
   started = []
   try:
-    started.append(_launch(folders[0], method, processes))
+    started.append(_launch(folders[0], method, processes, steps))
     assert started[0].wait(timeout=_LIMIT_S) == 0, (
       folders[0] / "log"
     ).read_text()
-    started.append(_launch(folders[1], method, processes))
-    kills = _disturb(started[1], folders[1], seeded, processes)
+    started.append(_launch(folders[1], method, processes, steps))
+    kills = _disturb(
+      started[1], folders[1], seeded, processes, number_of_kills, signals
+    )
     assert started[1].wait(timeout=_LIMIT_S) == 0, (
       folders[1] / "log"
     ).read_text()
@@ -138,13 +149,15 @@ def test_killed_run_restarts_without_help(method, processes, tmp_path):
       process.wait()
   told = (folders[1] / "log").read_text()
   assert "Traceback" not in told, told
-  assert len(kills) == _KILLS, "it ended before it could be killed"
-  assert told.count("Resumes from step") == _KILLS, told
+  assert len(kills) == number_of_kills, "it ended before it could be killed"
+  assert told.count("Resumes from step") == number_of_kills, told
   rows = [training.read_rows(x / "rows.jsonl")[-1] for x in folders]
+  # Process 0, on which the others wait, is among the killed ones.
+  assert number_of_kills < 50 or {number for _, number, _ in kills} == {0, 1}
   for field in ("accuracy", "test_loss", "steps", "rounds", "sent_bytes"):
     assert rows[0][field] == rows[1][field], field
-  never, killed = map(_arrays, folders)
+  never, killed = (_arrays(x, steps) for x in folders)
   assert never.keys() == killed.keys()
   for number, array in never.items():
     np.testing.assert_array_equal(array, killed[number], err_msg=number)
-  _note(method=method, processes=processes, kills=kills, equal=True)
+  _note(method=method, processes=processes, kills=len(kills), equal=True)
