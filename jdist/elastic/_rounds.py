@@ -153,15 +153,16 @@ class Rounds:
     grace: float = 1.0,
     timeout_s: float | None = None,
     model_state: signatures.Arrays = None,
-    seed: int = 0,
+    seed: signatures.Seed = 0,
   ):
+    if not workers:
+      raise ValueError("`workers` must be one name at least, got none.")
     parts = self._parts = _parts_of(method, params)
     assert isinstance(method, transforms.RoundTransformation)
     self.workers, self._optimizer = tuple(workers), method.parts.optimizer
     self._interval = method.parts.policy.constant or 1
-    batches: Any = samples
-    if isinstance(samples, int):
-      batches = server.FixedBatches(samples)
+    if not hasattr(samples, "sizes"):
+      samples = server.FixedBatches(samples)
     # NumPy's arrays: a process that unpickles them may still choose devices.
     self._params = jax.device_get(params)
     self._common = {
@@ -169,9 +170,9 @@ class Rounds:
       "push_codec": parts.push_codec,
       "model_state": jax.device_get(model_state),
     }
-    self._seed = checks.check_seed(seed)
+    self._seed = seed
     self.protocol: server.Protocol = server.DecoupledDiLoCo(
-      batches=batches,
+      batches=samples,
       interval=self._interval,
       fragments=parts.number,
       quorum=quorum,
@@ -266,10 +267,10 @@ class Rounds:
       workers=self.workers, record=record, versions=server.versions()
     )
     works = {x: functools.partial(_call, work, x) for x in self.workers}
-    serve = functools.partial(self._serve, shared)
     return server.LiveSession(
-      engine, serve, works, plan, survive=True, **options
-    )
+      engine, functools.partial(self._serve, shared), works, plan,
+      survive=True, **options,
+    )  # fmt: skip
 
   def _serve(self, shared: bool, plan: server.LivePlan) -> Any:
     syncer = self.syncer(shared=shared)

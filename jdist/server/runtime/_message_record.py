@@ -3,33 +3,33 @@
 import base64
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from jdist.server import _messages
 from jdist.storage import hashes, json_lines, plain_data
 
-MESSAGES = {
-  each.__name__: each
-  for each in (
-    _messages.Join,
-    _messages.Leave,
-    _messages.Pull,
-    _messages.Push,
-    _messages.Expired,
-  )
-}
+MESSAGES = {x.__name__: x for x in get_args(_messages.Message)}
 
 
 class Recorder:
   """Writes messages in the order in which the protocol is given them."""
 
-  def __init__(
-    self, path: str | pathlib.Path, names: Sequence[str], workers: list[str]
-  ):
+  def __init__(self, path: str | pathlib.Path):
     self._path = pathlib.Path(path)
-    self._path.unlink(missing_ok=True)
+    try:
+      self._path.parent.mkdir(parents=True, exist_ok=True)
+      self._path.unlink(missing_ok=True)
+      self._path.touch()
+    except OSError as error:
+      raise ValueError(
+        f"`record` must be a file that can be written, got {str(path)!r}: "
+        f"{error.strerror}. Take another path."
+      ) from None
+
+  def begin(self, names: Sequence[str], workers: list[str]) -> None:
+    """Writes the names of all workers, and of those that are there."""
     self._write({"kind": "begin", "names": list(names), "workers": workers})
 
   def message(

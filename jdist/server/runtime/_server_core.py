@@ -70,6 +70,8 @@ class ServerCore:
       if self.marks.all_reached:
         # The run was killed after its last mark: nothing is left to train.
         self.finished, self.ended_s = True, self.first_s
+    elif plan.record is not None:  # Refused before a worker is started.
+      self._recorder = _message_record.Recorder(plan.record)
 
   # The clock: SimPy's, which follows the wall's.
 
@@ -132,10 +134,8 @@ class ServerCore:
     resumed = self.delivery is not None
     if self.delivery is None:
       self.delivery = self._new_delivery(here)
-      if self._plan.record is not None:
-        self._recorder = _message_record.Recorder(
-          self._plan.record, self._plan.workers, here
-        )
+      if self._recorder is not None:
+        self._recorder.begin(self._plan.workers, here)
     self._began_s = time.monotonic()
     if resumed:
       for worker in list(self.delivery.state.members):
