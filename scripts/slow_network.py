@@ -101,6 +101,12 @@ def network(
     yield names
   finally:
     for name in (*names, switch):
+      listed = subprocess.run(
+        ("ip", "netns", "pids", name), capture_output=True, text=True
+      ).stdout
+      for process in map(int, listed.split()):  # Daemons, for instance.
+        with contextlib.suppress(ProcessLookupError):
+          os.kill(process, signal.SIGKILL)
       subprocess.run(("ip", "netns", "del", name), capture_output=True)
       shutil.rmtree(pathlib.Path("/etc/netns") / name, ignore_errors=True)
 

@@ -1,10 +1,12 @@
 """Real processes over a real slow link: what is hidden and what is not."""
 
+import contextlib
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -89,3 +91,17 @@ def test_a_command_must_be_given():
   done = _network("--hosts", "2")
   assert done.returncode == 2
   assert "a command must follow" in done.stderr
+
+
+@pytest.mark.skipif(not _can(), reason="network namespaces need root")
+def test_daemon_ends_with_the_network():
+  command = "setsid sleep 1000 > /dev/null 2>&1 & echo daemon $!"
+  told = _network("--hosts", "1", "--rate", "none", "--", "bash", "-c", command)
+  assert told.returncode == 0
+  titles = (
+    pathlib.Path(f"/proc/{told.stdout.split()[-1]}/cmdline").read_bytes()
+    for _ in range(50)
+    if not time.sleep(0.1)
+  )
+  with contextlib.suppress(OSError):  # It has ended, and perhaps gone.
+    assert b"" in titles
