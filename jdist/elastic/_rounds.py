@@ -177,7 +177,7 @@ class Rounds:
       fragments=parts.number,
       quorum=quorum,
       grace=grace,
-      ahead=int(parts.late),
+      ahead=2 * parts.late,  # Merges travel while workers compute.
       in_step=parts.late,
       weights="samples",
       timeout_s=timeout_s,

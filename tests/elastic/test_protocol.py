@@ -75,9 +75,59 @@ def test_weights_follow_samples():
 
 def test_in_step_needs_a_task_ahead():
   with pytest.raises(
-    ValueError, match="`in_step` must be False with `ahead` 2"
+    ValueError, match="`in_step` must be False with `ahead` 0"
   ):
-    protocol(ahead=2, in_step=True)
+    protocol(ahead=0, in_step=True)
+
+
+def test_merge_is_sent_while_members_compute():
+  """By hand: with two tasks a merge travels under the task before its own."""
+  rule = protocol(ahead=2, in_step=True)
+  state = rule.init("ab")
+  send = functools.partial(rule.receive, state, 0.0)
+  for worker in "ab":
+    first, second = send(server.Pull(worker))
+    assert (first.pulled, second.pulled) == (None, ())
+  # The first to push has a task, and what follows that needs the merge.
+  assert send(server.Push("a", 0, 32, 1.0)) == []
+  assert send(server.Pull("a")) == []
+  update, reply = send(server.Push("b", 2, 32, 1.0))
+  assert (update.tasks, update.staleness) == ((0, 2), (0, 0))
+  assert (reply.worker, reply.task, reply.pulled) == ("a", 4, (0,))
+  (reply,) = send(server.Pull("b"))
+  assert (reply.worker, reply.task, reply.pulled) == ("b", 5, (0,))
+  # Each is pushed one merge late, by either.
+  assert send(server.Push("b", 3, 32, 1.0)) == []
+  update, *_ = send(server.Push("a", 1, 32, 1.0))
+  assert (update.tasks, update.staleness) == ((1, 3), (1, 1))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_order_of_messages_changes_no_merge(seed):
+  """Every merge has the same pushes, and begins a task of the same number."""
+  found = []
+  for ahead in (1, 2):
+    rule, draw = protocol(ahead=ahead, in_step=True), random.Random(seed)
+    state = rule.init("abc")
+    began, tasks, merges = {x: [] for x in "abc"}, {}, []
+    # A worker pushes its tasks one after the other, and asks at once.
+    waiting = {x: [server.Pull(x)] for x in "abc"}
+    while len(merges) < 12:
+      worker = draw.choice([x for x, queue in waiting.items() if queue])
+      actions = rule.receive(state, 0.0, waiting[worker].pop(0))
+      actions += rule.receive(state, 0.0, server.Pull(worker))
+      for action in actions:
+        if isinstance(action, server.Apply):
+          merges.append(sorted(tasks[x] for x in action.tasks))
+        else:
+          tasks[action.task] = action.worker, len(began[action.worker])
+          began[action.worker].append(len(merges))
+          push = server.Push(action.worker, action.task, 32, 1.0)
+          waiting[action.worker].append(push)
+    # Task k + 1 begins with the merges up to k - 1.
+    assert all(x[:10] == [0, 0, *range(1, 9)] for x in began.values())
+    found.append(merges)
+  assert found[0] == found[1]
 
 
 def failing(seed):
@@ -98,7 +148,8 @@ def failing(seed):
   rule = server.DecoupledDiLoCo(
     batches=server.FixedBatches(4), interval=4,
     fragments=draw.choice([1, 2, 4]), quorum=draw.choice([0.3, 0.5, 1.0]),
-    grace=draw.choice([0.0, 1.0]), ahead=int(late), in_step=late,
+    grace=draw.choice([0.0, 1.0]), ahead=late * draw.choice([1, 2]),
+    in_step=late,
     timeout_s=draw.choice([None, 5.0]),
   )  # fmt: skip
   return cluster.Cluster(tuple(nodes)), rule

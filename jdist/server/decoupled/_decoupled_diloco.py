@@ -89,10 +89,10 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
   the same fragment; with P = 1, a quorum of all and equal members that is
   DiLoCo.
 
-  With `ahead` 1 and `in_step` all members push the same fragment, too, one
-  merge late: a member waits until the merge before its last push is complete,
-  and its next task begins without the merge of that push, in every order.
-  A push that misses its merge is part of its fragment's next one.
+  With `in_step` all members push the same fragment, too, exactly one merge
+  late, in every order: `ahead` 1 sends a task after the push before it, and 2
+  as soon as the merges that it begins with are made, while the member computes.
+  The bits are the same.  A late push is part of its fragment's next merge.
 
   A member that joins or returns is sent all parameters, and what it had not
   pushed is lost.
@@ -106,7 +106,7 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     grace: Length of the window, in times between two pushes of a member.
     ahead: Number of tasks that a member has before its push is merged: 0, 1 or
       2.
-    in_step: Whether members are exactly one merge late, with `ahead` 1 only.
+    in_step: Whether members are exactly one merge late; not with `ahead` 0.
     weights: The weights w of a merge's pushes: `"paper"` is c * c / s, and
       `"samples"` is c.
     parts: Part of the parameters' bytes in each fragment; None if all are
@@ -164,10 +164,10 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
       )
     checks.check_number("quorum", self.quorum, high=1.0, open_low=True)
     checks.check_choice("ahead", self.ahead, (0, 1, 2))
-    if self.in_step and self.ahead != 1:
+    if self.in_step and not self.ahead:
       raise ValueError(
-        f"`in_step` must be False with `ahead` {self.ahead}: it makes members "
-        "exactly one merge late. Take `ahead=1`."
+        "`in_step` must be False with `ahead` 0: it makes members exactly one "
+        "merge late. Take `ahead=2`."
       )
     if self.parts is not None and (
       len(self.parts) != self.fragments
@@ -248,6 +248,9 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
       state.waiting[worker] = True
       return
     while len(state.members[worker].tasks) < self.depth:
+      if self.in_step and state.version < state.slots[worker]:
+        state.waiting[worker] = True
+        return
       self._give(state, worker, actions)
 
   def on_push(
@@ -273,8 +276,6 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
       # member must not be sent what the others are not.
       if state.version >= state.slots[push.worker]:
         self._give(state, push.worker, actions)
-      else:
-        state.waiting[push.worker] = False
     elif not self.ahead and fragment == state.turn:
       state.waiting[push.worker] = False
     self._close(state, self._key(push), actions)
@@ -303,8 +304,7 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
 
   def _note(self, state: DecoupledState, worker: Worker, kind: str) -> None:
     """Notes a change of the membership."""
-    living = len(state.members)
-    change = state.now_s, state.version, kind, str(worker), living
+    change = state.now_s, state.version, kind, str(worker), len(state.members)
     state.changes.append(change)
 
   def _key(self, push: _server_state.Assignment) -> int:
@@ -371,7 +371,7 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
       ready.sort(key=_server_state.by_rank(state))
       state.waiting = {}
       for worker in ready:
-        self._give(state, worker, actions)
+        self.on_pull(state, worker, actions)
     if self.in_step:
       self._close(state, state.version, actions)
 
