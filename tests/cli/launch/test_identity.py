@@ -120,7 +120,7 @@ def test_process_that_is_late_at_its_first_step_joins(tmp_path):
     "from jdist.training.loop import _training_run as t; "
     "do, n = t.TrainingRun.dispatch, []\n"
     "def dispatch(*x):\n"
-    "  if not n:\n    n.append(time.sleep(40))\n"
+    "  if not n:\n    n.append(time.sleep(120))\n"
     "  return do(*x)\n"
     "t.TrainingRun.dispatch = dispatch\nsys.exit(cli.main(sys.argv[1:]))"
   )
