@@ -1,0 +1,194 @@
+"""Writes the figures of the thin links' page from the rows.
+
+python experiments/thin_links/report.py          # README.md
+python experiments/thin_links/report.py --check  # fails if a number differs
+"""
+
+import argparse
+import collections
+import pathlib
+import statistics
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import run
+import studies
+
+# The aims: communication over computation of synchronous SGD, and percent of
+# the throughput without messages.
+_RATIO, _KEPT = 60.0, 95.0
+_NAMES = {
+  "ssgd": "synchronous SGD",
+  "late": "DiLoCo int4, a round late",
+  "waiting": "DiLoCo int4, awaited",
+}
+
+
+def kept(row):
+  """Returns the percentage of the throughput without messages."""
+  parts = zip(_alone(row), row["step_s"], strict=True)
+  return 100 * statistics.mean(alone / step for alone, step in parts)
+
+
+def _alone(row):
+  """Returns each worker's time of a step without messages."""
+  return row["alone_s"]
+
+
+def ratio(row):
+  """Returns communication over computation."""
+  return 100 / kept(row) - 1
+
+
+def of(rows, method):
+  """Returns the rows of a method's whole runs."""
+  steps = run.PRESETS[method].steps
+  wanted = (method, steps)
+  return [
+    x for x in rows if (x["config"]["method"], x["config"]["steps"]) == wanted
+  ]
+
+
+def far(row):
+  """Returns the number of the worker that is not on the server's host."""
+  return row["hosts"].index(1)
+
+
+def beats(row):
+  """Returns the seconds of the far worker's heartbeats, and those lost."""
+  found = row["heartbeats_s"][f"worker{far(row)}"]
+  return found, sum(x > row["config"]["patience_s"] for x in found)
+
+
+def lost(row):
+  """Counts workers that the run, or Ray, took for lost."""
+  return len(row["events"]) + sum(x[2] == "left" for x in row["changes"])
+
+
+def _met(holds):
+  return "met" if holds else "**missed**"
+
+
+def verdict(rows):
+  """Returns the aims and what came of them."""
+  ssgd, late, waiting = (of(rows, x) for x in _NAMES)
+  found = [x for row in late for x in beats(row)[0]]
+  missing = sum(beats(row)[1] for row in late)
+  checks = sum(row["missed_checks"] for row in late)
+  ratios, shares = [ratio(x) for x in ssgd], [kept(x) for x in late]
+  rate = late[0]["config"]["bits_per_s"] / 1e6
+  gone = sum(map(lost, late))
+  lines = [
+    f"- Synchronous SGD at {rate:g} Mbit/s: communication over computation "
+    f"{min(ratios):.1f} (aim {_RATIO:g} or more), "
+    f"{statistics.mean(map(kept, ssgd)):.2f} % of its own throughput without "
+    "messages.",
+    f"- The elastic run, a round late: {statistics.mean(shares):.2f} % of its "
+    f"own throughput without messages in the mean of {len(late)} runs, "
+    f"{min(shares):.2f} at least (aim {_KEPT:g}): {_met(min(shares) >= _KEPT)}."
+    f" It took {sum(x['rounds'] for x in late)} rounds; both workers were in "
+    f"{sum(y[1] == 2 for x in late for y in x['merges'])} of their merges.",
+    f"- Heartbeats of the far worker: {len(found)}, answered after "
+    f"{1e3 * statistics.median(found):.0f} ms in the median and "
+    f"{max(found):.2f} s at most; {missing} lost (later than "
+    f"{late[0]['config']['patience_s']:g} s). Of Ray's own health checks "
+    f"{checks} were missed, and {gone} times a worker was taken for lost: "
+    f"{_met(missing + checks + gone == 0)}.",
+  ]
+  if waiting:
+    lines.append(
+      f"- Without the overlap the same run keeps "
+      f"{statistics.mean(map(kept, waiting)):.1f} %."
+    )
+  return "\n".join(lines)
+
+
+def table(rows):
+  """Returns the table of all runs."""
+  lines = []
+  for method, name in _NAMES.items():
+    for row in of(rows, method):
+      cells = ["-"] * 6
+      if method != "ssgd":
+        seconds, missing = beats(row)
+        cells = [
+          f"{row['pushed_bytes'] / row['rounds'] / 2e6:.2f}",
+          f"{row['pulled_bytes'] / row['rounds'] / 2e6:.2f}",
+          f"{len(seconds)}, {missing}",
+          f"{1e3 * statistics.median(seconds):.0f}, {1e3 * max(seconds):.0f}",
+          row["missed_checks"], lost(row),
+        ]  # fmt: skip
+      step_s = statistics.mean(row["step_s"])
+      lines.append((
+        name, row["seed"], row["commit"][:7], row["config"]["steps"],
+        row["config"]["interval"], f"{1e3 * statistics.mean(_alone(row)):.1f}",
+        f"{1e3 * step_s:.1f}", f"{kept(row):.2f}", f"{ratio(row):.3f}", *cells,
+      ))  # fmt: skip
+  return studies.table(
+    "run | seed | commit | steps | H | ms a step without messages | ms a step "
+    "| kept, % | communication / computation | MB up a round and worker | MB "
+    "down | heartbeats, lost | ms to the answer: median, most | Ray's checks "
+    "missed | workers lost",
+    lines,
+  )
+
+
+def sockets(rows):
+  """Returns what each kind of connection between the hosts has carried."""
+  row = of(rows, "late")[0]
+  near, other = row["sockets"]
+  owner = {x["near"]: x["process"] for x in near}
+  found = collections.defaultdict(lambda: [0, 0, 0])
+  for x in other:
+    # Who listens has one port, and who connects has many.
+    here, there = x["process"], owner.get(x["far"], "an ended process")
+    counts = found[here, there, _carries(x)]
+    for i, value in enumerate((1, x["sent"], x["received"])):
+      counts[i] += value
+  order = sorted(found.items(), key=lambda x: -sum(x[1][1:]))
+  return studies.table(
+    "process of host 1 | of host 0 | connections | MB sent | MB received",
+    [
+      (a, b, number, f"{sent / 1e6:.2f}", f"{received / 1e6:.2f}")
+      for (a, b, _), (number, sent, received) in order
+    ],
+  )
+
+
+def _carries(connection):
+  return max(connection["sent"], connection["received"]) > 5e6
+
+
+def setting(rows):
+  """Returns what the rows were made with."""
+  config = of(rows, "late")[0]["config"]
+  used = [x for name in _NAMES for x in of(rows, name)]
+  commits = ", ".join(dict.fromkeys(x["commit"] for x in used))
+  return (
+    f"- Links of {config['bits_per_s'] / 1e6:g} Mbit/s, an MLP with layers of "
+    f"{' and '.join(map(str, config['hidden']))}, {config['batch']} images and "
+    f"{1e3 * config['step_s']:g} ms a step, rounds of {config['interval']} "
+    f"steps; a heartbeat each {config['heartbeat_s']:g} s. "
+    f"{len(used)} rows, of the commits {commits}."
+  )
+
+
+def main():
+  """Writes the page, or returns 1 if it is not what the rows say."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--check", action="store_true")
+  check = parser.parse_args().check
+  rows = studies.read(run.ROWS)
+  parts = {
+    "verdict": verdict(rows), "runs": table(rows), "sockets": sockets(rows),
+    "setting": setting(rows),
+  }  # fmt: skip
+  print("\n\n".join(parts.values()))
+  page = run.FOLDER / "README.md"
+  return int(studies.write({page: parts}, check=check) and check)
+
+
+if __name__ == "__main__":
+  if main():
+    raise SystemExit("The page differs from what the rows say.")
