@@ -383,7 +383,9 @@ class Launch:
   """Container image of the printed job, in which jdist is installed (for Slurm
   none, unless it is given)."""
 
-  claim: str = option("jdist-checkpoints", needs=("print",))
+  claim: str = option(
+    "jdist-checkpoints", needs=("print", "kubernetes", "kuberay")
+  )
   """Claim of the volume with the checkpoints of a printed JobSet or RayJob."""
 
   # The command behind `--` and its parsed options, which `cli` fills in.

@@ -155,6 +155,9 @@ def _check(options: _commands.Compare) -> comparison.Study:
   _options.check_names("--learning-rate", options.learning_rate, "values")
   _methods.check("--methods", options, options.methods)
   _workload.check(options)
+  if len(options.learning_rate) == 1:
+    tuning = ("grid_extensions", "tuning_seeds")
+    _options.check_left_out(options, tuning, "with one `--learning-rate`")
   return comparison.Study(
     options.methods,
     options.learning_rate,

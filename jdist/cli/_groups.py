@@ -31,13 +31,13 @@ class Option(NamedTuple):
       is refused where no chosen factory takes any of them.
     within: The range of its value, or of each value, for instance "[0, 1)".
     needs: The option without which it must be left out, and the values of that
-      option if not any will do.
+      option if not any will do; None for an option that must be left out.
     hint: Options by which other methods use it.
   """
 
   fills: tuple[str, ...] = ()
   within: str | None = None
-  needs: tuple[str, ...] = ()
+  needs: tuple[Any, ...] = ()
   hint: str | None = None
 
 
@@ -136,7 +136,7 @@ class WorkerOptions:
 class BudgetOptions:
   """Budget and each worker's optimizer."""
 
-  epochs: float = option(30.0, within=POSITIVE)
+  epochs: float = option(30.0, within=POSITIVE, needs=("steps", None))
   """Passes over the training set."""
 
   steps: int | None = option(None, within=COUNT)
@@ -145,7 +145,7 @@ class BudgetOptions:
   optimizer: Literal["sgd", "adamw"] = "sgd"
   """Optimizer of each worker; sgd uses Nesterov momentum."""
 
-  momentum: float = option(0.9, within="[0, 1)")
+  momentum: float = option(0.9, within="[0, 1)", needs=("optimizer", "sgd"))
   """Momentum of sgd; 0 disables it."""
 
   weight_decay: float = option(0.0, within=NOT_NEGATIVE)
@@ -178,7 +178,9 @@ class RoundOptions:
   with one step and grows as the learning rate falls; msdpu and adacomm follow
   the loss."""
 
-  growth_start: float = option(1 / 3, "interval", within=POSITIVE)
+  growth_start: float = option(
+    1 / 3, "growth", within=POSITIVE, hint="--interval-policy growth"
+  )
   """c of growth, whose first rounds have c^2 steps: rounds of MSDPU are longer,
   and fewer, the larger it is."""
 
@@ -296,7 +298,9 @@ class CheckpointOptions:
   checkpoints: Directory = None
   """Directory to save to and to resume from."""
 
-  checkpoint_every_epochs: float = option(2.0, within=POSITIVE)
+  checkpoint_every_epochs: float = option(
+    2.0, within=POSITIVE, needs=("checkpoints",)
+  )
   """Epochs between two checkpoints. SIGTERM saves one as well, and ends the run
   with status 143."""
 

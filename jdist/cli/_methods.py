@@ -45,6 +45,9 @@ def takes(options: _groups.Common, name: str) -> set[str]:
   found = set(method.arguments)
   if not method.in_rounds:
     found.discard("interval")
+  rule = options.interval_policy
+  if (method.interval_policy if rule == "method" else rule) == "growth":
+    found.add("growth")
   if "compression" in found:
     found |= of_compression(options)
   if _is_late(method, options):
@@ -65,7 +68,7 @@ def of_compression(options: Any) -> frozenset[str]:
 
 def _arguments_of(part: Any) -> frozenset[str]:
   """Returns the names of a factory's arguments."""
-  return frozenset(inspect.signature(part).parameters)
+  return frozenset(inspect.signature(part).parameters if callable(part) else ())
 
 
 def _make(kind: str, name: str, options: Any, **more: Any) -> Any:
@@ -157,7 +160,7 @@ def _codec(
         )
     return None
   # Random entries must not be scaled up where a feedback keeps the rest.
-  kept = feedback is not None and feedback.keeps_rest
+  kept = getattr(feedback, "keeps_rest", False)
   return _make("codecs", name, options, scaled=not kept)
 
 

@@ -178,7 +178,7 @@ def with_driver(options: Any) -> Any:
   return options
 
 
-def _check_need(options: Any, name: str, need: str, *values: str) -> None:
+def _check_need(options: Any, name: str, need: str, *values: Any) -> None:
   if not hasattr(options, need):
     return  # A group of options can also be part of a command without it.
   if need == "protocol" and getattr(options, "elastic", False):
@@ -187,9 +187,11 @@ def _check_need(options: Any, name: str, need: str, *values: str) -> None:
   # Without values any value will do, as for `--stages`.
   if found in values or (not values and found is not None):
     return
-  where = f"without `{' '.join([word(need), *values[:1]])}`"
+  where = f"without `{' '.join([word(need), *map(str, values[:1])])}`"
   if need == "action":
     where = f"of `jdist pipeline {found}`"
+  elif None in values:
+    where = f"with `{word(need)}`"
   check_left_out(options, (name,), where)
 
 

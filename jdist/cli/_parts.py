@@ -79,12 +79,13 @@ def _registry(kind: str) -> dict[str, Any]:
 
 
 def _add(kind: str, name: str, part: Any) -> None:
-  room, _, entry = _REGISTRIES[kind]
+  room, registry, entry = _REGISTRIES[kind]
   wanted = getattr(importlib.import_module(f"jdist.{room}"), entry or "__doc__")
-  if entry and not isinstance(part, wanted):
+  fits = registry == "PARTS" or callable(part)
+  if not (isinstance(part, wanted) if entry else fits):
+    kinds = f"a `{room}.{entry}`" if entry else "callable"
     raise ValueError(
-      f"{name!r} of {kind} must be a `{room}.{entry}`, got "
-      f"{type(part).__name__}."
+      f"{name!r} of {kind} must be {kinds}, got {type(part).__name__}."
     )
   if _registry(kind).setdefault(name, part) is not part:
     raise ValueError(

@@ -12,7 +12,6 @@ from typing import Any
 from jdist import checks, signatures
 from jdist.cluster import _links, _node, _profile
 
-_TOP = ("server", "nodes", "links", "profile")
 # Numbers of a table, and then its other keys.
 _NODE = ("count", "speed", "jitter", "memory_gb"), (
   "name", "slowdowns", "outages",
@@ -187,7 +186,7 @@ def load_cluster(
 
 
 def _read(found: Mapping[str, Any]) -> tuple[Cluster, _profile.Profile | None]:
-  _check("the file", found, (), _TOP)
+  _check("the file", found, (), ("server", "nodes", "links", "profile"))
   tables = found.get("nodes", [])
   if not isinstance(tables, list) or not tables:
     raise ValueError("`nodes` must be one [[nodes]] table at least.")

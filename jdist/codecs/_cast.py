@@ -10,8 +10,6 @@ import numpy as np
 from jdist import checks
 from jdist.codecs import _blocks, _codec, _random
 
-_DTYPES = ("bfloat16", "float16")
-
 
 @dataclasses.dataclass(frozen=True)
 class Cast(_random.Rounding):
@@ -55,7 +53,7 @@ class Cast(_random.Rounding):
   linear: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
-    checks.check_choice("dtype", self.dtype, _DTYPES)
+    checks.check_choice("dtype", self.dtype, ("bfloat16", "float16"))
     self._check_rounding()
     if self.rounding == "stochastic" and self.dtype != "bfloat16":
       raise ValueError(

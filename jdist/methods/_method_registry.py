@@ -12,12 +12,6 @@ from jdist.methods import (
 )
 
 
-def _one_bit_warmup(run: _method.Run) -> int:
-  # The paper takes 15 to 20 % of the run.  The variance must not be frozen
-  # while the learning rate still rises.
-  return max(1, run.warmup_steps, run.num_steps // 6)
-
-
 def _rate_with_momentum(run: _method.Run) -> optax.Schedule:
   # A momentum m makes progress up to 1 / (1 - m) times longer, and control
   # variates, which are progress per rate, would grow by the same factor.
@@ -107,7 +101,9 @@ registry: dict[str, _method.Method] = {  # Every method by its name.
     "Adam, then the signs of its momentum",
     _compressed_gradients.one_bit_adam,
     {
-      "warmup_steps": _one_bit_warmup,
+      # The paper takes 15 to 20 % of the run.  The variance must not be frozen
+      # while the learning rate still rises.
+      "warmup_steps": lambda run: max(1, run.warmup_steps, run.num_steps // 6),
       "weight_decay": lambda run: run.weight_decay,
     },
   ),

@@ -30,8 +30,6 @@ _PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
   "resnet18": (_NARROW | {"shortcut_size": 3}, 10),
   "resnet34": (_NARROW | {"shortcut_size": 3}, 16), "resnet50": (_NARROW, 23),
 }  # fmt: skip
-_GRAY = (28, 28, 1)
-_COLOR = (32, 32, 3)
 PUBLISHED = tuple(_PUBLISHED)  # The networks with a published cut.
 
 
@@ -323,7 +321,7 @@ def published_model(
       "forms with `jdist.models.build`."
     )
   if input_shape is None:
-    input_shape = _GRAY if name == "lenet" else _COLOR
+    input_shape = (28, 28, 1) if name == "lenet" else (32, 32, 3)
   return models.build(
     name, input_shape=input_shape, num_classes=num_classes, **fixed, **options
   )

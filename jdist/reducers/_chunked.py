@@ -13,7 +13,6 @@ from jdist import checks, collectives
 from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
-_MEBIBYTE = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Chunked(_reducer.Reducer):
   """
 
   reducer: _reducer.Reducer
-  max_bytes: int = 4 * _MEBIBYTE
+  max_bytes: int = 4 * 2**20
   multiple: int = 1
 
   def __post_init__(self) -> None:

@@ -373,7 +373,7 @@ class Checkpoints:
     # One program for all shared leaves, because each compiles for a while.
     spread = self._workers.replicate(
       [arrays[f"{i:05d}"] for i in once],
-      [_spec_within_worker(leaves[i]) for i in once],
+      self._workers.specs([leaves[i] for i in once]),
     )
     for i, value in zip(once, spread, strict=True):
       values[i] = value
@@ -429,9 +429,3 @@ def _spans_hosts(workers: collectives.Workers) -> bool:
   dim = workers.mesh.axis_names.index(workers.mesh_axis)
   rows = np.moveaxis(workers.mesh.devices, dim, 0)
   return any(len({d.process_index for d in np.ravel(row)}) > 1 for row in rows)
-
-
-def _spec_within_worker(leaf: jax.Array) -> jax.sharding.PartitionSpec:
-  """Returns the partition of a leaf `[workers, ...]` without its first axis."""
-  spec = getattr(leaf.sharding, "spec", ())
-  return jax.sharding.PartitionSpec(*tuple(spec)[1:])

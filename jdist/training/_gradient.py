@@ -140,7 +140,9 @@ def _accumulated(
     (loss, (model_state, metrics)), grads = differentiate(
       params, model_state, part, jax.random.fold_in(key, number)
     )
-    found = _wide((loss, metrics, grads))
+    found = jax.tree.map(
+      lambda x: x.astype(_wide_dtype(x.dtype)), (loss, metrics, grads)
+    )
     if weighted:
       # A mean over all samples weights each micro-batch by its own samples.
       count = weight(part)
@@ -184,7 +186,3 @@ def _wide_dtype(dtype: Any) -> Any:
   # Metrics may be counts, whose mean is a float.
   is_inexact = jnp.issubdtype(dtype, jnp.inexact)
   return states.wide_dtype(dtype) if is_inexact else jnp.float32
-
-
-def _wide(tree: PyTree) -> PyTree:
-  return jax.tree.map(lambda x: x.astype(_wide_dtype(x.dtype)), tree)

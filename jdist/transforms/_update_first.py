@@ -12,7 +12,6 @@ from jdist.transforms import _averaging, _control, _shared
 from jdist.transforms.local import _anchor
 
 PyTree = Any
-_MEBIBYTE = 2**20
 
 
 @states.declare(
@@ -61,7 +60,7 @@ def update_first(
   optimizer: optax.GradientTransformation,
   *,
   axis: collectives.Axis,
-  max_bytes: int = 4 * _MEBIBYTE,
+  max_bytes: int = 4 * 2**20,
   in_flight: int = 1,
   order: collectives.Order = "front_first",
   scatter: bool = False,

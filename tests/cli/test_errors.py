@@ -114,6 +114,34 @@ _BAD = [
     "msdpu, streaming_diloco; `--codec`, got int4, is used by ssgd, local_sgd",
   ),
   ("train --method diloco --feedback error", "`--codec` must be given with"),
+  ("train --optimizer adamw --momentum 0.5", "`--momentum` must be left out"),
+  ("train --checkpoint-every-epochs 1", "without `--checkpoints`, got 1.0"),
+  ("train --steps 9 --epochs 3", "`--epochs` must be left out with `--steps`"),
+  (
+    "train --method local_sgd --growth-start 0.5",
+    "`--growth-start` must be left out for local_sgd, which does not use it: "
+    "`--growth-start`, got 0.5, is used by msdpu, and others with "
+    "`--interval-policy growth`.",
+  ),
+  (
+    "train --interval-policy qsr --growth-start 0.5",
+    "`--growth-start` must be left out for msdpu",
+  ),
+  (
+    "compare --learning-rate 0.1 --tuning-seeds 7",
+    "`--tuning-seeds` must be left out with one `--learning-rate`, got 7",
+  ),
+  ("bytes --methods ssgd --cut 2", "`--cut` must be left out without mp2"),
+  (
+    "launch --print mpi --claim x -- train --checkpoints x",
+    "`--claim` must be left out without `--print kubernetes`, got x",
+  ),
+  ("train --codec int4 --feedback os:sep", "`feedback` must be"),
+  ("train --outer os:path", "`rule` must be a sync rule"),
+  (
+    "simulate x.toml --protocols os:path",
+    "'os:path' of protocols must be callable, got module",
+  ),
   ("train --reducer gather", "`--codec` must be given with `--reducer gather`"),
   (
     "train --codec int4 --reducer power_sgd",

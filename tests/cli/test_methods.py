@@ -24,7 +24,7 @@ _SHAPES = {"a": (3,), "b": (2, 2), "c": (), "d": (5,)}
 
 
 _MEAN = {"codec", "feedback", "reducer"}
-_ROUNDS = {"interval", "interval_policy", "growth_start"}
+_ROUNDS = {"interval", "interval_policy"}
 _LATE = {"overlap", "delay_steps"}
 _NESTEROV = {"outer_learning_rate", "outer_momentum"}
 # These methods have no rounds, so an interval changes nothing.
@@ -83,11 +83,16 @@ def test_workers_that_never_average_are_no_method():
     ),
     ("cocod", {}, {"stream", *_MEAN, *_ROUNDS}),
     (
+      "cocod",
+      {"interval_policy": "growth"},
+      {"growth_start", "stream", *_MEAN, *_ROUNDS},
+    ),
+    (
       "msdpu",
       {"outer": "sgd"},
       {
         "correction", "carry", "stream", "delay_steps", "outer",
-        "outer_learning_rate", *_MEAN, *_ROUNDS,
+        "outer_learning_rate", "growth_start", *_MEAN, *_ROUNDS,
       },
     ),
     ("mp2", {}, {"predictor", *_MEAN}),

@@ -11,7 +11,6 @@ from jdist.cli import _commands, _options
 from jdist.cli.launch import _local_run
 from jdist.cli.servers import _protocols
 
-_TEMPLATES = pathlib.Path(__file__).parent / "templates"
 _PORT = 29400
 _MOUNTED = "/etc/jdist/cluster.toml"
 
@@ -110,7 +109,7 @@ def _file(options: _commands.Launch) -> str:
 
 def _fill(template: str, options: _commands.Launch, **values: str) -> str:
   """Returns a template with values in the places of their names, as @name@."""
-  text = (_TEMPLATES / template).read_text()
+  text = (pathlib.Path(__file__).parent / "templates" / template).read_text()
   # Every string of JSON is also a string of YAML, whatever it contains.
   assert options.train is not None
   values |= {

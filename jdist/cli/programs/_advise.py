@@ -23,7 +23,6 @@ _CHOICES: tuple[tuple[str, dict[str, Any]], ...] = (
   ("local_sgd", {}), ("diloco", _INT4), ("msdpu", _STREAMED),
   ("msdpu", _STREAMED | _INT4),
 )  # fmt: skip
-_UTILIZATIONS = (0.5, 0.75, 0.9, 0.95, 0.99)
 
 
 def advise(options: _commands.Advise) -> None:
@@ -181,7 +180,7 @@ def _rates(found: advice.Advice) -> Any:
     return _megabits(found.rate_for(name, part))
 
   columns: dict[str, Callable[[str], str]] = {"method": str}
-  for part in _UTILIZATIONS:
+  for part in (0.5, 0.75, 0.9, 0.95, 0.99):
     columns[f"{100 * part:g} %"] = functools.partial(rate, part)
   return _output.table(
     "Mbit/s at which so much of a step is the model's own computation",

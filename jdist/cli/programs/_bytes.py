@@ -37,6 +37,8 @@ def count(options: _commands.Bytes) -> None:
   names = tuple(name for name in models.MODELS if name != "transformer")
   _options.check_name("--model", options.model, names)
   _methods.check("--methods", _methods.common(options), options.methods)
+  if _methods.TRAINED not in options.methods:
+    _options.check_left_out(options, ("cut",), f"without {_methods.TRAINED}")
   collectives.make_cpu_devices(options.workers)
   model, _ = _overlap_inputs.image_model(options.model)
   found = [

@@ -14,7 +14,6 @@ from jdist import channel, checks, cluster, training
 from jdist.cli import _groups
 from jdist.storage import sealed_json
 
-_HERE = pathlib.Path(__file__).parent
 STATUS = "status.json"
 # The entries of a curve, with the words of their axes.
 _ACROSS = {
@@ -108,7 +107,7 @@ def vega() -> str:
 
 def _fill(template: str, **values: str) -> str:
   """Returns a template with values in the places of their names, as @name@."""
-  text = (_HERE / template).read_text()
+  text = (pathlib.Path(__file__).parent / template).read_text()
   return re.sub(r"@(\w+)@", lambda found: values[found[1]], text)
 
 
@@ -161,7 +160,12 @@ def _curves(rows: Sequence[dict[str, Any]], link: cluster.Link) -> str:
       points.append({
         "run": number,
         "method": methods.index(str(row.get("method"))),
-        **{x: _short(y) for x, y in every.items() if x in _ACROSS | _UP},
+        # As many digits as a picture can show.
+        **{
+          x: float(f"{y:.6g}") if isinstance(y, float) else y
+          for x, y in every.items()
+          if x in _ACROSS | _UP
+        },
       })  # fmt: skip
   up = [x for x in _UP.items() if any(x[0] in point for point in points)]
   if not up:
@@ -253,11 +257,6 @@ def _same(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _term(name: str, value: Any) -> str:
   return f"<dt>{name.replace('_', ' ')}</dt><dd>{_show(name, value)}</dd>"
-
-
-def _short(value: Any) -> Any:
-  """Returns a number with as many digits as a picture can show."""
-  return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _show(name: str, value: Any) -> str:

@@ -39,7 +39,6 @@ EXIT_STATUS = 75
 _GRACE_S = 8.0
 # The time in which a lost process is noticed after a collective has failed.
 _VERDICT_S = 5.0
-_CHUNK = 1 << 16
 
 
 class Lifeline:
@@ -366,7 +365,7 @@ def _relay(
 
   def copy(source: socket.socket, to: socket.socket, ends: bool) -> None:
     with contextlib.suppress(OSError):
-      while data := source.recv(_CHUNK):
+      while data := source.recv(1 << 16):
         to.sendall(data)
     if ends:
       for each in (own, other):

@@ -24,7 +24,6 @@ _NUMBERS = {
 # The order is that of an action's numbers.
 _COUNTED = ("num_stages", "num_microbatches", "num_iterations")
 _KEYS = ("name", *_NUMBERS, "weights")
-_TICKS = {Op.BACKWARD: 2, Op.UPDATE: 0}
 
 
 @signatures.checked
@@ -209,7 +208,7 @@ def draw_table(table: Table, *, max_ticks: int = 60) -> str:
 
 
 def _ticks(action: Action) -> float:
-  return _TICKS.get(action.op, 1)
+  return {Op.BACKWARD: 2, Op.UPDATE: 0}.get(action.op, 1)
 
 
 def _word(table: Table, action: Action) -> str:

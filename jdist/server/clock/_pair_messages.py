@@ -10,7 +10,6 @@ from jdist.server.gradients import _empty_gradient, _gradient_messages, _learner
 
 # A message's `more` and payload, as learners know them.
 Message = tuple[dict[str, Any], Any]
-_NOTHING: Message = ({}, None)
 
 
 class _Replay(_empty_gradient.EmptyServer):
@@ -78,7 +77,7 @@ class PairMessages:
 
   def take_push(self, task: int) -> Message:
     """Returns a push that the server receives."""
-    return self._pushed.pop(task, _NOTHING)
+    return self._pushed.pop(task, ({}, None))
 
   def clear(self, name: str) -> None:
     """Drops all messages of a machine that has failed."""

@@ -22,7 +22,6 @@ from jdist.transforms.local import _anchor
 PyTree = Any
 # A `SyncState`, whose module imports this one.
 SyncState = Any
-_MEBIBYTE = 2**20
 # The usual numbers of steps in which a message is sent divide it.
 _USUAL_STEPS = 16
 
@@ -45,7 +44,7 @@ class Stream:
   (2, 1000)
   """
 
-  max_bytes: int = 4 * _MEBIBYTE
+  max_bytes: int = 4 * 2**20
   specs: PyTree = None
 
   def __post_init__(self) -> None:
