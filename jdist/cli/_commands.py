@@ -318,6 +318,9 @@ class Pipeline:
   """For simulate: bytes of a micro-batch that a stage sends in each
   direction."""
 
+  edge_codec: _groups.Part = option(None, needs=_TIMED)
+  """For simulate and plan: encoding of these messages, as float32."""
+
   parameter_bytes: float = option(0.0, within=NOT_NEGATIVE, needs=_SIMULATE)
   """For simulate: bytes of a stage's parameters."""
 

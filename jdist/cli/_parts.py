@@ -24,6 +24,7 @@ _NAMED = {
   "protocols": "protocols", "table": "tables", "tables": "tables",
   "model": "models", "dataset": "datasets", "codec": "codecs",
   "reducer": "reducers", "feedback": "feedbacks", "outer": "rules",
+  "edge_codec": "codecs",
 }  # fmt: skip
 _WORDS = {"reducers": ("gather", "all_to_all"), "feedbacks": ("none",)}
 

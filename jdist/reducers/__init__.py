@@ -18,6 +18,7 @@ from jdist.reducers._feedback import ErrorFeedback as ErrorFeedback
 from jdist.reducers._feedback import Feedback as Feedback
 from jdist.reducers._hierarchical import Hierarchical as Hierarchical
 from jdist.reducers._majority_vote import MajorityVote as MajorityVote
+from jdist.reducers._message_codec import MessageCodec as MessageCodec
 from jdist.reducers._momentum_feedback import (
   MomentumCorrection as MomentumCorrection,
 )

@@ -1,5 +1,6 @@
 """Parameter servers: protocols as data, and their drivers."""
 
+from jdist.reducers import MessageCodec as MessageCodec
 from jdist.server._allocation import FixedBatches as FixedBatches
 from jdist.server._allocation import SpeedBatches as SpeedBatches
 from jdist.server._asynchronous import ASP as ASP
@@ -8,7 +9,6 @@ from jdist.server._asynchronous import NSoftsync as NSoftsync
 from jdist.server._asynchronous import Ringmaster as Ringmaster
 from jdist.server._asynchronous import SSP as SSP
 from jdist.server._bsp import BSP as BSP
-from jdist.server._message_codec import MessageCodec as MessageCodec
 from jdist.server._messages import Action as Action
 from jdist.server._messages import Apply as Apply
 from jdist.server._messages import Discard as Discard

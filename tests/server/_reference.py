@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import server
-from jdist.server import _message_codec
+from jdist.reducers import _message_codec
 
 ROWS = np.random.default_rng(0).normal(size=(64, 9)).astype(np.float32)
 RATE, MOMENTUM = 0.05, 0.9

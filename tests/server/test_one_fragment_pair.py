@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from jdist import cluster, codecs, reducers, server
-from jdist.server import _message_codec
+from jdist.reducers import _message_codec
 from tests.server import _fragment_pair, _live_runs, _reference
 from tests.server import test_one_pair as pair
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist import cluster, models, pipeline, training
-from jdist.cli import _commands, _output
+from jdist.cli import _commands, _methods, _output
 from jdist.cli.pipelines import _tables
 
 _COSTS = ("forward_s", "backward_s", "parameter_bytes", "saved_bytes")
@@ -90,6 +90,7 @@ def _simulate(
       dataclasses.asdict(options), 0, table=table.name,
       iteration_s=times.iteration_s, makespan_s=times.makespan_s,
       bubble=times.bubble, utilisation=times.utilisation,
+      edge_bytes=times.edge_bytes,
       memory_bytes=times.memory_bytes, link_use=dict(times.link_use),
     )  # fmt: skip
     training.append_rows(output / "rows.jsonl", [row])
@@ -118,8 +119,18 @@ def _times(
   else:
     costs = pipeline.load_costs(options.costs)
   return pipeline.simulate(
-    table, costs, machines, optimizer_copies=options.optimizer_copies
+    table,
+    _coded(costs, options),
+    machines,
+    optimizer_copies=options.optimizer_copies,
   )
+
+
+def _coded(
+  costs: list[pipeline.LayerCost], options: _commands.Pipeline
+) -> list[pipeline.LayerCost]:
+  message = _methods.edges(options)
+  return costs if message is None else [x.coded(message.codec) for x in costs]
 
 
 def _grid(found: list[tuple[pipeline.Table, pipeline.PipelineTimes]]) -> Any:
@@ -138,12 +149,17 @@ def _grid(found: list[tuple[pipeline.Table, pipeline.PipelineTimes]]) -> Any:
     "link %": lambda _, times: (
       f"{100 * max(times.link_use.values(), default=0.0):.1f}"
     ),
+    "edge MB": lambda _, times: f"{max(times.edge_bytes, default=0) / 1e6:.4g}",
+    "edge s": lambda _, times: (
+      f"{max(times.link_use.values(), default=0.0) * times.iteration_s:.4g}"
+    ),
   }
   return _output.table(
     "Tables on a virtual clock, a process for each device",
     "An iteration of M micro-batches: from one update to the next while the "
     "pipeline is full. Busy: mean and least over devices, of that time. "
-    "Memory: the most of any device. Link: the busiest.",
+    "Memory: the most of any device. Link: the busiest. Edge: the "
+    "most bytes, and the busiest link's seconds, of an iteration.",
     columns,
     found,
   )
@@ -159,7 +175,7 @@ def _plan(options: _commands.Pipeline) -> None:
   costs, input_bytes = _costs(options)
   machines = _tables.machines(options, options.stages or 4)
   best, found = pipeline.plan(
-    costs, machines, options.batch_size, samples=options.samples,
+    _coded(costs, options), machines, options.batch_size, samples=options.samples,
     tables=options.tables or None, num_microbatches=_one(options.microbatches),
     num_stages=_one(options.stages), windows=_one(options.window),
     max_delay=options.max_delay, optimizer_copies=options.optimizer_copies,
@@ -178,20 +194,23 @@ def _plan(options: _commands.Pipeline) -> None:
   console.print(_stages(best, machines))
   console.print(_candidates(found))
   _output.finish(output, options, timelines=True)
-  print(_command(best, found, output / "table.txt"))
+  print(_command(best, found, output / "table.txt", options.edge_codec))
 
 
 def _command(
   best: pipeline.Candidate,
   found: Sequence[pipeline.Candidate],
   path: pathlib.Path,
+  codec: str | None,
 ) -> str:
   """Returns the commands that train with the best table of each runtime."""
   assert best.made is not None
-  train = "  jdist train --stages"
+  train, coded = "  jdist train --stages", ""
+  if codec is not None:
+    coded = f" --edge-codec {codec}"
   lines = [
     f"Table: {path}. The times are those of a process for each stage:",
-    f"{train} {best.num_stages} --table {path} --runtime processes",
+    f"{train} {best.num_stages} --table {path} --runtime processes{coded}",
   ]
   able = [x for x in found if x.times is not None and _one_program(x)]
   if able:
@@ -253,19 +272,22 @@ def _stages(best: pipeline.Candidate, machines: cluster.Cluster) -> Any:
   # has several stages on one.
   busy = dict(zip(best.nodes, best.times.utilisation, strict=False))
   memory = dict(zip(best.nodes, best.times.memory_bytes, strict=False))
+  times = pipeline.stage_times(best.plan, machines)
   columns: dict[str, Callable[[int, Any], str]] = {
     "stage": lambda number, _: str(number),
     "layers": lambda _, x: x[0].name,
     "machine": lambda _, x: x[1],
     "seconds": lambda _, x: f"{x[0].compute_s:.4g}",
-    "out MB": lambda _, x: f"{x[0].output_bytes / 1e6:.4g}",
+    "sent MB": lambda _, x: f"{x[0].sent_bytes / 1e6:.4g}",
+    "sent s": lambda number, _: f"{times[number].send:.4g}",
     "busy %": lambda _, x: f"{100 * busy[x[1]]:.1f}",
     "memory MB": lambda _, x: f"{memory[x[1]] / 1e6:.4g}",
     "of MB": lambda _, x: f"{machines.node(x[1]).memory_bytes / 1e6:.4g}",
   }
   return _output.table(
     _title(best),
-    "Seconds of both passes of a micro-batch at speed 1. Cut at layers "
+    "Seconds of both passes of a micro-batch at speed 1, and of a message to "
+    "the next stage or back. Cut at layers "
     f"{' '.join(map(str, best.plan.cuts)) or '-'}.",
     columns,
     enumerate(zip(best.plan.stages, best.plan.nodes, strict=True)),

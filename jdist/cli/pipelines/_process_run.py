@@ -123,6 +123,7 @@ class _Run:
     self._process = pipeline.StageProcess(
       stages, training.label_loss, table, microbatch,
       peers=_connect(options, stack), inputs=workload.inputs(),
+      edges=_methods.edges(options),
     )  # fmt: skip
     self._peers, self._options = self._process.peers, options
     self._identity = _options.identity(options, _workload.ELSEWHERE)
@@ -185,8 +186,8 @@ class _Run:
     record = training.Record(
       step=state.step,
       rounds=state.step,
-      # Messages between the stages of one worker do not count.
-      sent_bytes=0.0,
+      # A single worker sends nothing else.
+      sent_bytes=float(state.step * self._process.edge_bytes),
       train_loss=float(np.mean(self._losses)),
       metrics=metrics,
       train_s=self._train_s,

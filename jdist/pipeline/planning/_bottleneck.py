@@ -78,7 +78,7 @@ class Chain:
       [np.zeros((1, 3)), np.cumsum(np.array(sums), axis=0)]
     ).T
     # The bytes that cross a cut at each position.
-    self.sent = np.array([0.0] + [x.output_bytes for x in self.costs])
+    self.sent = np.array([0.0] + [x.sent_bytes for x in self.costs])
     self._input = self.sent.copy()
     self._input[0] = self.footprint.input_bytes
     size = len(self.costs) + 1

@@ -119,7 +119,7 @@ def stage_times(
     send = 0.0
     if i + 1 < found.num_stages:
       way = name, found.nodes[i + 1]
-      send = cost.output_bytes * routes.byte_s(*way) + routes.latency_s(*way)
+      send = cost.sent_bytes * routes.byte_s(*way) + routes.latency_s(*way)
     speed = machines.node(name).speed
     assert cost.weight_s is not None
     backward = cost.input_s if split else cost.backward_s

@@ -6,7 +6,9 @@ import pathlib
 import tomllib
 from collections.abc import Iterable
 
-from jdist import checks, signatures
+import jax
+
+from jdist import checks, codecs, signatures
 
 
 @signatures.checked
@@ -24,7 +26,8 @@ class LayerCost:
       zero-bubble table runs separately.  The default is half of it.
     update_s: The seconds of the optimizer's step, once an iteration.
     parameter_bytes: The bytes of the parameters.
-    output_bytes: The bytes sent to the next layer, and back as a gradient.
+    output_bytes: The bytes of the output, and of its gradient.
+    sent_bytes: The bytes of either as a message.  The default is all of them.
     saved_bytes: The bytes that the forward pass saves for the backward pass,
       including the input.
     working_bytes: Further bytes that a pass needs until its end.
@@ -41,6 +44,7 @@ class LayerCost:
   update_s: float = 0.0
   parameter_bytes: float = 0.0
   output_bytes: float = 0.0
+  sent_bytes: float | None = None
   saved_bytes: float = 0.0
   working_bytes: float = 0.0
 
@@ -48,6 +52,8 @@ class LayerCost:
     # In dense layers both gradients are products of the same size.
     if self.weight_s is None:
       object.__setattr__(self, "weight_s", self.backward_s / 2)
+    if self.sent_bytes is None:
+      object.__setattr__(self, "sent_bytes", self.output_bytes)
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       if field.name != "name" and not 0 <= value < math.inf:
@@ -84,6 +90,18 @@ class LayerCost:
     scaled = {name: getattr(self, name) * factor for name in names}
     return dataclasses.replace(self, **scaled)
 
+  def coded(self, codec: codecs.Codec) -> "LayerCost":
+    """Returns the cost where a codec sends outputs and gradients.
+
+    Their entries are taken for float32, and encoding for free.
+
+    >>> LayerCost("a", output_bytes=2048).coded(codecs.Quantize(4)).sent_bytes
+    264.0
+    """
+    like = jax.ShapeDtypeStruct((round(self.output_bytes / 4),), "float32")
+    bits = codec.num_bits(like) if like.size else 0
+    return dataclasses.replace(self, sent_bytes=bits / 8)
+
   def recomputed(self, input_bytes: float) -> "LayerCost":
     """Returns the cost of a stage that keeps its input only and runs twice."""
     # What the first run would have saved exists during the second run alone.
@@ -109,11 +127,12 @@ def stage_cost(layers: Iterable[LayerCost], name: str = "stage") -> LayerCost:
   sums = {
     field.name: sum(getattr(layer, field.name) for layer in found)
     for field in dataclasses.fields(LayerCost)
-    if field.name not in ("name", "output_bytes", "working_bytes")
+    if field.name not in ("name", "output_bytes", "sent_bytes", "working_bytes")
   }
   return LayerCost(
     name,
     output_bytes=found[-1].output_bytes,
+    sent_bytes=found[-1].sent_bytes,
     working_bytes=max(layer.working_bytes for layer in found),
     **sums,
   )

@@ -24,6 +24,8 @@ class PipelineTimes:
       parameters, the optimizer's state, gradients, live micro-batches, and the
       needs of a pass.
     link_use: The part of the time for which each direction of a link was busy.
+    edge_bytes: The bytes of an iteration's outputs that each stage sends to
+      another device, and receives again as gradients.
     ends_s: The end of each iteration.
     starts_s: The start of each action.
     trace: The whole run, to draw.
@@ -34,6 +36,7 @@ class PipelineTimes:
   busy_s: tuple[float, ...]
   memory_bytes: tuple[float, ...]
   link_use: Mapping[str, float]
+  edge_bytes: tuple[float, ...]
   ends_s: tuple[float, ...]
   starts_s: Mapping[Action, float] = dataclasses.field(repr=False)
   trace: cluster.Trace = dataclasses.field(repr=False)
@@ -100,13 +103,18 @@ def simulate(
       ends[action.iteration] = max(ends[action.iteration], end)
     busy[table.device_of[action.stage]] += end - start
   makespan = max(run.ends.values())
-  uses = run.trace.utilisation().items()
+  ways, uses = table.device_of, run.trace.utilisation().items()
   return PipelineTimes(
     makespan_s=makespan,
     iteration_s=_steady_s(ends, table.window),
     busy_s=tuple(busy),
     memory_bytes=_memory(table, costs, report, optimizer_copies),
     link_use={name: use for name, use in uses if name not in names},
+    edge_bytes=tuple(
+      table.num_microbatches * cost.sent_bytes
+      for cost, one, other in zip(costs, ways, ways[1:], strict=False)
+      if one != other
+    ),
     ends_s=tuple(ends),
     starts_s=run.starts,
     trace=run.trace,
@@ -222,7 +230,7 @@ class _Run:
     # A gradient is as large as the output whose gradient it is.
     cost = self._costs[action.stage if forward else target.stage]
     event: Any = self._network.send(
-      self._names[device], other, cost.output_bytes, name=str(action),
+      self._names[device], other, cost.sent_bytes, name=str(action),
       kind="activation" if forward else "gradient",
     )  # fmt: skip
     event.callbacks.append(lambda _: self._receive(action))

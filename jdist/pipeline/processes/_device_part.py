@@ -25,6 +25,7 @@ class ProcessState(NamedTuple):
     opt_state: The optimizer's state, likewise.
     model_state: The model's state, likewise.
     key: The run's random key, uint32 [2].
+    edges: The state of coded messages, by the stage that sends them.
   """
 
   step: int
@@ -32,6 +33,7 @@ class ProcessState(NamedTuple):
   opt_state: dict[int, PyTree]
   model_state: dict[int, PyTree]
   key: np.ndarray
+  edges: dict[int, PyTree] = {}  # noqa: RUF012
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,7 @@ class DevicePart:
     tied: The parameters that several stages share, by path.
     peers: The other processes.
     team: The workers whose models the stages belong to; None for one model.
+    edges: The codes between a stage and the next one, by the first's number.
   """
 
   model: _traced_model.TracedModel
@@ -55,6 +58,7 @@ class DevicePart:
   tied: Mapping[str, tuple[int, ...]]
   peers: _peers.Peers
   team: collectives.Workers | None = None
+  edges: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
   @functools.cached_property
   def versions(self) -> Versions:

@@ -72,8 +72,9 @@ def move_layers(
   if whole:
     opt_state |= _whole_state(state, before, after, fresh.opt_state)
   return state._replace(
-    params=params, opt_state=opt_state, model_state=model_state
-  )
+    params=params, opt_state=opt_state, model_state=model_state,
+    edges=fresh.edges,
+  )  # fmt: skip
 
 
 def _transfer(

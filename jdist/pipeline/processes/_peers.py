@@ -344,11 +344,16 @@ def _bytes(x: Any) -> memoryview:
   return array.reshape(-1).view(np.uint8).data
 
 
+def byte_sizes(like: Iterable[Any]) -> list[int]:
+  """Returns the bytes of each array as it is sent."""
+  return [math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in like]
+
+
 def _arrays(
   body: memoryview, like: Sequence[Any], source: int, tag: Tag
 ) -> list[np.ndarray]:
   # The bytes carry no types: the receiver knows what it must get.
-  sizes = [math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in like]
+  sizes = byte_sizes(like)
   if sum(sizes) != len(body):
     raise ValueError(
       f"Device {source} has sent {len(body)} bytes where {sum(sizes)} were "

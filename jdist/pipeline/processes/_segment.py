@@ -61,6 +61,7 @@ class Segment:
     self._saved: dict[tuple[int, int, int], tuple[list[Any], Any]] = {}
     self._stashed: dict[tuple[int, int, int], Any] = {}
     self._local: dict[_peers.Tag, Any] = {}
+    self._edges = {s: dict(x) for s, x in state.edges.items()}
     self._metrics: dict[tuple[int, int], dict[str, jax.Array]] = {}
     self._last_read = self._last_reads()
     leading = 1 + len(part.front)
@@ -94,6 +95,7 @@ class Segment:
       params=self._updates.params,
       opt_state=self._updates.opt_state,
       model_state=self._model_state,
+      edges=self._edges,
     )
     return state, metrics
 
@@ -172,8 +174,12 @@ class Segment:
     # A message between two stages of one device stays where it is.
     if device == self._part.device:
       self._local[tag] = value
-    else:
-      self._part.peers.send(device, tag, jax.tree.leaves(value))
+      return
+    edge, sends, leaves = *self._edge(kind, stage), jax.tree.leaves(value)
+    if edge is not None:
+      state, batch = self._edges[action.stage], self._microbatch(action)
+      leaves = edge.encode(sends, value, state, batch)
+    self._part.peers.send(device, tag, leaves)
 
   def _take(
     self, kind: _peers.Kind, source: int, action: Action, like: Any
@@ -182,8 +188,24 @@ class Segment:
     device = self._table.device_of[source]
     if device == self._part.device:
       return self._local.pop(tag)
-    leaves = self._part.peers.receive(device, tag, jax.tree.leaves(like))
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    edge, _ = self._edge(kind, action.stage)
+    wanted = like if edge is None else self._part.like(edge.kinds)
+    leaves = self._part.peers.receive(device, tag, jax.tree.leaves(wanted))
+    if edge is None:
+      return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    state, batch = self._edges[action.stage], self._microbatch(action)
+    sends = "gradient" if kind == _OUTPUT else "output"
+    return edge.decode(sends, leaves, state, batch)
+
+  def _microbatch(self, action: Action) -> PyTree:
+    batch = self._batches[action.iteration]
+    return jax.tree.map(lambda x: x[action.microbatch], batch)
+
+  def _edge(self, kind: _peers.Kind, stage: int) -> tuple[Any, str]:
+    """Returns the code of messages for a stage, and what its sender sends."""
+    if kind == _OUTPUT:
+      return self._part.edges.get(stage - 1), "output"
+    return self._part.edges.get(stage), "gradient"
 
   def _tag(self, kind: _peers.Kind, stage: int, action: Action) -> _peers.Tag:
     iteration = self._state.step + action.iteration
@@ -198,9 +220,9 @@ class Segment:
     """Returns the arguments of an action's forward pass."""
     _, stage, microbatch, iteration = action
     version = self._part.versions.read[action]
-    batch = jax.tree.map(lambda x: x[microbatch], self._batches[iteration])
     step, count = self._state.step + iteration, self._table.num_microbatches
     key = _microbatch_key(self._key, step, self._workers, microbatch, count)
+    batch = self._microbatch(action)
     return self._params[stage][version], x, state, batch, key
 
   def _total(self, action: Action) -> PyTree:

@@ -109,13 +109,15 @@ def restore_stages(
     target = _folder(directory, step, stage)
     arrays, _ = array_files.load_arrays(target, what=_WHAT)
     parts[stage] = array_files.tree_of(arrays, _part(like, stage))
-  params, opt_state, model_state = (
+  params, opt_state, model_state, edges = (
     {s: found[name] for s, found in parts.items()}
-    for name in ("params", "opt_state", "model_state")
+    for name in ("params", "opt_state", "model_state", "edges")
   )
   # The key belongs to the run and is stored with each stage.
   key = np.asarray(next(iter(parts.values()))["key"])
-  return _device_part.ProcessState(step, params, opt_state, model_state, key)
+  return _device_part.ProcessState(
+    step, params, opt_state, model_state, key, edges
+  )
 
 
 def _steps(directory: str | os.PathLike[str]) -> list[int]:
@@ -169,4 +171,5 @@ def _part(state: _device_part.ProcessState, stage: int) -> dict[str, PyTree]:
     "opt_state": state.opt_state[stage],
     "model_state": state.model_state[stage],
     "key": jnp.asarray(state.key),
+    "edges": state.edges.get(stage, {}),
   }

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, cluster, collectives, signatures
+from jdist import checks, cluster, collectives, reducers, signatures
 from jdist.pipeline.processes import (
   _device_part,
   _peers,
@@ -73,6 +73,8 @@ class StageProcess:
     clip_norm: float | None = None,
     timeline: bool = False,
     team: collectives.Workers | None = None,
+    edges: reducers.MessageCodec | None = None,
+    edge_samples: tuple[str, int] | None = None,
   ):
     """Traces the stages' shapes and compares them with the other processes'.
 
@@ -98,6 +100,12 @@ class StageProcess:
         process, where they communicate, and codecs see the stage's own leaves.
         Arrays then begin with an axis of workers, and other axes of the mesh
         may split a stage.  Default: one model.
+      edges: The codec of outputs and gradients between processes, with the
+        feedback of each sender.  The default sends them as they are.
+      edge_samples: The key of the micro-batch with each sample's number, and
+        how many numbers there are, to send the change of an output since the
+        same sample's last message (AQ-SGD).  Both processes at an edge then
+        keep an output of each sample, in float32.
 
     Raises:
       ValueError: If an argument is out of its range, the table cannot run or
@@ -116,8 +124,9 @@ class StageProcess:
         f"devices, this one among them, got {self.peers.num_devices}."
       )
     self.table, self.stages = table, model.stages
+    self._coded = edges, edge_samples
     self._part = _stage_program.make_part(
-      model, table, self.peers, recompute, team
+      model, table, self.peers, recompute, team, edges, edge_samples
     )
     self._timeline: list[tuple[int, float, float]] | None = (
       [] if timeline else None
@@ -136,6 +145,18 @@ class StageProcess:
       f"StageProcess({self.table.name}: device {self._part.device} of "
       f"{len(self.table.devices)}, stages {stages})"
     )
+
+  @property
+  def edge_bytes(self) -> int:
+    """The bytes that all processes send in an iteration's passes."""
+    device_of, part = self.table.device_of, self._part
+    sent = [
+      part.like(part.edges[s].kinds if s in part.edges else like)
+      for s, like in enumerate(part.model.between)
+      if device_of[s] != device_of[s + 1]
+    ]
+    one_way = sum(_peers.byte_sizes(jax.tree.leaves(sent)))
+    return 2 * self.table.num_microbatches * one_way
 
   def init_state(
     self,
@@ -200,7 +221,13 @@ class StageProcess:
       opt_state = {s: updates.init(own[s]) for s in own}
     states = {s: part(model_state, x.state) for s, x in held.items()}
     key = np.asarray(jax.random.key_data(jax.random.key(seed)))
-    return _device_part.ProcessState(0, own, opt_state, states, key)
+    coded: dict[int, PyTree] = {s: {} for s in own}
+    for s, edge in self._part.edges.items():
+      for stage, sends in ((s, "output"), (s + 1, "gradient")):
+        if stage in own:
+          first = edge.init(sends, 2 * s + (sends == "output"))
+          coded[stage] |= first if team is None else team.replicate(first)
+    return _device_part.ProcessState(0, own, opt_state, states, key, coded)
 
   def save(
     self,
@@ -275,8 +302,8 @@ class StageProcess:
     a run without a flush many iterations in one table.
 
     Args:
-      state: The state from `init_state` or an earlier run.  Its optimizer
-        states are donated and must not be used again.
+      state: The state from `init_state` or an earlier run.  The states of its
+        optimizer and edges are donated and must not be used again.
       batches: The batch of each iteration, the same in all processes; samples
         are cut into micro-batches.
 
@@ -385,5 +412,6 @@ class StageProcess:
     self.peers.check_agreement(
       "Table, stages and micro-batch",
       f"{self.table} ({digest[:12]}), stages {names}, micro-batch and "
-      f"what stages pass on {shapes}, clip_norm {model.clip_norm}",
+      f"what stages pass on {shapes}, clip_norm {model.clip_norm}, edges "
+      f"{self._coded}",
     )

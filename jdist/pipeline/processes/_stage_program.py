@@ -7,8 +7,8 @@ from typing import Any, get_args, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist import checks, collectives, states
-from jdist.pipeline.processes import _device_part, _peers
+from jdist import checks, collectives, reducers, states
+from jdist.pipeline.processes import _device_part, _edges, _peers
 from jdist.pipeline.runtime import _stages, _traced_model
 from jdist.pipeline.runtime._split_backward import split_backward, SplitBackward
 from jdist.pipeline.schedule._checker import check_table
@@ -182,6 +182,8 @@ def make_part(
   peers: _peers.Peers,
   recompute: Recompute,
   team: collectives.Workers | None,
+  message: reducers.MessageCodec | None = None,
+  samples: tuple[str, int] | None = None,
 ) -> _device_part.DevicePart:
   """Checks a table and makes the programs of a process's stages."""
   check_table(table)
@@ -201,4 +203,12 @@ def make_part(
   programs = {s: StageProgram(model, s, recompute, jit) for s in own}
   for s in halves:
     programs[s].split()
-  return _device_part.DevicePart(model, table, own, programs, tied, peers, team)
+  edges = {
+    s: _edges.Edge(message, samples, like, model.microbatch, jit)
+    for s, like in enumerate(model.between)
+    # Messages between two stages of one device stay where they are.
+    if message is not None and table.device_of[s] != table.device_of[s + 1]
+  }
+  return _device_part.DevicePart(
+    model, table, own, programs, tied, peers, team, edges
+  )

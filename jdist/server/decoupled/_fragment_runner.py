@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, signatures, states, training, transforms
-from jdist.server import _message_codec
+from jdist import checks, reducers, signatures, states, training, transforms
 from jdist.server.gradients import _gradient_messages, _learner
 from jdist.server.gradients._merge import Pushed
 
@@ -95,7 +94,7 @@ class FragmentRunner:
     num_workers: int,
     sizes: Sequence[int] | None = None,
     fragments: transforms.Fragments = 1,
-    push_codec: _message_codec.MessageCodec | None = None,
+    push_codec: reducers.MessageCodec | None = None,
     model_state: signatures.Arrays = None,
     seed: signatures.Seed = 0,
     interval: signatures.PositiveInt = 1,

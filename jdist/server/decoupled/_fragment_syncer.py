@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import signatures, states, transforms
-from jdist.server import _message_codec, _messages
+from jdist import reducers, signatures, states, transforms
+from jdist.server import _messages
 from jdist.server.decoupled import _fragment_runner
 from jdist.server.gradients import (
   _gradient_messages,
@@ -65,7 +65,7 @@ class FragmentSyncer(_gradient_server.ServerLedger):
     workers: Sequence[_messages.Worker],
     outer: signatures.Optimizer | None = None,
     fragments: transforms.Fragments = 1,
-    push_codec: _message_codec.MessageCodec | None = None,
+    push_codec: reducers.MessageCodec | None = None,
     shared: bool = True,
     model_state: signatures.Arrays = None,
   ):

@@ -5,8 +5,8 @@ from typing import Any
 
 import optax
 
-from jdist import signatures
-from jdist.server import _message_codec, _messages
+from jdist import reducers, signatures
+from jdist.server import _messages
 from jdist.server.gradients import (
   _gradient_messages,
   _gradient_server,
@@ -37,7 +37,7 @@ class GradientLearner(_learner.Pair):
     samples: _learner.Samples,
     *,
     workers: Sequence[_messages.Worker],
-    push_codec: _message_codec.MessageCodec | None = None,
+    push_codec: reducers.MessageCodec | None = None,
     plans: _bit_plans.BitPlans | None = None,
     compensation: float = 0.0,
     model_state: signatures.Arrays = None,

@@ -9,15 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks, states, training
-from jdist.server import _message_codec
+from jdist import checks, reducers, states, training
 from jdist.server.gradients import _learner, _merge
 from jdist.server.gradients._merge import Pushed
 from jdist.server.h_ps import _bit_plans, _local_step, _plan_codecs
 
 PyTree = Any
 # None sends the arrays' own bytes.
-Codec = _message_codec.MessageCodec | None
+Codec = reducers.MessageCodec | None
 
 
 class MessagePlans(NamedTuple):
@@ -45,7 +44,7 @@ class MessagePlans(NamedTuple):
 
 
 def message_plans(
-  push_codec: _message_codec.MessageCodec | None = None,
+  push_codec: reducers.MessageCodec | None = None,
   plans: _bit_plans.BitPlans | None = None,
 ) -> MessagePlans:
   """Returns the codecs of a run's messages; without arguments all are exact.
@@ -62,7 +61,7 @@ def message_plans(
     checks.check_type(
       "push_codec",
       push_codec,
-      _message_codec.MessageCodec,
+      reducers.MessageCodec,
       "a `server.MessageCodec`",
     )
   if plans is None:
@@ -280,7 +279,7 @@ def receive_pull(codec: Codec) -> Callable[..., Any]:
 
 
 def _received(
-  codec: _message_codec.MessageCodec, message: PyTree, held: PyTree
+  codec: reducers.MessageCodec, message: PyTree, held: PyTree
 ) -> tuple[PyTree, PyTree]:
   payload, model_state = message
   change = codec.decode(payload, held)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import codecs, reducers, signatures
-from jdist.server import _message_codec
 from jdist.server.h_ps import _bit_plans
 
 PyTree = Any
@@ -17,7 +16,7 @@ _FEW = (16, 8, 4)
 
 def plan_codec(
   plans: _bit_plans.BitPlans, plan: int, *, feedback: bool = True
-) -> _message_codec.MessageCodec:
+) -> reducers.MessageCodec:
   """Returns the codec of a plan's messages.
 
   Integers of 16, 8 or 4 bits with a scale for each block, rounded at random;
@@ -28,7 +27,7 @@ def plan_codec(
     plan: Number of the plan.
     feedback: Whether the sender adds what it has not sent to the next message.
   """
-  return _message_codec.MessageCodec(
+  return reducers.MessageCodec(
     tuple(_codec(bits, plans.block) for bits in plans.bits[plan]),
     reducers.ErrorFeedback() if feedback else None,
   )

@@ -1,4 +1,4 @@
-"""Pushes and pulls by few bytes: a tree as coded arrays, and back."""
+"""Messages of few bytes: a tree as coded arrays, and back."""
 
 import dataclasses
 import math
@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist import checks, codecs, reducers, states
+from jdist import checks, codecs, states
+from jdist.reducers import _feedback, _momentum_feedback
 
 PyTree = Any
-_FEEDBACKS = (reducers.ErrorFeedback, reducers.MomentumCorrection)
+_FEEDBACKS = (_feedback.ErrorFeedback, _momentum_feedback.MomentumCorrection)
 
 
 @states.declare()
