@@ -376,3 +376,8 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 def wide_like(x: Any) -> jax.ShapeDtypeStruct:
   """Returns the shape of an array with its `wide_dtype`."""
   return jax.ShapeDtypeStruct(x.shape, wide_dtype(x.dtype))
+
+
+def num_bytes(tree: PyTree) -> int:
+  """Returns the bytes of a tree of arrays or of their shapes."""
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

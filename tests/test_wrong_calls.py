@@ -102,14 +102,6 @@ door(
   axis=AXIS,
 )
 door(
-  "transforms.lead_step",
-  transforms.lead_step,
-  traced,
-  optimizer=SGD,
-  local=SGD,
-  axis=AXIS,
-)
-door(
   "transforms.delay_gradients",
   transforms.delay_gradients,
   traced,

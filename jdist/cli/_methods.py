@@ -140,12 +140,10 @@ def message(options: _groups.MeanOptions) -> server.MessageCodec | None:
   return None if codec is None else server.MessageCodec(codec, feedback)
 
 
-def edges(options: Any) -> reducers.MessageCodec | None:
+def edge_codec(options: Any) -> codecs.Codec | None:
   """Returns the codec of messages between stages; None to send them exactly."""
-  if options.edge_codec is None:
-    return None
-  codec = _make("codecs", options.edge_codec, options, scaled=False)
-  return reducers.MessageCodec(codec, reducers.ErrorFeedback())
+  name = options.edge_codec
+  return name and _make("codecs", name, options, scaled=False)
 
 
 def _feedback(options: _groups.MeanOptions) -> reducers.Feedback | None:

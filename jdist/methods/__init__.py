@@ -33,6 +33,5 @@ from jdist.methods._method_registry import registry as registry
 from jdist.methods._mp2 import mp2 as mp2
 from jdist.methods._overlapped import cocod as cocod
 from jdist.methods._overlapped import msdpu as msdpu
-from jdist.methods._overlapped import od_sgd as od_sgd
 from jdist.methods._overlapped import overlap_local_sgd as overlap_local_sgd
 from jdist.methods._part_registry import PARTS as PARTS

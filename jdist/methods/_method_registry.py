@@ -65,12 +65,6 @@ registry: dict[str, _method.Method] = {  # Every method by its name.
     "a pull towards a mean that is one round late",
     _overlapped.overlap_local_sgd,
   ),
-  "od_sgd": _method.Method(
-    "gradients one step late, with a local step in between",
-    _overlapped.od_sgd,
-    # The paper tunes this rate; here the rate of the optimizer is the default.
-    {"local_learning_rate": lambda run: run.learning_rate},
-  ),
   "streaming_diloco": _method.Method(
     "diloco in fragments at staggered steps",
     _diloco.streaming_diloco,

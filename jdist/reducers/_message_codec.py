@@ -1,7 +1,6 @@
 """Messages of few bytes: a tree as coded arrays, and back."""
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -153,10 +152,7 @@ class MessageCodec:
 
   def num_bytes(self, like: PyTree) -> int:
     """Returns the bytes of a message, `Profile.push_bytes`."""
-    kinds = self.kinds(like)
-    return sum(
-      math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(kinds)
-    )
+    return states.num_bytes(self.kinds(like))
 
   def _codecs(self, leaves: list[Any]) -> tuple[codecs.Codec, ...]:
     """Returns the codec of each leaf."""

@@ -41,8 +41,6 @@ def drain(
     the anchor, :math:`(a + \sum_i w_i) / (N + 1)`.
   - `overlap_local_sgd`: the late mean is applied, then the mean of the present
     parameters, with the same momentum and a pull of 1.
-  - `lead_step`, `od_sgd`: the late mean gradient is applied, and the workers'
-    lead is dropped.
   - `fragment_steps`, `streaming_diloco`: the late mean of each fragment is
     applied, then the mean of its progress since it was sent, unmixed.
   - `predict_rest`, `mp2`: the front's transformation is drained, then the

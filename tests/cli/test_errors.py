@@ -100,8 +100,8 @@ _BAD = [
     "streaming_diloco, and others with `--overlap`.",
   ),
   (
-    "train --method od_sgd --delay-steps 2",
-    "`--delay-steps` must be left out for od_sgd, which does not use it",
+    "train --method qsgd --delay-steps 2",
+    "`--delay-steps` must be left out for qsgd, which does not use it",
   ),
   (
     "compare --methods ssgd local_sgd --stream",

@@ -29,7 +29,7 @@ _LATE = {"overlap", "delay_steps"}
 _NESTEROV = {"outer_learning_rate", "outer_momentum"}
 # These methods have no rounds, so an interval changes nothing.
 _IN_EVERY_STEP = {
-  "ssgd", "od_sgd", "qsgd", "terngrad", "signsgd", "ef_signsgd",
+  "ssgd", "qsgd", "terngrad", "signsgd", "ef_signsgd",
   "one_bit_adam", "topk_sgd", "dgc", "powersgd", "demo",
 }  # fmt: skip
 # The method with a trained network has tests of its own.
@@ -189,9 +189,9 @@ def test_values_of_the_preset_do_not_count_as_given():
   assert gpu.stream
   _methods.check("--method", gpu, ("local_sgd",))
   many = dataclasses.replace(gpu, delay_steps=2)
-  _methods.check("--methods", many, ("od_sgd", "msdpu"))
+  _methods.check("--methods", many, ("qsgd", "msdpu"))
   with pytest.raises(ValueError, match="`--delay-steps` must be left out"):
-    _methods.check("--method", many, ("od_sgd",))
+    _methods.check("--method", many, ("qsgd",))
 
 
 @pytest.mark.parametrize(("start", "first"), [(1.0, 1), (2.0, 4), (3.0, 8)])

@@ -17,7 +17,6 @@ from tests.methods._rounds import (
   rounds_of,
   SGD,
 )
-from tests.transforms._rounds import train
 
 
 def overlap(x, interval, alpha, mu):
@@ -100,17 +99,3 @@ def test_cocod_is_local_steps_one_round_late():
       MOMENTUM, 3, axis="worker", overlap=transforms.Delayed()
     ),
   )
-
-
-def test_od_sgd_leads_the_anchor_by_a_step():
-  optimizer = methods.od_sgd(
-    optax.sgd(0.5), 0.25, axis="worker", warmup_steps=1
-  )
-  params, states = train(optimizer, np.array([[2.0, 6.0]] * 3, np.float32))
-  # Synchronous first: the mean gradient -4. Then one's own step in front.
-  assert params[0].tolist() == [2.0, 2.0]
-  assert params[1].tolist() == [2.0, 3.0]
-  # The gradients 0 and -4 of step 1, whose mean is -2, move the anchor by 1;
-  # those of step 2 were taken at 2 and 3.
-  assert states.anchor[2].tolist() == [3.0, 3.0]
-  assert params[2].tolist() == [3.0, 3.75]

@@ -48,10 +48,6 @@ def fragments(interval=3, number=2):
   return transforms.fragment_steps(SGD, interval, number, axis=None)
 
 
-def lead():
-  return transforms.lead_step(SGD, SGD, axis=None)
-
-
 def late(**options):
   return transforms.Delayed(**options)
 
@@ -117,7 +113,6 @@ def late(**options):
     lambda: methods.overlap_local_sgd(SGD, 3, -0.1, axis=None),
     "in [0, 1], got -0.1",
   ),
-  ("params", lambda: lead().update(X, ()), "`od_sgd`"),
   # Compressed gradients.
   ("optimizer", lambda: methods.topk_sgd(0.1, axis=None), "an Optax transform"),
   (
@@ -148,7 +143,6 @@ def test_invalid_arguments_raise(argument, call, rule):
 @pytest.mark.parametrize(
   "make",
   [
-    lambda rate: methods.od_sgd(optax.sgd(0.1), rate, axis=None),
     lambda rate: methods.muloco(rate, interval=2, axis=None),
     lambda rate: methods.one_bit_adam(rate, warmup_steps=1, axis=None),
     lambda rate: methods.diloco(

@@ -88,9 +88,6 @@ class Combination:
       "update_first": lambda: transforms.update_first(
         inner, axis=axis, max_bytes=16
       ),
-      "od_sgd": lambda: methods.od_sgd(
-        inner, 0.05, axis=axis, compression=self.compression()
-      ),
     }
     if self.method in kinds:
       return kinds[self.method]()
@@ -224,10 +221,6 @@ class Combination:
         2 if self.method == "delay_gradients" else 0,
         self.method == "update_first",
       )  # fmt: skip
-    if self.method == "od_sgd":
-      return _reference.LeadStep(
-        w, self.inner, 0.05, codec, self.feedback, spans
-      )
     late = None if self.late is None else _reference.Late(**self.late)
     parts = []
     for p in range(self.fragments):
@@ -290,7 +283,7 @@ def draw(seed):
 
   method = pick(
     "local steps", "ssgd", "signum", "delay_gradients", "update_first",
-    "od_sgd", p=(0.7, 0.1, 0.04, 0.04, 0.06, 0.06),
+    p=(0.7, 0.1, 0.04, 0.04, 0.12),
   )  # fmt: skip
   found = {"seed": seed, "method": method, "inner": pick(*INNER)}
   synchronous = method != "local steps"
@@ -312,7 +305,7 @@ def draw(seed):
     found["resume"] = int(random.integers(3, 11))
   if not synchronous:
     _draw_rounds(found, pick, flag)
-  if method in ("ssgd", "od_sgd", "local steps") and flag(0.5):
+  if method in ("ssgd", "local steps") and flag(0.5):
     found["codec"] = pick("int4", "top1", "sign", "exact")
     if found["codec"] != "exact":
       found["feedback"] = pick("error", "error", "ef21", None)

@@ -400,33 +400,3 @@ class Synchronous:
     while self.pending:
       self.apply()
     return self.w[0]
-
-
-class LeadStep:
-  """OD-SGD: mean gradients one step late, and a local step in front."""
-
-  synchronized = True
-
-  def __init__(self, w, inner, local_rate, codec, feedback, leaves):
-    self.w, self.anchor = w, w[0].copy()
-    self.inner, self.local = Inner(inner), local_rate
-    self.mean, self.held = Mean(codec, feedback, leaves), None
-
-  @property
-  def margin(self):
-    return self.mean.margin
-
-  def update(self, g):
-    if self.held is not None:
-      self.apply()
-    self.w, self.held = self.anchor - self.local * g, g
-
-  def apply(self, exact=False):
-    a = self.anchor[None]
-    mean = (self.mean.exact if exact else self.mean)(self.held)[None]
-    self.anchor = (a + self.inner.update(mean, a))[0]
-
-  def drained(self):
-    if self.held is not None:
-      self.apply(exact=True)
-    return self.anchor

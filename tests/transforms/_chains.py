@@ -81,10 +81,6 @@ def chosen(inner, interval, carry, steps, stream, sent_in, *, axis):
   return optax.GradientTransformationExtraArgs(local.init, update)
 
 
-def led(local_rate, *, axis):
-  return transforms.lead_step(MOMENTUM, optax.sgd(local_rate), axis=axis)
-
-
 def clipped(threshold, deviations, rate, *, axis):
   return optax.chain(
     transforms.clip_deviations(deviations),

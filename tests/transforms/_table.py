@@ -254,12 +254,6 @@ TABLE = {
     },
   ),
   "cocod": line(methods.cocod, {}, {"optimizer": MOMENTUM, "interval": 3}),
-  "lead_step": line(_chains.led, {"local_rate": 0.1}, {}, "lead_step"),
-  "od_sgd": line(
-    methods.od_sgd,
-    {"local_learning_rate": 0.1},
-    {"optimizer": MOMENTUM, "warmup_steps": 3},
-  ),
   "fragment_steps": line(
     transforms.fragment_steps,
     {},

@@ -35,8 +35,6 @@ def streamed():
 
 
 DEAF = {
-  "lead_step": lambda: transforms.lead_step(SGD, SGD, axis=None),
-  "od_sgd": lambda: methods.od_sgd(SGD, 0.1, axis=None),
   "update_first": lambda: transforms.update_first(SGD, axis=None),
   "predict_rest": lambda: predicted(SGD),
 }

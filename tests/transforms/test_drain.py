@@ -84,7 +84,6 @@ METHODS = {
   ),
   "cocod": functools.partial(methods.cocod, MOMENTUM, 5),
   "fed_prox": functools.partial(methods.fed_prox, MOMENTUM, 5, 0.5),
-  "od_sgd": functools.partial(methods.od_sgd, MOMENTUM, RATE),
   "streaming": functools.partial(
     methods.streaming_diloco, MOMENTUM, 5, 2, delay_steps=2
   ),
@@ -101,7 +100,7 @@ ROUNDED = ("easgd", "overlap", "streaming")
 # A program each: what is alone in how it is brought in.
 OFTEN = [
   *((x, jnp.float32) for x in ("late", "late by steps", "scaffold", "slow_mo")),
-  *((x, jnp.float32) for x in ("cocod", "od_sgd", "stale")),
+  *((x, jnp.float32) for x in ("cocod", "stale")),
   *((x, jnp.bfloat16) for x in ROUNDED),
 ]
 
@@ -235,20 +234,6 @@ def test_anchor_that_is_late_takes_both_means(steps, mu):
   np.testing.assert_allclose(values(w), np.full((4, 1), wanted), 1e-5, 1e-6)
   if not mu:
     np.testing.assert_allclose(wanted, every[:, -1].mean(), 1e-5)
-
-
-@pytest.mark.parametrize("warmup", [0, 9])
-def test_every_gradient_has_reached_the_anchor(warmup):
-  targets = random_targets(5, 4, 1)
-  optimizer = methods.od_sgd(SGD, 0.05, axis="worker", warmup_steps=warmup)
-  [(every, (w, state), _)] = run(optimizer, targets)
-  before = np.concatenate([np.zeros((4, 1, 1)), every[:, :-1]], 1)
-  went_in = -RATE * (before - targets.swapaxes(0, 1)).mean(0).sum()
-  np.testing.assert_allclose(values(w), np.full((4, 1), went_in), 1e-5, 1e-6)
-  assert (
-    state.clock.round.tolist() == [5] * 4
-    and state.clock.step.tolist() == [5] * 4
-  )
 
 
 def fragments(x, drains, interval, number, tau, mix, rate, mu):

@@ -121,7 +121,6 @@ def test_part_that_does_not_average_is_refused_where_there_are_workers():
     lambda sgd, axis: transforms.local_steps(sgd, 2, axis=axis),
     lambda sgd, axis: methods.diloco(sgd, 2, axis=axis),
     lambda sgd, axis: methods.easgd(sgd, 2, axis=axis),
-    lambda sgd, axis: methods.od_sgd(sgd, 0.1, axis=axis),
     lambda sgd, axis: transforms.fragment_steps(sgd, 2, 2, axis=axis),
     lambda sgd, axis: methods.powersgd(sgd, 1, axis=axis),
     lambda sgd, axis: methods.dgc(sgd, 0.5, axis=axis),

@@ -129,8 +129,8 @@ def _times(
 def _coded(
   costs: list[pipeline.LayerCost], options: _commands.Pipeline
 ) -> list[pipeline.LayerCost]:
-  message = _methods.edges(options)
-  return costs if message is None else [x.coded(message.codec) for x in costs]
+  codec = _methods.edge_codec(options)
+  return costs if codec is None else [x.coded(codec) for x in costs]
 
 
 def _grid(found: list[tuple[pipeline.Table, pipeline.PipelineTimes]]) -> Any:
@@ -175,8 +175,9 @@ def _plan(options: _commands.Pipeline) -> None:
   costs, input_bytes = _costs(options)
   machines = _tables.machines(options, options.stages or 4)
   best, found = pipeline.plan(
-    _coded(costs, options), machines, options.batch_size, samples=options.samples,
+    _coded(costs, options), machines, options.batch_size,
     tables=options.tables or None, num_microbatches=_one(options.microbatches),
+    samples=options.samples,
     num_stages=_one(options.stages), windows=_one(options.window),
     max_delay=options.max_delay, optimizer_copies=options.optimizer_copies,
     input_bytes=input_bytes,

@@ -12,7 +12,7 @@ import warnings
 import jax
 import numpy as np
 
-from jdist import channel, pipeline, training
+from jdist import channel, pipeline, reducers, training
 from jdist.cli import (
   _commands,
   _methods,
@@ -120,10 +120,13 @@ class _Run:
       options.method, options, budget, None,
       predicted_steps=table.window - 1 if predicts else None,
     )  # fmt: skip
+    codec, edges = _methods.edge_codec(options), None
+    if codec is not None:
+      edges = reducers.MessageCodec(codec, reducers.ErrorFeedback())
     self._process = pipeline.StageProcess(
       stages, training.label_loss, table, microbatch,
       peers=_connect(options, stack), inputs=workload.inputs(),
-      edges=_methods.edges(options),
+      edges=edges,
     )  # fmt: skip
     self._peers, self._options = self._process.peers, options
     self._identity = _options.identity(options, _workload.ELSEWHERE)

@@ -27,7 +27,7 @@ class LayerCost:
     update_s: The seconds of the optimizer's step, once an iteration.
     parameter_bytes: The bytes of the parameters.
     output_bytes: The bytes of the output, and of its gradient.
-    sent_bytes: The bytes of either as a message.  The default is all of them.
+    sent_share: The share of these bytes that a codec sends.
     saved_bytes: The bytes that the forward pass saves for the backward pass,
       including the input.
     working_bytes: Further bytes that a pass needs until its end.
@@ -44,7 +44,7 @@ class LayerCost:
   update_s: float = 0.0
   parameter_bytes: float = 0.0
   output_bytes: float = 0.0
-  sent_bytes: float | None = None
+  sent_share: float = 1.0
   saved_bytes: float = 0.0
   working_bytes: float = 0.0
 
@@ -52,8 +52,6 @@ class LayerCost:
     # In dense layers both gradients are products of the same size.
     if self.weight_s is None:
       object.__setattr__(self, "weight_s", self.backward_s / 2)
-    if self.sent_bytes is None:
-      object.__setattr__(self, "sent_bytes", self.output_bytes)
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       if field.name != "name" and not 0 <= value < math.inf:
@@ -73,6 +71,11 @@ class LayerCost:
     return self.forward_s + self.backward_s
 
   @property
+  def sent_bytes(self) -> float:
+    """The bytes of an output, or of its gradient, as a message."""
+    return self.output_bytes * self.sent_share
+
+  @property
   def input_s(self) -> float:
     """The part of the backward pass for the gradient of the input."""
     assert self.weight_s is not None
@@ -85,7 +88,7 @@ class LayerCost:
     2
     """
     # The optimizer's step and the parameters do not depend on the samples.
-    constant = ("name", "update_s", "parameter_bytes")
+    constant = ("name", "update_s", "parameter_bytes", "sent_share")
     names = [x.name for x in dataclasses.fields(self) if x.name not in constant]
     scaled = {name: getattr(self, name) * factor for name in names}
     return dataclasses.replace(self, **scaled)
@@ -99,8 +102,8 @@ class LayerCost:
     264.0
     """
     like = jax.ShapeDtypeStruct((round(self.output_bytes / 4),), "float32")
-    bits = codec.num_bits(like) if like.size else 0
-    return dataclasses.replace(self, sent_bytes=bits / 8)
+    share = codec.num_bits(like) / (32 * like.size) if like.size else 1.0
+    return dataclasses.replace(self, sent_share=share)
 
   def recomputed(self, input_bytes: float) -> "LayerCost":
     """Returns the cost of a stage that keeps its input only and runs twice."""
@@ -127,12 +130,12 @@ def stage_cost(layers: Iterable[LayerCost], name: str = "stage") -> LayerCost:
   sums = {
     field.name: sum(getattr(layer, field.name) for layer in found)
     for field in dataclasses.fields(LayerCost)
-    if field.name not in ("name", "output_bytes", "sent_bytes", "working_bytes")
+    if field.name not in ("name", "output_bytes", "sent_share", "working_bytes")
   }
   return LayerCost(
     name,
     output_bytes=found[-1].output_bytes,
-    sent_bytes=found[-1].sent_bytes,
+    sent_share=found[-1].sent_share,
     working_bytes=max(layer.working_bytes for layer in found),
     **sums,
   )

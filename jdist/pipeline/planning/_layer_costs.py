@@ -11,7 +11,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks, signatures
+from jdist import checks, signatures, states
 from jdist.pipeline.planning._costs import LayerCost
 from jdist.pipeline.runtime._stages import apply_layer, LayerLike, make_inputs
 
@@ -136,8 +136,8 @@ def layer_costs(
         backward_s=backward_s,
         # A measured part may take longer than the whole.
         weight_s=max(backward_s - back_s, 0.0),
-        parameter_bytes=_num_bytes(layer.params),
-        output_bytes=_num_bytes(each.output),
+        parameter_bytes=states.num_bytes(layer.params),
+        output_bytes=states.num_bytes(each.output),
         saved_bytes=each.kept_bytes,
         working_bytes=max(count[0][1], count[1][1]),
       )
@@ -202,7 +202,7 @@ def _kept_bytes(
     for var in jaxpr.outvars[first : first + number]
     if not isinstance(var, jex.Literal)
   }
-  return sum(_size(var.aval) for var in kept - there)
+  return states.num_bytes([var.aval for var in kept - there])
 
 
 def _count(
@@ -256,11 +256,3 @@ def _timed(
   # The first turn warms up.
   found: list[tuple[float, float, float]] = np.median(seconds[1:], 0).tolist()
   return found
-
-
-def _num_bytes(tree: PyTree) -> int:
-  return sum(_size(x) for x in jax.tree.leaves(tree))
-
-
-def _size(array: Any) -> int:
-  return math.prod(array.shape) * array.dtype.itemsize

@@ -48,7 +48,7 @@ class DevicePart:
     tied: The parameters that several stages share, by path.
     peers: The other processes.
     team: The workers whose models the stages belong to; None for one model.
-    edges: The codes between a stage and the next one, by the first's number.
+    edges: The code of messages by kind and the stage that they are for.
   """
 
   model: _traced_model.TracedModel
@@ -58,7 +58,9 @@ class DevicePart:
   tied: Mapping[str, tuple[int, ...]]
   peers: _peers.Peers
   team: collectives.Workers | None = None
-  edges: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+  edges: Mapping[tuple[_peers.Kind, int], Any] = dataclasses.field(
+    default_factory=dict
+  )
 
   @functools.cached_property
   def versions(self) -> Versions:

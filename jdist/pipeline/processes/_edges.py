@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jdist import reducers
 
@@ -49,13 +48,13 @@ class Edge:
     self._payload = message.kinds(self._floats)
     self.kinds = [*jax.tree.leaves(self._payload), *rest]
     if samples is not None:
-      shape = getattr(microbatch, "get", {}.get)(samples[0], np.zeros(())).shape
+      known = microbatch if isinstance(microbatch, dict) else {}
+      shape = known[samples[0]].shape if samples[0] in known else ()
       if len(shape) != 1 or any(x.shape[:1] != shape for x in self._floats):
         raise ValueError(
           "`edge_samples` must name a key of the micro-batch with the number "
           "of each sample, for stages that pass on arrays [samples, ...], got "
-          f"{samples[0]!r} of shape {list(shape)} and outputs "
-          f"{[list(x.shape) for x in self._floats]}."
+          f"{samples[0]!r}, outputs {self._floats} and micro-batch {known}."
         )
     self._encode = jit(self._encoded)
     # With sample numbers the sender runs it, too: both then know equal bits.
@@ -67,7 +66,9 @@ class Edge:
     Senders of other numbers draw other random numbers.
     """
     first = self._message.init(self._floats)
-    state = {sends: first._replace(step=jnp.int32(number % 128 << 24))}
+    state: dict[str, PyTree] = {
+      sends: first._replace(step=jnp.int32(number % 128 << 24))
+    }
     if self._samples is not None:
       state[f"known to {sends}"] = [
         jnp.zeros((self._samples[1], *x.shape[1:]), jnp.float32)
@@ -80,7 +81,7 @@ class Edge:
   ) -> list[Any]:
     """Returns the arrays of a message, and changes the state."""
     floats, rest = self._split(jax.tree.leaves(value))
-    known, index = self._known(sends == "output", sends, state, batch)
+    known, index = self._known(sends == "OUTPUT", sends, state, batch)
     found, state[sends] = self._encode(floats, state[sends], known, index)
     if known:
       _, state[f"known to {sends}"] = self._decode(found, known, index)
@@ -94,7 +95,7 @@ class Edge:
     found = jax.tree.unflatten(
       jax.tree.structure(self._payload), arrays[:number]
     )
-    known, index = self._known(sends == "gradient", sends, state, batch)
+    known, index = self._known(sends == "GRADIENT", sends, state, batch)
     floats, known = self._decode(found, known, index)
     if known:
       state[f"known to {sends}"] = known
@@ -119,7 +120,7 @@ class Edge:
     self, floats: list[Any], state: Any, known: list[Any], index: Any
   ) -> tuple[PyTree, Any]:
     if known:
-      floats = [x - k[index] for x, k in zip(floats, known, strict=True)]
+      floats = jax.tree.map(lambda x, k: x - k[index], floats, known)
     return self._message.encode(floats, state)
 
   def _decoded(
@@ -128,10 +129,7 @@ class Edge:
     if not known:
       return self._message.decode(found, self._floats), []
     change = self._message.decode(found, [k[index] for k in known])
-    rows = [k[index] + c for k, c in zip(known, change, strict=True)]
-    floats = [
-      r.astype(x.dtype) for r, x in zip(rows, self._floats, strict=True)
-    ]
-    return floats, [
-      k.at[index].set(r) for k, r in zip(known, rows, strict=True)
-    ]
+    rows = jax.tree.map(lambda k, c: k[index] + c, known, change)
+    floats = jax.tree.map(lambda r, x: r.astype(x.dtype), rows, self._floats)
+    known = jax.tree.map(lambda k, r: k.at[index].set(r), known, rows)
+    return floats, known

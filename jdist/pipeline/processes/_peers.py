@@ -2,7 +2,6 @@
 
 import contextlib
 import enum
-import math
 import queue
 import socket
 import threading
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdist import channel, signatures
+from jdist import channel, signatures, states
 
 # No message of a pipeline is larger than a device's memory.
 _MAX_BODY = 1 << 40
@@ -344,16 +343,11 @@ def _bytes(x: Any) -> memoryview:
   return array.reshape(-1).view(np.uint8).data
 
 
-def byte_sizes(like: Iterable[Any]) -> list[int]:
-  """Returns the bytes of each array as it is sent."""
-  return [math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in like]
-
-
 def _arrays(
   body: memoryview, like: Sequence[Any], source: int, tag: Tag
 ) -> list[np.ndarray]:
   # The bytes carry no types: the receiver knows what it must get.
-  sizes = byte_sizes(like)
+  sizes = list(map(states.num_bytes, like))
   if sum(sizes) != len(body):
     raise ValueError(
       f"Device {source} has sent {len(body)} bytes where {sum(sizes)} were "

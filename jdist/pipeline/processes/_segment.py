@@ -175,10 +175,10 @@ class Segment:
     if device == self._part.device:
       self._local[tag] = value
       return
-    edge, sends, leaves = *self._edge(kind, stage), jax.tree.leaves(value)
+    edge, leaves = self._part.edges.get((kind, stage)), jax.tree.leaves(value)
     if edge is not None:
       state, batch = self._edges[action.stage], self._microbatch(action)
-      leaves = edge.encode(sends, value, state, batch)
+      leaves = edge.encode(kind.name, value, state, batch)
     self._part.peers.send(device, tag, leaves)
 
   def _take(
@@ -188,24 +188,19 @@ class Segment:
     device = self._table.device_of[source]
     if device == self._part.device:
       return self._local.pop(tag)
-    edge, _ = self._edge(kind, action.stage)
+    edge = self._part.edges.get((kind, action.stage))
     wanted = like if edge is None else self._part.like(edge.kinds)
     leaves = self._part.peers.receive(device, tag, jax.tree.leaves(wanted))
     if edge is None:
       return jax.tree.unflatten(jax.tree.structure(like), leaves)
     state, batch = self._edges[action.stage], self._microbatch(action)
-    sends = "gradient" if kind == _OUTPUT else "output"
-    return edge.decode(sends, leaves, state, batch)
+    # An edge's state belongs to what a process sends there in return.
+    sends = _GRADIENT if kind == _OUTPUT else _OUTPUT
+    return edge.decode(sends.name, leaves, state, batch)
 
   def _microbatch(self, action: Action) -> PyTree:
     batch = self._batches[action.iteration]
     return jax.tree.map(lambda x: x[action.microbatch], batch)
-
-  def _edge(self, kind: _peers.Kind, stage: int) -> tuple[Any, str]:
-    """Returns the code of messages for a stage, and what its sender sends."""
-    if kind == _OUTPUT:
-      return self._part.edges.get(stage - 1), "output"
-    return self._part.edges.get(stage), "gradient"
 
   def _tag(self, kind: _peers.Kind, stage: int, action: Action) -> _peers.Tag:
     iteration = self._state.step + action.iteration

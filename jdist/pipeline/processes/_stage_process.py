@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, cluster, collectives, reducers, signatures
+from jdist import checks, cluster, collectives, reducers, signatures, states
 from jdist.pipeline.processes import (
   _device_part,
   _peers,
@@ -149,14 +149,13 @@ class StageProcess:
   @property
   def edge_bytes(self) -> int:
     """The bytes that all processes send in an iteration's passes."""
-    device_of, part = self.table.device_of, self._part
+    part, device_of = self._part, self.table.device_of
     sent = [
-      part.like(part.edges[s].kinds if s in part.edges else like)
+      getattr(part.edges.get((_peers.Kind.OUTPUT, s + 1)), "kinds", like)
       for s, like in enumerate(part.model.between)
       if device_of[s] != device_of[s + 1]
     ]
-    one_way = sum(_peers.byte_sizes(jax.tree.leaves(sent)))
-    return 2 * self.table.num_microbatches * one_way
+    return 2 * self.table.num_microbatches * states.num_bytes(part.like(sent))
 
   def init_state(
     self,
@@ -219,15 +218,15 @@ class StageProcess:
     else:
       # Each stage has its own state, so stages may update at different times.
       opt_state = {s: updates.init(own[s]) for s in own}
-    states = {s: part(model_state, x.state) for s, x in held.items()}
+    kept = {s: part(model_state, x.state) for s, x in held.items()}
     key = np.asarray(jax.random.key_data(jax.random.key(seed)))
     coded: dict[int, PyTree] = {s: {} for s in own}
-    for s, edge in self._part.edges.items():
-      for stage, sends in ((s, "output"), (s + 1, "gradient")):
-        if stage in own:
-          first = edge.init(sends, 2 * s + (sends == "output"))
-          coded[stage] |= first if team is None else team.replicate(first)
-    return _device_part.ProcessState(0, own, opt_state, states, key, coded)
+    for (kind, stage), edge in self._part.edges.items():
+      sender = stage - 1 if kind == _peers.Kind.OUTPUT else stage + 1
+      if sender in own:
+        first = edge.init(kind.name, 2 * stage + kind)
+        coded[sender] |= first if team is None else team.replicate(first)
+    return _device_part.ProcessState(0, own, opt_state, kept, key, coded)
 
   def save(
     self,
@@ -364,8 +363,8 @@ class StageProcess:
         self.table.device_of[s], tag, own, jax.tree.leaves(like)
       )
       trees.append(jax.tree.unflatten(jax.tree.structure(like), leaves))
-    params, states = zip(*trees, strict=True)
-    return _stages.merge(params), _stages.merge(states)
+    params, kept = zip(*trees, strict=True)
+    return _stages.merge(params), _stages.merge(kept)
 
   def trace(self) -> cluster.Trace:
     """Returns the timeline of all processes since the last call.

@@ -203,12 +203,12 @@ def make_part(
   programs = {s: StageProgram(model, s, recompute, jit) for s in own}
   for s in halves:
     programs[s].split()
-  edges = {
-    s: _edges.Edge(message, samples, like, model.microbatch, jit)
-    for s, like in enumerate(model.between)
+  edges: dict[tuple[_peers.Kind, int], _edges.Edge] = {}
+  for s, like in enumerate(model.between):
     # Messages between two stages of one device stay where they are.
-    if message is not None and table.device_of[s] != table.device_of[s + 1]
-  }
+    if message is not None and table.device_of[s] != table.device_of[s + 1]:
+      edge = _edges.Edge(message, samples, like, model.microbatch, jit)
+      edges[_peers.Kind.OUTPUT, s + 1] = edges[_peers.Kind.GRADIENT, s] = edge
   return _device_part.DevicePart(
     model, table, own, programs, tied, peers, team, edges
   )

@@ -131,12 +131,6 @@ class OneProgram:
     """The bytes that a device sends in a tick, each way."""
     return self._ticks.message.size * self._ticks.message.dtype.itemsize
 
-  @property
-  def stash_bytes(self) -> int:
-    """The bytes that a device keeps between parts of split backward passes."""
-    arrays = jax.eval_shape(self._ticks.start).stash
-    return sum(x.size * x.dtype.itemsize for x in arrays.values())
-
   def times(
     self,
     seconds: Callable[[Op, int], float],

@@ -121,13 +121,6 @@ def layout(codec: Codec, like: PyTree, tail: PyTree) -> PyTree:
   return kinds, shapes(tail)
 
 
-def num_bytes(kinds: PyTree) -> int:
-  """Returns the payload's bytes of a message of such a layout."""
-  return sum(
-    math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(kinds)
-  )
-
-
 @functools.lru_cache(maxsize=64)
 def gradient_program(
   loss_fn: Callable[..., Any],
@@ -317,7 +310,7 @@ def received_push(
       or the loss is not finite.
   """
   if isinstance(payload, np.ndarray):
-    size = num_bytes(kinds)
+    size = states.num_bytes(kinds)
     # A worker with another model, or a stranger, must not stop the server.
     if len(payload) != size:
       raise _learner.RefusedError(
@@ -379,7 +372,7 @@ def tree_of_bytes(buffer: np.ndarray, like: PyTree) -> PyTree:
   [1.0, 1.0]
   """
   leaves, structure = jax.tree.flatten(like)
-  sizes = [math.prod(x.shape) * x.dtype.itemsize for x in leaves]
+  sizes = list(map(states.num_bytes, leaves))
   if sum(sizes) != len(buffer):
     raise ValueError(
       f"`buffer` must have {sum(sizes)} bytes for such a tree, got "

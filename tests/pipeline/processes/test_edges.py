@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import codecs, pipeline, reducers
-from jdist.pipeline.processes import _edges, _peers
+from jdist import codecs, pipeline, reducers, states
+from jdist.pipeline.processes import _edges
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
@@ -29,21 +29,19 @@ def _int4(x):
 def test_one_message_by_hand():
   like = jax.ShapeDtypeStruct((1, 4), jnp.float32)
   edge = _edge(INT4, like)
-  sender, receiver = edge.init("output", 0), edge.init("gradient", 1)
+  sender, receiver = edge.init("OUTPUT", 0), edge.init("GRADIENT", 1)
   x = np.array([[7.0, -3.3, 0.4, 1.6]], np.float32)
-  sent = edge.encode("output", jnp.asarray(x), sender, None)
-  found = edge.decode("gradient", sent, receiver, None)
+  sent = edge.encode("OUTPUT", jnp.asarray(x), sender, None)
+  found = edge.decode("GRADIENT", sent, receiver, None)
   np.testing.assert_allclose(found, [[7.0, -3.0, 0.0, 2.0]])
-  residual = sender["output"].feedback.residual[0]
+  residual = sender["OUTPUT"].feedback.residual[0]
   np.testing.assert_allclose(residual, [[0.0, -0.3, 0.4, -0.4]], atol=1e-6)
   # Two bytes of codes, four of the scale, and one that all is finite.
   assert (
-    sum(_peers.byte_sizes(edge.kinds))
-    == sum(np.asarray(x).nbytes for x in sent)
-    == 7
+    states.num_bytes(edge.kinds) == sum(np.asarray(x).nbytes for x in sent) == 7
   )
-  again = edge.encode("output", jnp.asarray(x), sender, None)
-  found = edge.decode("gradient", again, receiver, None)
+  again = edge.encode("OUTPUT", jnp.asarray(x), sender, None)
+  found = edge.decode("GRADIENT", again, receiver, None)
   np.testing.assert_allclose(found, _int4(x + residual), rtol=1e-6)
 
 
@@ -52,17 +50,17 @@ def test_change_of_a_sample_by_hand():
   batch = {"index": jax.ShapeDtypeStruct((2,), jnp.int32)}
   message = reducers.MessageCodec(codecs.Quantize(4, 4))
   edge = _edge(message, like, ("index", 5), batch)
-  sender, receiver = edge.init("output", 0), edge.init("gradient", 1)
+  sender, receiver = edge.init("OUTPUT", 0), edge.init("GRADIENT", 1)
   x = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
   known = np.zeros((5, 4), np.float32)
   for index in ([0, 3], [1, 4], [3, 0], [4, 2], [0, 3]):
     numbers = {"index": np.array(index, np.int32)}
-    sent = edge.encode("output", jnp.asarray(x[index]), sender, numbers)
-    found = edge.decode("gradient", sent, receiver, numbers)
+    sent = edge.encode("OUTPUT", jnp.asarray(x[index]), sender, numbers)
+    found = edge.decode("GRADIENT", sent, receiver, numbers)
     for i in index:
       known[i] += _int4(x[i] - known[i])
     np.testing.assert_allclose(found, known[index], atol=1e-6)
-    tables = sender["known to output"], receiver["known to gradient"]
+    tables = sender["known to OUTPUT"], receiver["known to GRADIENT"]
     np.testing.assert_array_equal(*(x[0] for x in tables))
   # An output that stays as it is becomes exact.
   assert np.abs(known[[0, 3]] - x[[0, 3]]).max() < 0.01
@@ -73,10 +71,10 @@ def test_mean_error_of_a_constant_output_vanishes_with_feedback(feedback):
   message = reducers.MessageCodec(codecs.Quantize(2, 8), feedback)
   x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 8)), jnp.float32)
   edge = _edge(message, x)
-  sender, errors = edge.init("output", 0), []
+  sender, errors = edge.init("OUTPUT", 0), []
   for _ in range(64):
-    sent = edge.encode("output", x, sender, None)
-    errors.append(edge.decode("gradient", sent, {}, None) - x)
+    sent = edge.encode("OUTPUT", x, sender, None)
+    errors.append(edge.decode("GRADIENT", sent, {}, None) - x)
   means = [float(jnp.abs(sum(errors[:n]) / n).max()) for n in (4, 16, 64)]
   if feedback is None:
     assert min(means) > 0.3
@@ -88,8 +86,8 @@ def test_mean_error_of_a_constant_output_vanishes_with_feedback(feedback):
 def test_integers_cross_as_they_are():
   value = {"ids": jnp.arange(3), "x": jnp.array([7.0, 1.0])}
   edge = _edge(INT4, value)
-  sent = edge.encode("output", value, edge.init("output", 0), None)
-  found = edge.decode("gradient", sent, {}, None)
+  sent = edge.encode("OUTPUT", value, edge.init("OUTPUT", 0), None)
+  found = edge.decode("GRADIENT", sent, {}, None)
   assert found["ids"].tolist() == [0, 1, 2] and found["x"].tolist() == [
     7.0,
     1.0,
@@ -163,10 +161,7 @@ def test_bits_of_the_codec_are_the_bytes_on_the_wire():
   codec = codecs.Quantize(4)
   like = jax.ShapeDtypeStruct((16, 512), jnp.float32)
   edge = _edge(reducers.MessageCodec(codec), like)
-  assert (
-    abs(8 * sum(_peers.byte_sizes(edge.kinds)) / codec.num_bits(like) - 1)
-    < 0.03
-  )
+  assert abs(8 * states.num_bytes(edge.kinds) / codec.num_bits(like) - 1) < 0.03
 
 
 def test_wrong_edges_raise():

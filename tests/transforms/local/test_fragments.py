@@ -143,11 +143,6 @@ MEANS = {
     lambda: transforms.fragment_steps(SGD, 4, 2, axis="worker"),
     True,
   ),
-  "od_sgd": (lambda: methods.od_sgd(SGD, 0.1, axis="worker"), False),
-  "od_sgd after a warm-up": (
-    lambda: methods.od_sgd(SGD, 0.1, axis="worker", warmup_steps=2),
-    True,
-  ),
 }
 
 

@@ -271,12 +271,8 @@ def test_declared_law_answers_what_a_copy_is():
       "`compression` must be None",
     ),
     (lambda: transforms.fragment_steps(FREE, 4, 2, axis=None), "iterates"),
-    (
-      lambda: transforms.lead_step(optax.sgd(0.1), FREE, axis=None),
-      "iterates",
-    ),
   ],
-  ids=["another form", "rounded sums", "fragments", "a lead"],
+  ids=["another form", "rounded sums", "fragments"],
 )
 def test_iterates_that_cannot_be_moved_raise(make, said):
   with pytest.raises(ValueError, match=said):
