@@ -175,6 +175,48 @@ def adaptive_table(rows: list[Row]) -> str:
   )
 
 
+def slow_edges_table(rows: list[Row]) -> str:
+  """Returns seconds of coded and plain messages on slow and fast links."""
+  lines = []
+  for name in dict.fromkeys(row["table"] for row in rows):
+    own = [row for row in rows if row["table"] == name]
+    turn_s = {
+      (row["rate"], row["codec"]): statistics.median(row["turn_s"])
+      for row in own
+    }
+    best_s = turn_s["10gbit", "none"]
+    for row in own:
+      seconds = turn_s[row["rate"], row["codec"]]
+      sent_mb = row["edge_bytes"] / 1e6
+      lines.append(
+        f"{name} | {row['rate']} | {row['codec']} | {sent_mb:.0f} "
+        f"| {seconds:.2f} | {100 * best_s / seconds:.1f} % "
+        f"| {row['simulated_s']:.2f} | {row['load']:.1f}"
+      )
+  return studies.table(
+    "table | links | codec | MB an iteration | seconds | of the fast links' "
+    "throughput | simulated, s | load",
+    lines,
+  )
+
+
+def edge_accuracy_table(rows: list[Row]) -> str:
+  """Returns accuracies by the code of messages, over seeds."""
+  lines = []
+  for code in dict.fromkeys(row["code"] for row in rows):
+    own = [row for row in rows if row["code"] == code]
+    accuracies = [100 * row["accuracy"] for row in own]
+    losses = [row["train_loss"] for row in own]
+    lines.append(
+      f"{code} | {statistics.mean(accuracies):.2f} ± "
+      f"{statistics.stdev(accuracies):.2f} | {statistics.mean(losses):.4f} ± "
+      f"{statistics.stdev(losses):.4f} | {own[0]['edge_bytes'] / 1e6:.3f}"
+    )
+  return studies.table(
+    "code | test accuracy, % | last epoch's loss | MB an iteration", lines
+  )
+
+
 def draw_adaptive(row: Row, path: pathlib.Path) -> None:
   """Draws throughput over steps, with moves and the fresh plan."""
   config, rates = row["config"], row["samples_per_s"]
@@ -213,6 +255,10 @@ def main() -> None:
   folder = measured.RESULTS.parent
   runtimes = training.read_rows(folder / "measured_runtimes.jsonl")
   print(f"\n{runtime_table(runtimes)}")
+  edges = training.read_rows(folder / "slow_edges.jsonl")
+  print(f"\n{slow_edges_table(edges)}")
+  coded = training.read_rows(folder / "edge_accuracy.jsonl")
+  print(f"\n{edge_accuracy_table(coded)}")
   every = training.read_rows(folder / "every_table.jsonl")
   print(f"\n{every_table(every)}")
   adaptive = training.read_rows(folder / "measured_adaptive.jsonl")

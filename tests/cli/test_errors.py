@@ -100,6 +100,14 @@ _BAD = [
     "streaming_diloco, and others with `--overlap`.",
   ),
   (
+    "train --stages 2 --edge-codec int4",
+    "`--edge-codec` must be left out without `--runtime processes`, got int4.",
+  ),
+  (
+    "pipeline draw 1f1b --edge-codec int4",
+    "`--edge-codec` must be left out of `jdist pipeline draw`",
+  ),
+  (
     "train --method qsgd --delay-steps 2",
     "`--delay-steps` must be left out for qsgd, which does not use it",
   ),

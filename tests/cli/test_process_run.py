@@ -53,6 +53,20 @@ def test_processes_of_stages_leave_one_row(table, tmp_path, capsys):
   assert found == pytest.approx(wanted, rel=close)
 
 
+@pytest.mark.slow
+def test_coded_edges_send_less_and_train_as_well(tmp_path, capsys):
+  words = f"{_CUT} {_PROCESSES}"
+  rows = []
+  for name, more in (("a", ""), ("b", " --edge-codec int4")):
+    _train(words + more, tmp_path / name, capsys)
+    text = (tmp_path / name / "rows.jsonl").read_text()
+    rows.append(json.loads(text.splitlines()[-1]))
+  plain, coded = rows
+  assert coded["train_loss"] == pytest.approx(plain["train_loss"], rel=0.05)
+  assert coded["train_loss"] != plain["train_loss"]
+  assert 7 < plain["edge_bytes"] / coded["edge_bytes"] < 8
+
+
 def _start(folder, words, *before):
   command = [sys.executable, "-m", "jdist", *before, *_RUN.split()]
   return subprocess.Popen([*command, *words.split(), "--output", str(folder)])

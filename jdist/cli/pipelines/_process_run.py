@@ -52,7 +52,7 @@ def train(options: _commands.Train) -> None:
       run.run(status)
     if run.records:  # A run that was over before has them in the first process.
       if not own:
-        status.end(run.records, **run.resumed)
+        status.end(run.records, **run.added)
       _run_end.check(options, run.records, run.newest() is not None)
 
 
@@ -93,7 +93,7 @@ class _Run:
     workload: The data and the model.
     budget: The number of steps, and the schedule.
     records: The records so far; only the first process evaluates.
-    resumed: The row's entries about a resumed run.
+    added: Further entries of the row.
   """
 
   def __init__(
@@ -135,7 +135,7 @@ class _Run:
     self._first = not self._peers.device
     self._evaluate = workload.evaluator(model.apply) if self._first else None
     self.records: list[training.Record] = []
-    self.resumed: dict[str, int] = {}
+    self.added = {"edge_bytes": self._process.edge_bytes}
     self._losses: list[float] = []
     self._train_s, self._samples = 0.0, 0
 
@@ -189,8 +189,8 @@ class _Run:
     record = training.Record(
       step=state.step,
       rounds=state.step,
-      # A single worker sends nothing else.
-      sent_bytes=float(state.step * self._process.edge_bytes),
+      # Messages between the stages of one worker do not count.
+      sent_bytes=0.0,
       train_loss=float(np.mean(self._losses)),
       metrics=metrics,
       train_s=self._train_s,
@@ -249,7 +249,7 @@ class _Run:
     found = training.Restored(state.step, state, body["metadata"])
     training.check_same_run(found.metadata, self._identity, free=_workload.FREE)
     print(_workload.resumed_text(self._options, found, self), flush=True)
-    self.resumed["resumed_from_step"] = state.step
+    self.added["resumed_from_step"] = state.step
     self.records = [training.Record(*x) for x in body["records"]]
     self._train_s, self._samples, self._losses = body["sums"]
     return state
