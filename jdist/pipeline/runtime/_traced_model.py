@@ -97,10 +97,11 @@ class TracedModel:
           "table."
         )
       shape = rows[0] // number, *x.shape[axis + 1 :]
-      if shape != like.shape:
+      dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+      if (shape, dtype) != (like.shape, like.dtype):
         raise ValueError(
-          f"`{name}` must have micro-batches of shape {list(like.shape)}, as "
-          f"`microbatch` has, got {list(shape)}."
+          f"`{name}` must have micro-batches of shape {list(like.shape)} and "
+          f"{like.dtype}, as `microbatch` has, got {list(shape)} and {dtype}."
         )
       return x.reshape(*front, number, *shape).swapaxes(0, axis)
 

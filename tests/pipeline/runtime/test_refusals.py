@@ -70,9 +70,9 @@ def _layers_with(*params):
   ]
 
 
-def _batch_of(samples, runtime):
+def _batch_of(samples, runtime, dtype=np.float32):
   shape = samples, 8
-  batch = {"x": np.ones(shape, np.float32), "y": np.ones(shape, np.float32)}
+  batch = {"x": np.ones(shape, dtype), "y": np.ones(shape, np.float32)}
   if runtime == "processes":
     process = _process()
     return process.run(process.init_state(optax.sgd(0.1)), [batch])
@@ -257,12 +257,20 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
   (
     "batch",
     lambda: _batch_of(8, "one program"),
-    "micro-batches of shape [2, 8], as `microbatch` has, got [4, 8]",
+    "micro-batches of shape [2, 8] and float32, as `microbatch` has, got [4,",
   ),
   (
     "batches",
     lambda: _batch_of(8, "processes"),
-    "micro-batches of shape [2, 8], as `microbatch` has, got [4, 8]",
+    "micro-batches of shape [2, 8] and float32, as `microbatch` has, got [4,",
+  ),
+  *(
+    (
+      name,
+      lambda runtime=runtime: _batch_of(4, runtime, np.float16),
+      "[2, 8] and float32, as `microbatch` has, got [2, 8] and float16",
+    )
+    for name, runtime in (("batch", "one program"), ("batches", "processes"))
   ),
   (
     "batches",
