@@ -19,6 +19,8 @@ import os
 import pathlib
 import re
 import secrets
+import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -257,29 +259,26 @@ def _wait_for(path: pathlib.Path) -> None:
     time.sleep(0.1)
 
 
-# `ray`, which would give a node 30 s to start: a busy machine needs longer.
-_START = """
-import time, types
-import ray._private.node as node
-from ray.scripts.scripts import main
-
-node.time = types.SimpleNamespace(
-  monotonic=lambda: 0.0, sleep=time.sleep, time=time.time
-)
-main()
-"""
-
-
 def _ray(*words: str) -> None:
   """Starts this host's node, with directories of its own."""
   pathlib.Path("/tmp/ray").mkdir(exist_ok=True)
   for place in ("/tmp/ray", "/dev/shm"):
     _told("mount", "-t", "tmpfs", "tmpfs", place)
   os.environ.setdefault("RAY_worker_niceness", "0")  # By default it is 15.
-  _told(
-    sys.executable, "-c", _START, "start", "--object-store-memory", "200000000",
-    "--disable-usage-stats", *words,
+  program = pathlib.Path(sys.executable).parent / "ray"
+  command = (
+    str(program), "start", "--object-store-memory", "200000000",
+    "--disable-usage-stats", "--include-log-monitor", "false", *words,
   )  # fmt: skip
+  for _ in range(10):
+    # Ray ends a node whose agents start slowly, as they do on a busy machine.
+    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0:
+      return
+    listed = _told("ip", "netns", "pids", socket.gethostname())
+    for process in {*map(int, listed.split())} - {os.getpid()}:
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+  raise SystemExit("Ray did not start.")
 
 
 def elastic_run(run: Run, seed: int, folder: pathlib.Path) -> Row | None:
