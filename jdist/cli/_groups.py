@@ -142,7 +142,7 @@ class BudgetOptions:
   steps: int | None = option(None, within=COUNT)
   """Length of the run in steps, in place of epochs."""
 
-  optimizer: Literal["sgd", "adamw"] = "sgd"
+  optimizer: Literal["sgd", "adamw"] = option("sgd", "worker_optimizer")
   """Optimizer of each worker; sgd uses Nesterov momentum."""
 
   momentum: float = option(0.9, within="[0, 1)", needs=("optimizer", "sgd"))

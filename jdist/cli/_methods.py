@@ -48,6 +48,8 @@ def takes(options: _groups.Common, name: str) -> set[str]:
   rule = options.interval_policy
   if (method.interval_policy if rule == "method" else rule) == "growth":
     found.add("growth")
+  if not method.own_momentum:
+    found.add("worker_optimizer")
   if "compression" in found:
     found |= of_compression(options)
   if _is_late(method, options):

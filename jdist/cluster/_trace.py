@@ -16,7 +16,6 @@ _COLOURS = {
   "forward": "#4477aa", "backward": "#66ccee", "weight": "#228833",
   "activation": "#ee6677", "gradient": "#aa3377",
 }  # fmt: skip
-_MORE = ("#66ccee", "#aa3377", "#999933", "#882255")
 
 
 class Span(NamedTuple):
@@ -201,7 +200,7 @@ def plot_trace(
   axes = figure.subplots()
   end = trace.end_s if end_s is None else checks.check_number("end_s", end_s)
   scale, unit = _time_unit(end)
-  more = iter(_MORE * 4)
+  more = iter(("#66ccee", "#aa3377", "#999933", "#882255") * 4)
   of_kind: dict[str, dict[int, list[tuple[float, float]]]] = {}
   places = {name: i for i, name in enumerate(rows)}
   for span in trace:

@@ -12,7 +12,6 @@ from jdist import checks, models
 from jdist.prediction import _cut, _predictor
 
 PyTree = Any
-_UNROLL = 8
 # Samples are checked in parts of this many bytes, as they may be on a disk.
 _PART = 1 << 24
 Normalize = Callable[[jax.Array], jax.Array]
@@ -48,7 +47,7 @@ def logits_of(
   # LeNets took 16 times as long (3 times in a loop that is not unrolled).
   _, found = jax.lax.scan(
     lambda _, x: (None, one(x)), None, vectors,
-    unroll=min(len(vectors), _UNROLL),
+    unroll=min(len(vectors), 8),
   )  # fmt: skip
   return found
 

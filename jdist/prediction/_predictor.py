@@ -21,8 +21,6 @@ _NUM_CELLS = _GRID * _GRID
 _NUM_CHANNELS = 8
 _NUM_SQUEEZED = 2
 _NUM_BLOCKS = 3
-_BIAS = 0.1
-_STD = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +66,13 @@ class Predictor:
     _check_key(key)
     shapes = self._shapes()
     # One draw for all arrays: each shape would compile a program.
-    draw = _STD * jax.random.truncated_normal(
+    draw = 0.1 * jax.random.truncated_normal(
       key, -2.0, 2.0, (self.num_params,), jnp.float32
     )
     values, start = {}, 0
     for path, shape in shapes.items():
       if path[-1] == "bias":
-        values[path] = jnp.full(shape, _BIAS, jnp.float32)
+        values[path] = jnp.full(shape, 0.1, jnp.float32)
       else:
         values[path] = draw[start : start + math.prod(shape)].reshape(shape)
       start += math.prod(shape)

@@ -33,7 +33,6 @@ _FORMAT = 3
 _FILE = re.compile(r"[^/\\]+-([0-9a-f]{12})\.npy")
 # Every character that some file system does not take.
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]")
-_NUM_LETTERS = 80
 
 
 def folder(directory: str | os.PathLike[str]) -> pathlib.Path:
@@ -135,7 +134,7 @@ def _fill(
     save(sink)
     digest = sink.found.hexdigest()
     # The name is for people; the hash distinguishes arrays of equal names.
-    file = f"{_UNFIT.sub('_', name)[:_NUM_LETTERS]}-{digest[:12]}.npy"
+    file = f"{_UNFIT.sub('_', name)[:80]}-{digest[:12]}.npy"
     sealed_json.write_whole(target / file, save)
     files[name] = [file, digest, of]
   earlier -= {file for file, _, _ in files.values()}

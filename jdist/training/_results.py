@@ -17,8 +17,6 @@ from jdist import channel, checks, signatures
 from jdist.storage import json_lines
 from jdist.training.loop import _record
 
-_PACKAGES = ("jdist", "jax", "jaxlib", "flax", "optax", "numpy")
-
 
 def make_row(
   config: dict[str, Any], seed: int, **measured: Any
@@ -95,7 +93,7 @@ def _device() -> str:
 @functools.cache
 def _versions() -> dict[str, str]:
   versions = {"python": platform.python_version()}
-  for package in _PACKAGES:
+  for package in ("jdist", "jax", "jaxlib", "flax", "optax", "numpy"):
     try:
       versions[package] = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

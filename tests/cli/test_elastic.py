@@ -6,6 +6,8 @@ import jax
 import pytest
 
 from jdist import cli, training
+from jdist.cli import _commands
+from jdist.cli.servers import _server_parts
 
 pytest.importorskip("simpy")
 
@@ -70,6 +72,13 @@ def test_clock_and_threads_train_alike(words, train, tmp_path):
     assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
+def test_clock_counts_the_bytes_of_plain_messages():
+  options = _commands.Train(elastic=True, method="local_sgd", driver="clock")
+  parts = _server_parts.assemble(options)
+  assert _server_parts.simulation(parts).profile.push_bytes == 4 * 9610
+
+
 WRONG = {
   "--method ssgd": "`method` must be one with rounds of local steps",
   "--method scaffold": "`rule` must be a mean or an outer optimizer",
@@ -78,6 +87,7 @@ WRONG = {
   "--method diloco --interval-policy growth": (
     "`--interval-policy` must be fixed with `--elastic`"
   ),
+  "--method msdpu --growth-start 1": "`--growth-start` must be left out for",
   "--method msdpu --carry 0.5": "`carry` of an overlap must be, with a",
   "--method msdpu --delay-steps 1": "`steps` of an overlap must be, with a",
   "--method cocod --stream": "`stream` of an overlap must be",

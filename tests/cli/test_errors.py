@@ -123,6 +123,10 @@ _BAD = [
   ),
   ("train --method diloco --feedback error", "`--codec` must be given with"),
   ("train --optimizer adamw --momentum 0.5", "`--momentum` must be left out"),
+  (
+    "train --method dgc --optimizer adamw",
+    "`--optimizer` must be left out for dgc, which does not use it",
+  ),
   ("train --checkpoint-every-epochs 1", "without `--checkpoints`, got 1.0"),
   ("train --steps 9 --epochs 3", "`--epochs` must be left out with `--steps`"),
   (

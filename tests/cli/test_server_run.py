@@ -238,6 +238,11 @@ def test_decoupled_diloco_takes_local_steps(words, tmp_path):
       ["--protocol", "h_ps", "--error-limit", "0"],
       "`error_limit` must",
     ),
+    (
+      ["--protocol", "h_ps", "--parts", "tasks", "--error-limit", "0.5"],
+      "`--error-limit` must be left out for h_ps",
+    ),
+    (["--protocol", "os:getcwd"], "`os:getcwd` must be a `server.Protocol`"),
     (["--batch-size", "65"], "`--batch-size` must divide evenly"),
     (["--no-paced"], "`--paced` must be left out without `--driver ray`"),
     (

@@ -19,6 +19,11 @@ def local(inner=SGD, interval=2, axis=None, **others):
   return transforms.local_steps(inner, interval, axis=axis, **others)
 
 
+def step(optimizer):
+  w = jnp.zeros(3)
+  optimizer.update(w, optimizer.init(w), w)
+
+
 def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
   return methods.msdpu(optimizer, interval, learning_rate, axis=None, **others)
 
@@ -36,6 +41,16 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
     "outer",
     lambda: transforms.OuterStep("nesterov"),
     "an Optax transformation",
+  ),
+  (
+    "rule",
+    lambda: step(local(interval=1, rule=optax.polyak_sgd(0.5))),
+    "an optimizer that needs neither losses nor pairs",
+  ),
+  (
+    "rule",
+    lambda: step(local(interval=1, rule=optax.lookahead(SGD, 2, 0.5))),
+    "an optimizer that needs neither losses nor pairs",
   ),
   ("interval", lambda: local(interval=0), "an int >= 1"),
   ("interval", lambda: local(interval=True), "an int >= 1"),

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jdist import cluster, server
+from jdist import checks, cluster, server
 from jdist.cli import _methods, _options
 
 
@@ -22,9 +22,11 @@ def check_used(option: str, names: Sequence[str], options: Any) -> None:
 
 def _takes(factory: Any, options: Any) -> set[str]:
   """Returns the arguments of a protocol and of its learners."""
-  found = set(inspect.signature(factory).parameters)
+  found = {"worker_optimizer", *inspect.signature(factory).parameters}
   if factory is server.DecoupledDiLoCo:
     found |= {"rule", "outer_learning_rate", "outer_momentum"}
+  if factory is server.h_ps and "bits" not in options.parts:
+    found.discard("plans")
   if factory is server.h_ps:
     # It chooses the bits of each message, and takes no codec.
     return found | ({"local_step"} if "pipeline" in options.parts else set())
@@ -89,7 +91,9 @@ def build(
   }
   factory = server.PROTOCOLS[name]
   takes = inspect.signature(factory).parameters
-  return factory(**{key: x for key, x in given.items() if key in takes})
+  built = factory(**{key: x for key, x in given.items() if key in takes})
+  checks.check_type(name, built, server.Protocol, "a `server.Protocol`")
+  return built
 
 
 def _pipelined_from(share: float, updates: float | None) -> int:

@@ -259,10 +259,11 @@ def simulation(parts: Parts) -> server.Simulation:
   workers = {
     name: _worker_learner(parts, name) for name in parts.machines.names
   }
-  profile = parts.profile
-  if parts.push_codec is not None:
+  profile, codec, params = parts.profile, parts.push_codec, parts.model.params
+  if codec is not None or parts.options.cluster is None:
     # Real links carry the payload that was encoded; the clock must know it.
-    size = parts.push_codec.num_bytes(parts.model.params)
+    plain = sum(x.nbytes for x in jax.tree.leaves(params))
+    size = plain if codec is None else codec.num_bytes(params)
     profile = dataclasses.replace(profile, push_bytes=size)
   return server.Simulation(
     parts.machines,

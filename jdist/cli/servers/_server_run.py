@@ -219,5 +219,5 @@ def _check_elastic(options: _commands.Train) -> None:
   served = {"quorum", "grace", "timeout_s"}
   _options.check_used(
     options, (options.method,), known,
-    lambda name: _methods.takes(options, name) | served,
+    lambda name: (_methods.takes(options, name) | served) - {"growth"},
   )  # fmt: skip

@@ -349,7 +349,13 @@ class OuterStep(SyncRule):
     self, end: Round, mean: PyTree, exact: PyTree, relative: bool
   ) -> Round:
     del exact, relative
-    updates, memory = self.optimizer.update(mean, end.memory, end.anchor)
+    try:
+      updates, memory = self.optimizer.update(mean, end.memory, end.anchor)
+    except (AttributeError, TypeError) as error:
+      raise ValueError(
+        "`rule` must be an optimizer that needs neither losses nor pairs of "
+        f"parameters, as `optax.sgd` does, but its update failed: {error}."
+      ) from error
     anchor = jax.tree.map(_anchor.moved, end.anchor, updates)
     return end._replace(anchor=anchor, memory=memory)
 
