@@ -20,8 +20,8 @@ import studies
 _RATIO, _KEPT = 60.0, 95.0
 _NAMES = {
   "ssgd": "synchronous SGD",
-  "late": "DiLoCo int4, a round late",
-  "waiting": "DiLoCo int4, awaited",
+  "late": "Local SGD int4, a round late",
+  "waiting": "Local SGD int4, awaited",
 }
 
 
@@ -39,6 +39,16 @@ def _alone(row):
 def ratio(row):
   """Returns communication over computation."""
   return 100 / kept(row) - 1
+
+
+def waits(row):
+  """Returns the percentage of a worker's time in which it waits, as a mean."""
+  shares = []
+  for rounds in row["rounds_s"]:
+    wait_s = sum(x for _, x in rounds)
+    steps_s = sum(x for x, _ in rounds) * row["config"]["interval"]
+    shares.append(100 * wait_s / (wait_s + steps_s))
+  return statistics.mean(shares)
 
 
 def of(rows, method):
@@ -86,7 +96,10 @@ def verdict(rows):
     "messages.",
     f"- The elastic run, a round late: {statistics.mean(shares):.2f} % of its "
     f"own throughput without messages in the mean of {len(late)} runs, "
-    f"{min(shares):.2f} at least (aim {_KEPT:g}): {_met(min(shares) >= _KEPT)}."
+    f"{min(shares):.2f} at least (aim {_KEPT:g}): "
+    f"{_met(min(shares) >= _KEPT)}. Between rounds its workers waited for "
+    f"{statistics.mean(map(waits, late)):.2f} % of their time; the rest is "
+    "that steps in the run took longer than alone, on two shared cores."
     f" It took {sum(x['rounds'] for x in late)} rounds; both workers were in "
     f"{sum(y[1] == 2 for x in late for y in x['merges'])} of their merges.",
     f"- Heartbeats of the far worker: {len(found)}, answered after "
@@ -99,7 +112,8 @@ def verdict(rows):
   if waiting:
     lines.append(
       f"- Without the overlap the same run keeps "
-      f"{statistics.mean(map(kept, waiting)):.1f} %."
+      f"{statistics.mean(map(kept, waiting)):.1f} %, and waits for "
+      f"{statistics.mean(map(waits, waiting)):.1f} % of its time."
     )
   return "\n".join(lines)
 

@@ -56,8 +56,8 @@ class Run:
   """A run of two hosts.
 
   Attributes:
-    method: `"ssgd"`; or DiLoCo in four bits with feedback, whose merges are one
-      round late (`"late"`), or awaited (`"waiting"`).
+    method: `"ssgd"`; or Local SGD in four bits with feedback, whose merges are
+      one round late (`"late"`), or awaited (`"waiting"`).
     steps: local steps in all.
     interval: local steps of a round, H.
     hidden: sizes of the network's layers.
@@ -84,8 +84,8 @@ class Run:
 
 PRESETS = {
   "ssgd": Run("ssgd", steps=16, interval=1),
-  "late": Run("late", steps=128 * 24),
-  "waiting": Run("waiting", steps=128 * 12),
+  "late": Run("late", steps=128 * 12),
+  "waiting": Run("waiting", steps=128 * 6),
   "short": Run("late", steps=128 * 4),
 }
 
@@ -110,6 +110,18 @@ def seconds_a_step(ends_s: list[float], skip: int) -> float:
   return (ends_s[-1] - ends_s[skip]) / (len(ends_s) - 1 - skip)
 
 
+def rounds_of(ends_s: list[float], interval: int) -> list[list[float]]:
+  """Returns for each round after the first its steps' mean time, and the wait.
+
+  The wait is that before its first step, which is left out of the mean.
+  """
+  found = []
+  for i in range(interval, len(ends_s) - interval + 1, interval):
+    within_s = (ends_s[i + interval - 1] - ends_s[i]) / (interval - 1)
+    found.append([within_s, max(ends_s[i] - ends_s[i - 1] - within_s, 0.0)])
+  return found
+
+
 class Problem:
   """The network, its loss and a worker's batches."""
 
@@ -130,8 +142,8 @@ class Problem:
     return self._stream.batch(worker, step * self._batch, self._batch)
 
   def rounds(self, run: Run, seed: int) -> elastic.Rounds:
-    """Returns DiLoCo in four bits with feedback."""
-    method = methods.diloco(
+    """Returns Local SGD in four bits with feedback."""
+    method = methods.local_sgd(
       self.inner, run.interval, axis=None,
       compression=reducers.Compression(
         codecs.Quantize(4), reducers.ErrorFeedback()
@@ -199,7 +211,7 @@ class Heartbeats(threading.Thread):
       for name, found in self.answers_s.items():
         began_s = time.monotonic()
         # One without an answer took 30 s, and stands with that time.
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, KeyError):  # Or sent home.
           self._engine.process_of(name)
         found.append(time.monotonic() - began_s)
 
@@ -282,7 +294,7 @@ def _ray(*words: str) -> None:
 
 
 def elastic_run(run: Run, seed: int, folder: pathlib.Path) -> Row | None:
-  """Trains by DiLoCo; host 0 returns the row."""
+  """Trains by Local SGD; host 0 returns the row."""
   host = os.environ["JDIST_COORDINATOR"].rpartition(":")[0]
   token, up, over = (folder / x for x in ("token", "up", "over"))
   os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
@@ -339,6 +351,7 @@ def elastic_run(run: Run, seed: int, folder: pathlib.Path) -> Row | None:
     alone_s=[seconds_a_step(x, 0) for _, x, _ in times],
     # The first round has nothing to wait for.
     step_s=[seconds_a_step(x, run.interval) for _, _, x in times],
+    rounds_s=[rounds_of(x, run.interval) for _, _, x in times],
     rounds=summary["updates"], merges=summary["merges"],
     events=[x["kind"] for x in summary["events"]],
     changes=summary["changes"], pushed_bytes=summary["pushed_bytes"],

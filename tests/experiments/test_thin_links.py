@@ -1,0 +1,25 @@
+"""The thin links' measures, by hand; their runs need Ray, root and minutes."""
+
+import pytest
+
+from tests.experiments import _loading
+
+
+@pytest.mark.slow
+def test_measures_count_waits_heartbeats_and_losses(monkeypatch):
+  monkeypatch.syspath_prepend(_loading.FOLDER)
+  _loading.enter("thin_links", monkeypatch)
+  report = _loading.load("thin_report", "thin_links/report.py", monkeypatch)
+  # Three steps of 1 s, the last of which waits for 2 s more.
+  assert report.run.seconds_a_step([0.0, 5.0, 6.0, 7.0, 10.0], 1) == 5 / 3
+  row = {
+    "alone_s": [1.0, 1.0], "step_s": [2.0, 1.0], "hosts": [1, 0],
+    "config": {"patience_s": 5.0}, "events": ["lost"],
+    "heartbeats_s": {"worker0": [0.1, 6.0], "worker1": [9.0]},
+    "changes": [[0.0, 0, "joined", "a", 1], [1.0, 1, "left", "a", 0]],
+  }  # fmt: skip
+  assert report.kept(row) == 75.0
+  assert report.ratio(row) == pytest.approx(1 / 3)
+  # Those of the worker on host 1 alone.
+  assert report.beats(row) == ([0.1, 6.0], 1)
+  assert report.lost(row) == 2
