@@ -431,8 +431,8 @@ class StageOptions:
   does not, see experiments/pipeline (default: from the start)."""
 
   edge_codec: Part = option(None, needs=("runtime", "processes"))
-  """Encoding of the outputs and gradients that stages exchange, with error
-  feedback: int8, int4, bfloat16, ... (default: sent as they are)."""
+  """Encoding of the outputs and gradients that stages exchange: int8, int4,
+  bfloat16, ... (default: sent as they are)."""
 
   delay_fix: Literal["none", "prediction"] = option("none", needs=("stages",))
   """Remedy for late gradients: compute them at predicted weights, with

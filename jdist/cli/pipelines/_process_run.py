@@ -122,7 +122,8 @@ class _Run:
     )  # fmt: skip
     codec, edges = _methods.edge_codec(options), None
     if codec is not None:
-      edges = reducers.MessageCodec(codec, reducers.ErrorFeedback())
+      # Feedback adds what other samples have left, see MEASURED.md.
+      edges = reducers.MessageCodec(codec)
     self._process = pipeline.StageProcess(
       stages, training.label_loss, table, microbatch,
       peers=_connect(options, stack), inputs=workload.inputs(),
