@@ -11,8 +11,12 @@ X = jnp.array([3.0, -1.0, 0.0, 2.0, -0.0, -6.0, 1.0, 3.0, -4.0])
 
 
 def there_and_back(codec, x, key=None):
-  payload, state = codec.encode(x, (), key)
-  return payload, np.asarray(codec.decode(payload, state, x))
+  def run(x, key):
+    payload, state = codec.encode(x, (), key)
+    return payload, codec.decode(payload, state, x)
+
+  payload, found = jax.jit(run)(x, key)
+  return payload, np.asarray(found)
 
 
 @pytest.mark.smoke
