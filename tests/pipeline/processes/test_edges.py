@@ -130,6 +130,7 @@ def _batches(number, table):
   return _training.of_first(small.batches(number, 1, rows, small.UNLIKE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
 def test_coded_edges_train_and_dense_ones_have_the_same_bits(name):
   table = pipeline.make_table(name, 3, 4)
@@ -146,6 +147,7 @@ def test_coded_edges_train_and_dense_ones_have_the_same_bits(name):
     assert sum(x[2] for x in found) == len(batches) * found[0][3]
 
 
+@pytest.mark.slow
 def test_resumed_edges_have_the_same_bits(tmp_path):
   table = pipeline.ours(2, 2, window=2, num_iterations=2)
   batches = _batches(6, table)
