@@ -1,11 +1,12 @@
 """Writes the figures of the storms, and the picture of one.
 
-python experiments/storm/report.py          # README.md and storm.png
+python experiments/storm/report.py          # README.md, storm.png, storm.json
 python experiments/storm/report.py --check  # fails if a number differs
 """
 
 import argparse
 import collections
+import json
 import pathlib
 import statistics
 import sys
@@ -15,12 +16,16 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 import run
 import studies
 
+from jdist import cluster
+
 _FOLDER = pathlib.Path(__file__).resolve().parent
 # The aims: seconds to the next merge and to a return, percent of the living in
 # a merge, percent of the final loss.
 _MERGE_S, _BACK_S, _LIVING, _LOSS = 5.0, 30.0, 95.0, 0.6
 _NAMES = {"SIGKILL": "kills", "SIGSTOP": "stops", "cut": "cuts"}
 _ENDS = {"SIGKILL": "a kill", "SIGCONT": "a stop", "heal": "a cut"}
+_STATES = {"SIGKILL": "killed", "SIGSTOP": "stopped", "cut": "cut off"}
+_OVER = {"SIGSTOP": "SIGCONT", "cut": "heal"}
 _COLOURS = {"SIGKILL": "#d55e00", "SIGSTOP": "#e69f00", "cut": "#cc79a7"}
 
 
@@ -209,6 +214,61 @@ def setting(rows, found):
   return "\n".join(lines)
 
 
+def trace(row):
+  """Returns who was a member, the faults and the merges, as spans."""
+  found, end_s = cluster.Trace(), row["wall_s"]
+  names = [f"worker{i}" for i in range(row["config"]["workers"])]
+  for name in names:
+    own = [x for x in row["changes"] if x[3] == name]
+    for change, after in zip(own, [*own[1:], [end_s]], strict=True):
+      if change[2] != "left":
+        found.add(name, change[2], change[0], after[0], "member")
+    for x in row["faults"]:
+      if x["worker"] == name and x["kind"] in _NAMES:
+        ends = [
+          *(y[0] for y in own if y[2] != "left" and x["kind"] == "SIGKILL"),
+          *(
+            y["at_s"]
+            for y in row["faults"]
+            if (y["kind"], y["worker"]) == (_OVER.get(x["kind"]), name)
+          ),
+          end_s,
+        ]
+        end = min(y for y in ends if y > x["at_s"] or y == end_s)
+        found.add(name, x["kind"], x["at_s"], end, _STATES[x["kind"]])
+  before_s = 0.0
+  for at_s, merged, living in row["merges"]:
+    found.add("merges", f"{merged} of {living}", before_s, at_s, "merge")
+    before_s = at_s
+  return found
+
+
+def save(row, calm, path):
+  """Writes a storm for `jdist report`: its trace, losses and workers."""
+  trace(row).save_perfetto(path)
+  events = json.loads(path.read_text())["traceEvents"]
+  series = [
+    (
+      "test loss",
+      at_s,
+      {"storm": loss, "undisturbed, at the same merges": other},
+    )
+    for (at_s, loss), (_, other) in zip(
+      row["curve"], calm["curve"], strict=True
+    )
+  ]
+  series += [
+    ("workers", at_s, {"members": living, "in the merge": merged})
+    for at_s, merged, living in row["merges"]
+  ]
+  events += [
+    {"name": name, "ph": "C", "pid": 0, "ts": 1e6 * at_s, "args": values}
+    for name, at_s, values in series
+  ]
+  lines = ",\n".join(json.dumps(x, separators=(",", ":")) for x in events)
+  path.write_text(f'{{"traceEvents":[\n{lines}\n]}}\n')
+
+
 def draw(row, calm, path):
   """Draws who is a member, the faults, the merges and the loss."""
   import matplotlib
@@ -220,32 +280,22 @@ def draw(row, calm, path):
     3, 1, sharex=True, figsize=(11, 7.5), height_ratios=(4, 1.6, 1.6)
   )
   names = [f"worker{i}" for i in range(row["config"]["workers"])]
-  for y, name in enumerate(names):
-    own = [x for x in row["changes"] if x[3] == name]
-    for change, after in zip(own, [*own[1:], None], strict=True):
-      if change[2] != "left":
-        end_s = row["wall_s"] if after is None else after[0]
-        top.plot(
-          [change[0] / 60, end_s / 60], [y, y], color="#0072b2", lw=5,
-          alpha=0.45, solid_capstyle="butt",
-        )  # fmt: skip
-  ends = {"SIGSTOP": "SIGCONT", "cut": "heal"}
+  spans = [x for x in trace(row) if x.resource in names]
+  for x in spans:
+    y, faulty = names.index(x.resource), x.kind != "member"
+    if x.name != "SIGKILL":  # Its mark is enough: no member is left.
+      top.plot(
+        [x.start_s / 60, x.end_s / 60], [y, y], lw=1.5 if faulty else 5,
+        color=_COLOURS[x.name] if faulty else "#0072b2",
+        alpha=None if faulty else 0.45,
+        solid_capstyle="projecting" if faulty else "butt",
+      )  # fmt: skip
   for kind, marker in (("SIGKILL", "x"), ("SIGSTOP", "|"), ("cut", "|")):
-    mine = [x for x in row["faults"] if x["kind"] == kind]
+    mine = [x for x in spans if x.name == kind]
     top.scatter(
-      [x["at_s"] / 60 for x in mine], [names.index(x["worker"]) for x in mine],
+      [x.start_s / 60 for x in mine], [names.index(x.resource) for x in mine],
       marker=marker, s=45, color=_COLOURS[kind], label=_NAMES[kind], zorder=3,
     )  # fmt: skip
-    for x in mine if kind in ends else ():
-      until = [
-        y["at_s"]
-        for y in row["faults"]
-        if (y["kind"], y["worker"]) == (ends[kind], x["worker"])
-        and y["at_s"] > x["at_s"]
-      ]
-      y = names.index(x["worker"])
-      span = [x["at_s"] / 60, min([*until, row["wall_s"]]) / 60]
-      top.plot(span, [y, y], color=_COLOURS[kind], lw=1.5)
   top.set_yticks(range(len(names)), names)
   top.set_ylim(-0.6, len(names) - 0.4)
   top.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
@@ -288,6 +338,7 @@ def main():
   differs = studies.write({_FOLDER / "README.md": parts}, check=check)
   if not check:
     draw(*found[0], run.ROWS.parent / "storm.png")
+    save(*found[0], run.ROWS.parent / "storm.json")
   return int(check and differs)
 
 

@@ -50,6 +50,12 @@ def folder(tmp_path):
     trace.add("worker0->server", "push 0", 2.0, 3.0, "push")
     trace.add("worker1", "away", 0.5, 4.0, "away")
     trace.save_perfetto(tmp_path / f"{name}.json")
+  events = json.loads((tmp_path / "bsp.json").read_text())
+  for at_s in (1, 3):
+    events["traceEvents"].append(
+      {"name": "loss", "ph": "C", "ts": 1e6 * at_s, "args": {"storm": 1 / at_s}}
+    )
+  (tmp_path / "bsp.json").write_text(json.dumps(events))
   return tmp_path
 
 
@@ -76,8 +82,17 @@ def test_report_writes_one_page_that_asks_no_host(folder, capsys):
   assert data["points"][0]["link_s"] == pytest.approx(0.048)
   assert [name for name, _ in data["y"]] == ["accuracy", "loss"]
   spans = _data(page, "spans")
-  assert spans["end"] == 4.0 and spans["kinds"] == ["forward", "away", "push"]
-  assert spans["files"]["asp.json"][0] == ["worker0", "F0", "forward", 0, 2]
+  assert spans["asp.json"]["spans"][0] == ["worker0", "F0", "forward", 0, 2]
+  assert spans["asp.json"]["counters"] == []
+  assert spans["bsp.json"]["counters"][0] == ["loss", "storm", 1, 1]
+
+
+def test_curve_of_pairs_stands_in_the_trace_alone(folder):
+  row = _rows(1)[0] | {"curve": [[1.0, 0.5], [2.0, 0.25]]}
+  (folder / "rows.jsonl").unlink()
+  training.append_rows(folder / "rows.jsonl", [row])
+  page = _page.write(folder).read_text()
+  assert 'id="curves"' not in page and 'id="spans"' in page
 
 
 def test_status_and_page_are_written_as_a_run_goes(tmp_path, capsys):
@@ -125,6 +140,20 @@ def _browser():
     browser.close()
 
 
+# All timelines have one place and one part of the time, which begins after 0.
+_ENLARGED = """() => {
+  const places = [...document.querySelectorAll(".timeline")].map(chart => {
+    const box = chart.querySelector(".role-frame .background");
+    const {left, width} = box.getBoundingClientRect();
+    const texts = chart.querySelectorAll(".role-axis-label text");
+    const times = [...texts].map(x => x.textContent);
+    const first = times.find(x => /^[0-9.]+$/.test(x));
+    return [left, width, first].join();
+  });
+  return new Set(places).size === 1 && !places[0].endsWith(",0.0");
+}"""
+
+
 @pytest.mark.slow
 def test_page_in_a_browser(folder):
   assert cli.main(["report", str(folder)]) == 0
@@ -139,7 +168,11 @@ def test_page_in_a_browser(folder):
         page.on("pageerror", lambda x, errors=errors: errors.append(x))
         page.goto((folder / "report.html").as_uri())
         page.wait_for_selector("#chart[data-drawn]")
-        page.wait_for_selector("[data-drawn='bsp.json']")
+        page.wait_for_selector("[data-drawn='bsp.json: loss']")
+        # One second stands in one place in all charts, also when enlarged.
+        page.locator("[data-drawn='asp.json'] svg").hover()
+        page.mouse.wheel(0, -600)
+        page.wait_for_function(_ENLARGED)
         # Only the file itself, and nothing runs over the right edge.
         assert [x for x in asked if not x.startswith("data:")] == [
           (folder / "report.html").as_uri()
@@ -165,7 +198,7 @@ def test_page_in_a_browser(folder):
     assert "seconds with sending at 100 Mbit/s" in text and "test loss" in text
     page.locator("[value=ssgd]").click()
     page.wait_for_function(
-      "document.querySelectorAll('.mark-line path').length == 1"
+      "document.querySelectorAll('#chart .mark-line path').length == 1"
     )
     # The choices survive a reload.
     page.reload()

@@ -63,7 +63,7 @@ def write(folder: pathlib.Path, options: Any = None) -> pathlib.Path:
   drawn = [*rows.get("rows.jsonl", ()), *begun]
   settings = _same([row["config"] for row in every])
   named = [str(settings[x]) for x in ("dataset", "model") if settings.get(x)]
-  curves = _curves([row for row in drawn if row.get("curve")], link)
+  curves = _curves(drawn, link)
   timelines = _timelines(folder)
   page = _fill(
     "page.html",
@@ -76,11 +76,9 @@ def write(folder: pathlib.Path, options: Any = None) -> pathlib.Path:
     tables="".join(
       _table(name, found, settings) for name, found in rows.items() if found
     ),
-    settings="<h2>Settings</h2><dl class=settings>"
-    + "".join(
+    settings="".join(
       f"<div>{_term(x, y)}</div>" for x, y in settings.items() if y is not None
-    )
-    + "</dl>",
+    ),
   )
   path = folder / "report.html"
   sealed_json.write_text(path, page)
@@ -150,6 +148,8 @@ def _facts(rows: Sequence[dict[str, Any]], files: Iterable[str]) -> str:
 
 def _curves(rows: Sequence[dict[str, Any]], link: cluster.Link) -> str:
   """Returns the chart of the rows' curves, with the choice of its axes."""
+  # The curve of a storm, with pairs of seconds and losses, is in its trace.
+  rows = [x for x in rows if isinstance((x.get("curve") or [0])[0], dict)]
   methods = list(dict.fromkeys(str(row.get("method")) for row in rows))
   points: list[dict[str, Any]] = []
   for number, row in enumerate(rows):
@@ -211,7 +211,7 @@ def _table(
 
 def _timelines(folder: pathlib.Path) -> str:
   """Returns the timelines of a folder's traces, on one axis."""
-  files: dict[str, list[tuple[Any, ...]]] = {}
+  files: dict[str, dict[str, list[tuple[Any, ...]]]] = {}
   for path in sorted(folder.glob("*.json")):
     events = json.loads(path.read_text()).get("traceEvents", ())
     rows = {x["tid"]: x["args"]["name"] for x in events if x["ph"] == "M"}
@@ -224,18 +224,17 @@ def _timelines(folder: pathlib.Path) -> str:
       (rows[x["tid"]], x["name"], x["cat"], x["ts"] / 1e6, x["dur"] / 1e6)
       for x in found[:_MAX_SPANS]
     ]
+    counters = [
+      (x["name"], line, x["ts"] / 1e6, value)
+      for x in events
+      if x["ph"] == "C"
+      for line, value in x["args"].items()
+    ]
     if spans:
-      files[path.name] = spans
+      files[path.name] = {"spans": spans, "counters": counters}
   if not files:
     return ""
-  every = [span for spans in files.values() for span in spans]
-  kinds = list(dict.fromkeys(span[2] for span in every))
-  end_s = max(start_s + length_s for *_, start_s, length_s in every)
-  return _fill(
-    "timelines.html",
-    links=_links(files),
-    data=_script({"files": files, "kinds": kinds, "end": end_s}),
-  )
+  return _fill("timelines.html", links=_links(files), data=_script(files))
 
 
 def _script(data: Any) -> str:
