@@ -489,9 +489,6 @@ EVERY = {
   "test_house.py": {
     "test_in_the_library": 11,
   },
-  "test_readme.py": {
-    "test_example_runs": 22,
-  },
   "test_wrong_calls.py": {
     "test_right_call_is_right": 42,
     "test_wrong_argument_is_named": 83,

@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from jdist import cli
+from tests import _thinned
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _PAGES = {
@@ -67,8 +68,20 @@ def _save_model():
   )
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("number", range(len(_BLOCKS)))
+# Blocks that compile for seconds by what only they say, for the slow set.
+_LONG = (
+  "conformance.check(",
+  "pipeline.StageProcess(",
+  "transforms.Stream()",
+  "def program(control)",
+)
+_NUMBERS = range(1, len(_BLOCKS))  # The first one has a test of its own.
+_SHORT = [n for n in _NUMBERS if not any(x in _BLOCKS[n][1] for x in _LONG)]
+
+
+@pytest.mark.parametrize(
+  "number", _thinned.some(_NUMBERS, _SHORT, smoke=_SHORT[-1:])
+)
 def test_example_runs(number, capsys, tmp_path, monkeypatch):
   page, block = _BLOCKS[number]
   monkeypatch.chdir(tmp_path)
@@ -85,11 +98,15 @@ def test_example_runs(number, capsys, tmp_path, monkeypatch):
         test()
 
 
-# The site runs them, too, and shows what they print.
+# The site runs them, too, and shows what they print. The others compile for six
+# to eight seconds each.
+_QUICK = ("docs/drawn.md", "docs/tutorials/own_data.md")
+
+
 @pytest.mark.parametrize(
   "page",
   [
-    pytest.param(x, marks=() if "own_data" in x else pytest.mark.slow)
+    pytest.param(x, marks=() if x in _QUICK else pytest.mark.slow)
     for x in _CELLS
   ],
 )
@@ -130,6 +147,7 @@ def test_every_command_can_be_read(read, tmp_path, monkeypatch):
   assert len(_COMMANDS) > 30
 
 
+@pytest.mark.smoke
 def test_first_example_prints_the_result_in_its_comment(capsys):
   _, code = _BLOCKS[0]
   wanted, within = re.search(
