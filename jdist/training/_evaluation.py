@@ -149,7 +149,7 @@ class Evaluator:
       # in flight. The sum is in float64, because there may be many batches.
       total = self._totals(params, model_state, batch)
       totals += np.asarray(self._workers.view(total), np.float64)
-    hits, loss = totals[:2] / totals[2]
+    hits, loss = (totals[:2] / totals[2]).tolist()
     metrics = {"accuracy": hits, "loss": loss}
     if self._of_text:
       # A diverged model has an infinite perplexity.

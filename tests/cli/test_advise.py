@@ -50,6 +50,8 @@ def test_own_step_is_advised_by_link(whole, capsys, monkeypatch, tmp_path):
   )  # fmt: skip
   status, said = advise(capsys, *words, "--bandwidth-mbit-per-s", "0.1")
   assert status == 0, said.err
+  # The minutes of compiling begin with a line.
+  assert said.out.startswith("Compiling ") and "e+0" not in said.out
   assert "Yes: " in said.out
   assert "jdist train --method" in said.out
   rows = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()

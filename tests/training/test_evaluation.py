@@ -25,6 +25,7 @@ def test_nan_in_padding_is_ignored():
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, test.labels)
   np.testing.assert_allclose(found["loss"], losses.mean(), rtol=1e-5)
   assert found["accuracy"] == np.mean(np.argmax(logits, -1) == test.labels)
+  assert type(found["accuracy"]) is type(found["loss"]) is float
 
 
 def apply(params, state, tokens, train):

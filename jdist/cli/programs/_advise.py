@@ -44,6 +44,8 @@ def advise(options: _commands.Advise) -> None:
     _label(name, more, options.interval): _chain(name, more, common)
     for name, more in _CHOICES
   }
+  seconds = f"then measuring for about {options.limit_s:g} s"
+  print(f"Compiling {len(chains)} methods, {seconds}.", flush=True)
   found = advice.advise(
     loss_fn, params, batch, chains, link,
     num_workers=options.workers,
@@ -167,9 +169,9 @@ def _times(found: advice.Advice, workers: int) -> Any:
     f"{workers} workers, links of {rate / 1e6:.4g} Mbit/s and "
     f"{1e3 * latency_s:.3g} ms: predicted times, from measurements here",
     "± is half of a 90 % interval. Waits: the share of a step in which a "
-    "worker waits for messages. Adds: what the method computes itself. Below: "
-    "the bandwidth below which it pays. Accuracy is unknown here: see "
-    "docs/methods.md.",
+    "worker waits for messages. Adds: what the method computes itself. Pays: "
+    "faster by more than the spread. Below: the bandwidth below which the "
+    "middle is faster. Accuracy is unknown here: see docs/methods.md.",
     {x: lambda *line, i=i: line[i] for i, x in enumerate(titles)},
     (tuple(line(name)) for name in found.costs),
   )
@@ -193,7 +195,7 @@ def _rates(found: advice.Advice) -> Any:
 def _megabits(rate: float | None) -> str:
   if rate is None:
     return "-"
-  return "any" if rate in (0, math.inf) else f"{rate / 1e6:,.3g}"
+  return "any" if rate in (0, math.inf) else f"{float(f'{rate / 1e6:.3g}'):,g}"
 
 
 def _verdict(found: advice.Advice) -> str:
