@@ -314,7 +314,7 @@ def draw(row, calm, path):
     losses = [x for _, x in of_run["curve"]]
     below.plot(at, losses, color=style, label=label)
   below.legend(frameon=False)
-  below.set(xlabel="minutes", ylabel="test loss", yscale="log")
+  below.set(xlabel="minutes", ylabel="test loss")
   for axes in (top, middle, below):
     axes.set_xlim(0, row["wall_s"] / 60)
     for side in ("top", "right"):
