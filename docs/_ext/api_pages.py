@@ -105,6 +105,11 @@ def _entry(name: public_names.Name) -> str:
   if name.kind == "data":
     text = textwrap.indent(textwrap.fill(name.text, 76), "   ")
     return f".. py:data:: {name.name}\n   :module: {name.room}\n\n{text}"
+  home = public_names.find(name.path)
+  if home not in (None, name.path):  # Of another room.
+    return (
+      f".. py:{name.kind}:: {name.path}\n\n   The same as :py:obj:`{home}`."
+    )
   if name.kind == "class":
     return f".. autoclass:: {name.path}\n   :members:"
   return f".. autofunction:: {name.path}"

@@ -84,7 +84,8 @@ def _paths() -> dict[str, str]:
       path = name.path
       if name.kind == "module":
         path = f"{name.source}.{name.name}"
-      elif name.room == "jdist":  # Names of every day, of other rooms.
+      elif not name.source.startswith(f"{name.room}.") or name.room == "jdist":
+        # Names of other rooms.
         path = f"{_exporter(name)}.{name.name}"
       for way in {name.path, f"{name.source}.{name.name}"}:
         found.setdefault(way, set()).add(path)
