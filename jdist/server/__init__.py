@@ -5,6 +5,7 @@ from jdist.server._allocation import FixedBatches as FixedBatches
 from jdist.server._allocation import SpeedBatches as SpeedBatches
 from jdist.server._asynchronous import ASP as ASP
 from jdist.server._asynchronous import dbs as dbs
+from jdist.server._asynchronous import fedbuff as fedbuff
 from jdist.server._asynchronous import NSoftsync as NSoftsync
 from jdist.server._asynchronous import Ringmaster as Ringmaster
 from jdist.server._asynchronous import SSP as SSP

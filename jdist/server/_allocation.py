@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 from typing import Protocol as Interface
 
 from jdist import checks, signatures
@@ -56,6 +56,19 @@ class FixedBatches:
     return (self.samples,) * len(speeds)
 
 
+def check_limits(limits: Mapping[Any, int | None] | None) -> None:
+  """Raises a ValueError unless each worker's largest batch holds a sample."""
+  for worker, limit in (limits or {}).items():
+    if limit is not None:
+      checks.check_int(
+        "limits",
+        limit,
+        1,
+        remedy=f"The memory of {worker!r} must hold a sample; leave out a "
+        "worker whose batches nothing bounds.",
+      )
+
+
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
 class SpeedBatches:
@@ -73,6 +86,7 @@ class SpeedBatches:
     smoothing: a, in [0, 1).
     minimum: The smallest batch.
     maximum: The largest batch, for instance what fits into memory.
+    limits: The same of single workers, by their names.
 
   Raises:
     ValueError: If an argument is out of its range.
@@ -91,8 +105,10 @@ class SpeedBatches:
   smoothing: float = 0.5
   minimum: signatures.PositiveInt = 1
   maximum: int | None = None
+  limits: Mapping[Any, int | None] | None = None
 
   def __post_init__(self) -> None:
+    check_limits(self.limits)
     if not 0 <= self.smoothing < 1:
       raise ValueError(
         f"`smoothing` must be in [0, 1), got {self.smoothing}; 0 takes the "

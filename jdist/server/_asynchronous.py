@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jdist import checks, signatures
@@ -58,43 +58,6 @@ class Ringmaster(_protocol.Protocol):
     """Returns whether a gradient is too stale."""
     return state.version - push.version >= self.max_staleness
 
-  def on_push(
-    self,
-    state: _server_state.ServerState,
-    push: _server_state.Assignment,
-    actions: list[Action],
-  ) -> None:
-    """Uses or discards a gradient by its staleness."""
-    if self.is_late(state, push):
-      self.discard(state, push, actions)
-    else:
-      self.apply(state, [push], actions)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _WithinMemory(ASP):
-  """ASGD whose batches are bounded for each worker.
-
-  Attributes:
-    limits: The largest batch of each worker; workers without an entry have no
-      limit.
-  """
-
-  limits: Mapping[Worker, int | None]
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    _protocol.check_limits(self.limits)
-
-  def sizes(
-    self, workers: Sequence[Worker], speeds: Sequence[float | None]
-  ) -> Sequence[int]:
-    """Returns the batch sizes of workers of these speeds, None if unknown."""
-    # Only `SpeedBatches` has limits, and `dbs` makes this class for it alone.
-    batches: Any = self.batches
-    limits = [self.limits.get(worker) for worker in workers]
-    return batches.sizes(speeds, limits=limits)
-
 
 @signatures.checked
 def dbs(
@@ -122,8 +85,7 @@ def dbs(
     smoothing: Share of the last speed that a new measurement leaves.
     minimum: The smallest batch.
     maximum: The largest batch.
-    limits: The largest batch of each worker, for instance what fits into its
-      memory; workers without an entry have no limit.
+    limits: The largest batch of single workers, by their names.
     rate: The learning rate grows with a worker's batch: `"linear"`,
       `"square_root"` or `"none"`.
     parts: Part of the data that each worker owns; None if the parts are equal
@@ -141,13 +103,14 @@ def dbs(
     DBS-SGD.  Reconstruction: the abstract names neither the estimate of the
     speeds, nor how often batches change, nor the rate.
   """
-  protocol: _protocol.Protocol = ASP(
+  return ASP(
     batches=_allocation.SpeedBatches(
       total,
       period=period,
       smoothing=smoothing,
       minimum=minimum,
       maximum=maximum,
+      limits=limits,
     ),
     weighting=_weights.Weighting(
       samples=rate,
@@ -156,11 +119,6 @@ def dbs(
     ),
     timeout_s=timeout_s,
   )
-  if limits is None:
-    return protocol
-  # Without limits it stays plain ASGD, the class that a user expects.
-  given = {x.name: getattr(protocol, x.name) for x in dataclasses.fields(ASP)}
-  return _WithinMemory(**given, limits=limits)
 
 
 @dataclasses.dataclass
@@ -176,6 +134,7 @@ class SoftsyncState(_server_state.ServerState):
   )
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NSoftsync(_protocol.Protocol[SoftsyncState]):
   r"""n-softsync: n updates in the time of one gradient of each worker.
@@ -189,9 +148,10 @@ class NSoftsync(_protocol.Protocol[SoftsyncState]):
 
   Attributes:
     n: At least 1.  A larger number than that of members acts as their number.
+    buffer: c >= 1, whatever L is; None for the c above.
 
   Raises:
-    ValueError: If `n` is less than 1.
+    ValueError: If `n` or `buffer` is less than 1.
 
   References:
     Zhang et al., Staleness-aware Async-SGD for Distributed Deep Learning, IJCAI
@@ -212,11 +172,8 @@ class NSoftsync(_protocol.Protocol[SoftsyncState]):
   """
 
   state_type = SoftsyncState
-  n: int
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    checks.check_int("n", self.n, 1)
+  n: signatures.PositiveInt
+  buffer: signatures.PositiveInt | None = None
 
   def on_leave(
     self, state: SoftsyncState, worker: Worker, actions: list[Action]
@@ -236,11 +193,41 @@ class NSoftsync(_protocol.Protocol[SoftsyncState]):
 
   def _update(self, state: SoftsyncState, actions: list[Action]) -> None:
     # The last member may have left, and its gradient waits for no other.
-    wanted = max(1, len(state.members) // self.n)
+    wanted = self.buffer or max(1, len(state.members) // self.n)
     # All that were collected: fewer may be wanted since a member has left.
     if len(state.collected) >= wanted:
       pushes, state.collected = state.collected, []
       self.apply(state, pushes, actions, mean=True)
+
+
+@signatures.checked
+def fedbuff(
+  *,
+  batches: Any = _protocol.FIXED,
+  buffer: signatures.PositiveInt = 10,
+  timeout_s: float | None = None,
+) -> NSoftsync:
+  r"""FedBuff: an update of K gradients, which are damped by their staleness.
+
+  .. math:: \theta \leftarrow \theta - \frac{\alpha}{K} \sum_{k=1}^{K}
+            \frac{g_k}{\sqrt{1 + \tau_k}}
+
+  No worker waits, and several of the K gradients may be one worker's.
+
+  Args:
+    batches: As in `server.Protocol`.
+    buffer: K, >= 1; 10 in the paper.
+    timeout_s: As in `server.Protocol`.
+
+  References:
+    Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation
+    (arXiv 2106.06639), Algorithm 1.  Departure: a worker pushes one gradient
+    where the paper's clients push the difference of several local steps.
+  """
+  damping = _weights.Weighting(staleness=lambda tau: (1 + tau) ** -0.5)
+  return NSoftsync(
+    batches=batches, n=1, buffer=buffer, weighting=damping, timeout_s=timeout_s
+  )
 
 
 @dataclasses.dataclass

@@ -1,7 +1,7 @@
 """The base of protocols: membership, tasks, batches and versions."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from jdist import checks
@@ -9,22 +9,9 @@ from jdist.server import _allocation, _messages, _weights
 from jdist.server._messages import Action, Worker
 from jdist.server._server_state import Assignment, Member, ServerState
 
-_FIXED = _allocation.FixedBatches(32)
+FIXED = _allocation.FixedBatches(32)
 _ALIKE = _weights.Weighting()
 State = TypeVar("State", bound=ServerState)
-
-
-def check_limits(limits: Mapping[Worker, int | None] | None) -> None:
-  """Raises a ValueError unless each worker's largest batch is one sample."""
-  for worker, limit in (limits or {}).items():
-    if limit is not None:
-      checks.check_int(
-        "limits",
-        limit,
-        1,
-        remedy=f"The memory of {worker!r} must hold a sample; leave out a "
-        "worker whose batches nothing bounds.",
-      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +59,7 @@ class Protocol(Generic[State]):
   """
 
   state_type: ClassVar[Any] = ServerState
-  batches: _allocation.Allocation = _FIXED
+  batches: _allocation.Allocation = FIXED
   weighting: _weights.Weighting = _ALIKE
   timeout_s: float | None = None
 
@@ -172,7 +159,9 @@ class Protocol(Generic[State]):
     self, workers: Sequence[Worker], speeds: Sequence[float | None]
   ) -> Sequence[int]:
     """Returns the batch sizes of workers of these speeds, None if unknown."""
-    del workers
+    batches: Any = self.batches
+    if limits := getattr(batches, "limits", None):
+      return batches.sizes(speeds, limits=[limits.get(x) for x in workers])
     return self.batches.sizes(speeds)
 
   def passes(self, worker: Worker, samples: int) -> int:
@@ -238,8 +227,11 @@ class Protocol(Generic[State]):
   def on_push(
     self, state: State, push: Assignment, actions: list[Action]
   ) -> None:
-    """Uses or discards a member's gradient."""
-    self.apply(state, [push], actions)
+    """Uses a member's gradient, or discards it if it is late."""
+    if self.is_late(state, push):
+      self.discard(state, push, actions)
+    else:
+      self.apply(state, [push], actions)
 
   def is_late(self, state: State, push: Assignment) -> bool:
     """Returns whether a gradient would be discarded if it were pushed now.

@@ -12,6 +12,7 @@ PROTOCOLS: dict[str, Callable[..., _protocol.Protocol]] = {
   "asp": _asynchronous.ASP,
   "ssp": _asynchronous.SSP,
   "n_softsync": _asynchronous.NSoftsync,
+  "fedbuff": _asynchronous.fedbuff,
   "dbs": _asynchronous.dbs,
   "ringmaster": _asynchronous.Ringmaster,
   "h_ps": _h_ps.h_ps,

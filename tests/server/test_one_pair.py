@@ -32,6 +32,7 @@ PROTOCOLS = {
   ),
   "ssp": server.SSP(batches=EIGHT, bound=1),
   "softsync": server.NSoftsync(n=1, batches=EIGHT),
+  "fedbuff": server.fedbuff(batches=EIGHT, buffer=3),
   "dbs": server.dbs(16),
   "ringmaster": server.Ringmaster(batches=EIGHT, max_staleness=1),
   "h_ps": server.h_ps(16, plans=None),

@@ -24,6 +24,7 @@ PROTOCOLS = {
   "2-softsync": server.NSoftsync(
     n=2, weighting=server.Weighting(staleness=server.inverse_staleness)
   ),
+  "fedbuff": server.fedbuff(buffer=3),
   "dbs": server.dbs(64),
   "ringmaster": server.Ringmaster(max_staleness=2),
   "h_ps": server.h_ps(64),
@@ -401,6 +402,22 @@ def test_n_updates_take_a_gradient_of_each_worker():
     for task, worker in enumerate("abcd")
   ]
   assert [len(x) for x in updates] == [0, 1, 0, 1]
+
+
+def test_buffer_of_any_workers_is_damped_by_staleness():
+  protocol = server.fedbuff(buffer=2)
+  state = protocol.init("ab")
+  for worker in "ab":
+    protocol.receive(state, 0.0, server.Pull(worker))
+  updates = []
+  for task in (0, 2, 3):  # The first two fill a buffer without "b".
+    updates += protocol.receive(state, 1.0, server.Push("a", task, 8, 1.0))
+    protocol.receive(state, 1.0, server.Pull("a"))
+  updates += protocol.receive(state, 2.0, server.Push("b", 1, 8, 2.0))
+  fresh, mixed = updates
+  assert (fresh.tasks, fresh.weights) == ((0, 2), (0.5, 0.5))
+  assert (mixed.tasks, mixed.staleness) == ((3, 1), (0, 1))
+  assert mixed.weights == (0.5, pytest.approx(0.5 / 2**0.5))
 
 
 def test_shares_follow_samples_and_parts():

@@ -116,5 +116,5 @@ def gradients_per_update(name: str, options: Any, num_workers: int) -> int:
   if name == "bsp":
     return max(1, num_workers - (options.backups or 0))
   if name == "n_softsync":
-    return max(1, num_workers // (options.splits or 1))
-  return 1
+    return options.buffer or max(1, num_workers // (options.splits or 1))
+  return (options.buffer or 10) if name == "fedbuff" else 1

@@ -29,6 +29,9 @@ class ProtocolOptions:
   """n of n_softsync: an update takes floor(workers / n) gradients (default
   1)."""
 
+  buffer: int | None = _option(None, "buffer", within=COUNT)
+  """Gradients of an update of fedbuff (default 10)."""
+
   max_staleness: int | None = _option(None, "max_staleness", within=COUNT)
   """Staleness from which ringmaster discards a gradient (default: the number of
   workers)."""

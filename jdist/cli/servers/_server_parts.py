@@ -247,7 +247,8 @@ def batch_sizes(protocol: server.Protocol, name: str) -> tuple[int, ...]:
   total = getattr(batches, "total", None)
   if total is None:
     return tuple(batches.sizes([None]))
-  limit = (getattr(protocol, "limits", None) or {}).get(name)
+  bounds = [getattr(x, "limits", None) or {} for x in (protocol, batches)]
+  limit = (bounds[0] | bounds[1]).get(name)
   largest = getattr(batches, "maximum", None)
   most = min(total, largest or total, limit or total)
   return tuple(dict.fromkeys(math.ceil(most * i / 8) for i in _EIGHTHS))

@@ -215,7 +215,7 @@ class HPS(_protocol.Protocol[HPSState]):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    _protocol.check_limits(self.limits)
+    _allocation.check_limits(self.limits)
     checks.set_structural(self, "pipelined_from", minimum=0)
     if self.pipelined_from and not self.pipelined:
       raise ValueError(
