@@ -101,18 +101,8 @@ def test_example_runs(number, capsys, tmp_path, monkeypatch):
         test()
 
 
-# The site runs them, too, and shows what they print. The others compile for six
-# to eight seconds each.
-_QUICK = ("docs/drawn.md", "docs/tutorials/own_data.md")
-
-
-@pytest.mark.parametrize(
-  "page",
-  [
-    pytest.param(x, marks=() if x in _QUICK else pytest.mark.slow)
-    for x in _CELLS
-  ],
-)
+# The site runs them, too, and shows what they print.
+@pytest.mark.parametrize("page", _CELLS)
 def test_notebook_runs(page, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   import jax
