@@ -95,6 +95,7 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
   "records": (("report.py", "--check"),),
   "advise": (("report.py", "--check"),),
   "storm": (("report.py", "--check"),),
+  "thin_links": (("report.py", "--check"),),
 }
 
 _NUMBER = r"[-+−]?\d[\d,]*\.\d+"

@@ -27,13 +27,30 @@ _NAMES = {
 
 def kept(row):
   """Returns the percentage of the throughput without messages."""
-  parts = zip(_alone(row), row["step_s"], strict=True)
+  parts = zip(_alone(row), _in_the_run(row), strict=True)
   return 100 * statistics.mean(alone / step for alone, step in parts)
 
 
 def _alone(row):
   """Returns each worker's time of a step without messages."""
   return row["alone_s"]
+
+
+def _in_the_run(row):
+  """Returns each worker's time of a step, with the waits between rounds."""
+  # `step_s` begins after the first step that is counted, and so after a wait.
+  length = row["config"]["interval"]
+  rounds = [statistics.mean(map(sum, _scaled(x, length))) for x in _rounds(row)]
+  return [x / length for x in rounds] or row["step_s"]
+
+
+def _rounds(row):
+  """Returns the rounds of each worker; synchronous SGD has none."""
+  return row.get("rounds_s", [])
+
+
+def _scaled(rounds, length):
+  return [(step_s * length, wait_s) for step_s, wait_s in rounds]
 
 
 def ratio(row):
@@ -44,10 +61,11 @@ def ratio(row):
 def waits(row):
   """Returns the percentage of a worker's time in which it waits, as a mean."""
   shares = []
-  for rounds in row["rounds_s"]:
-    wait_s = sum(x for _, x in rounds)
-    steps_s = sum(x for x, _ in rounds) * row["config"]["interval"]
-    shares.append(100 * wait_s / (wait_s + steps_s))
+  for rounds in _rounds(row):
+    steps, waits_s = zip(
+      *_scaled(rounds, row["config"]["interval"]), strict=True
+    )
+    shares.append(100 * sum(waits_s) / sum(steps + waits_s))
   return statistics.mean(shares)
 
 
@@ -133,7 +151,7 @@ def table(rows):
           f"{1e3 * statistics.median(seconds):.0f}, {1e3 * max(seconds):.0f}",
           row["missed_checks"], lost(row),
         ]  # fmt: skip
-      step_s = statistics.mean(row["step_s"])
+      step_s = statistics.mean(_in_the_run(row))
       lines.append((
         name, row["seed"], row["commit"][:7], row["config"]["steps"],
         row["config"]["interval"], f"{1e3 * statistics.mean(_alone(row)):.1f}",
