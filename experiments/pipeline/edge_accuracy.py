@@ -1,4 +1,4 @@
-"""What coded messages between stages cost in accuracy: digits, 4 stages.
+"""Coded messages between stages cost accuracy: digits, 4 stages.
 
     python experiments/pipeline/edge_accuracy.py
 

@@ -34,7 +34,7 @@ class Config:
 
   stages: int = 8
   forward_s: float = 0.1
-  """Of a stage; its backward pass takes twice as long."""
+  """This is a stage's time; its backward pass takes twice as long."""
 
   microbatches: int = 16
   samples: int = 8192

@@ -173,7 +173,7 @@ def sockets(rows):
   owner = {x["near"]: x["process"] for x in near}
   found = collections.defaultdict(lambda: [0, 0, 0])
   for x in other:
-    # Who listens has one port, and who connects has many.
+    # A listening process has one port, a connecting one has many.
     here, there = x["process"], owner.get(x["far"], "an ended process")
     counts = found[here, there, _carries(x)]
     for i, value in enumerate((1, x["sent"], x["received"])):

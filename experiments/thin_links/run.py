@@ -24,6 +24,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -49,6 +50,8 @@ from jdist import (
 FOLDER = pathlib.Path(__file__).resolve().parent
 ROWS = FOLDER / "results" / "rows.jsonl"
 Row = dict[str, Any]
+# Ray's nodes keep their sockets and logs here.
+_RAY = pathlib.Path(tempfile.gettempdir(), "ray")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +255,7 @@ def connections() -> list[dict[str, Any]]:
 
 def missed_checks() -> int:
   """Returns how often Ray's own health check had no answer."""
-  logs = pathlib.Path("/tmp/ray/session_latest/logs").glob("gcs_server*")
+  logs = (_RAY / "session_latest" / "logs").glob("gcs_server*")
   return sum(
     len(re.findall("[Hh]ealth check failed", x.read_text(errors="replace")))
     for x in logs
@@ -273,9 +276,9 @@ def _wait_for(path: pathlib.Path) -> None:
 
 def _ray(*words: str) -> None:
   """Starts this host's node, with directories of its own."""
-  pathlib.Path("/tmp/ray").mkdir(exist_ok=True)
-  for place in ("/tmp/ray", "/dev/shm"):
-    _told("mount", "-t", "tmpfs", "tmpfs", place)
+  _RAY.mkdir(exist_ok=True)
+  for place in (_RAY, "/dev/shm"):
+    _told("mount", "-t", "tmpfs", "tmpfs", str(place))
   os.environ.setdefault("RAY_worker_niceness", "0")  # By default it is 15.
   program = pathlib.Path(sys.executable).parent / "ray"
   command = (
@@ -421,7 +424,7 @@ def main(words: list[str]) -> None:
   if any((x["config"], x["seed"]) == (config, seed) for x in known):
     return
   # Both hosts have the same parent, and the same disk.
-  folder = pathlib.Path(f"/tmp/jdist-thin-{os.getppid()}")
+  folder = pathlib.Path(tempfile.gettempdir(), f"jdist-thin-{os.getppid()}")
   folder.mkdir(exist_ok=True)
   row = (ssgd_run if run.method == "ssgd" else elastic_run)(run, seed, folder)
   if row is None:

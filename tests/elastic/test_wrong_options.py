@@ -115,7 +115,7 @@ def test_elastic_run_refuses_a_value_in_one_line(
 
 METHOD = methods.diloco(optax.sgd(0.1), 2, axis=None)
 ROUNDS = functools.partial(elastic.Rounds, workers=("a", "b"))
-# What makes an object, an argument, and its wrong values.
+# Each line has a factory, one of its arguments, and its wrong values.
 _PYTHON = {
   "Rounds method": (
     lambda x: ROUNDS(x, jnp.zeros(3)),

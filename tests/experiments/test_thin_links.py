@@ -5,7 +5,6 @@ import pytest
 from tests.experiments import _loading
 
 
-@pytest.mark.slow
 def test_measures_count_waits_heartbeats_and_losses(monkeypatch):
   monkeypatch.syspath_prepend(_loading.FOLDER)
   _loading.enter("thin_links", monkeypatch)
@@ -14,12 +13,16 @@ def test_measures_count_waits_heartbeats_and_losses(monkeypatch):
   assert report.run.seconds_a_step([0.0, 5.0, 6.0, 7.0, 10.0], 1) == 5 / 3
   row = {
     "alone_s": [1.0, 1.0], "step_s": [2.0, 1.0], "hosts": [1, 0],
-    "config": {"patience_s": 5.0}, "events": ["lost"],
+    "config": {"patience_s": 5.0, "interval": 4}, "events": ["lost"],
     "heartbeats_s": {"worker0": [0.1, 6.0], "worker1": [9.0]},
     "changes": [[0.0, 0, "joined", "a", 1], [1.0, 1, "left", "a", 0]],
   }  # fmt: skip
   assert report.kept(row) == 75.0
   assert report.ratio(row) == pytest.approx(1 / 3)
-  # Those of the worker on host 1 alone.
+  # Only the heartbeats of the worker on host 1 count.
   assert report.beats(row) == ([0.1, 6.0], 1)
   assert report.lost(row) == 2
+  # Rounds count with the waits before them: one of 4 s waits for 2 s.
+  row["rounds_s"] = [[[1.0, 2.0]], [[1.0, 0.0]]]
+  assert report.kept(row) == pytest.approx(100 * (4 / 6 + 1) / 2)
+  assert report.waits(row) == pytest.approx(100 * (2 / 6) / 2)

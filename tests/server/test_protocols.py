@@ -405,18 +405,18 @@ def test_n_updates_take_a_gradient_of_each_worker():
 
 
 def test_buffer_of_any_workers_is_damped_by_staleness():
-  protocol = server.fedbuff(buffer=2)
-  state = protocol.init("ab")
-  for worker in "ab":
+  protocol = server.fedbuff(buffer=2)  # Fewer than there are workers.
+  state = protocol.init("abc")
+  for worker in "abc":
     protocol.receive(state, 0.0, server.Pull(worker))
   updates = []
-  for task in (0, 2, 3):  # The first two fill a buffer without "b".
+  for task in (0, 3, 4):  # The first two fill a buffer without the others.
     updates += protocol.receive(state, 1.0, server.Push("a", task, 8, 1.0))
     protocol.receive(state, 1.0, server.Pull("a"))
   updates += protocol.receive(state, 2.0, server.Push("b", 1, 8, 2.0))
   fresh, mixed = updates
-  assert (fresh.tasks, fresh.weights) == ((0, 2), (0.5, 0.5))
-  assert (mixed.tasks, mixed.staleness) == ((3, 1), (0, 1))
+  assert (fresh.tasks, fresh.weights) == ((0, 3), (0.5, 0.5))
+  assert (mixed.tasks, mixed.staleness) == ((4, 1), (0, 1))
   assert mixed.weights == (0.5, pytest.approx(0.5 / 2**0.5))
 
 
