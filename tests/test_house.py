@@ -308,7 +308,7 @@ def test_figures_of_the_files_keep_their_limits():
   [
     "updates",
     "option",
-    pytest.param("push", marks=pytest.mark.slow),
+    "push",
   ],
 )
 def test_traced_ways_keep_their_limits(name):

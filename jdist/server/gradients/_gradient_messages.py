@@ -310,13 +310,13 @@ def received_push(
       or the loss is not finite.
   """
   if isinstance(payload, np.ndarray):
-    size = states.num_bytes(kinds)
-    # A worker with another model, or a stranger, must not stop the server.
-    if len(payload) != size:
+    try:
+      payload = tree_of_bytes(payload, kinds)
+    except ValueError as error:
+      # A worker with another model, or a stranger, must not stop the server.
       raise _learner.RefusedError(
-        "shape", f"A push must have {size} bytes, got {len(payload)}."
-      )
-    payload = tree_of_bytes(payload, kinds)
+        "shape", f"A push is refused: {error}"
+      ) from None
   pushed, finite = decode_push(codec)(payload, like)
   return pushed, finite_loss(more, finite)
 
@@ -372,7 +372,7 @@ def tree_of_bytes(buffer: np.ndarray, like: PyTree) -> PyTree:
   [1.0, 1.0]
   """
   leaves, structure = jax.tree.flatten(like)
-  sizes = list(map(states.num_bytes, leaves))
+  sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
   if sum(sizes) != len(buffer):
     raise ValueError(
       f"`buffer` must have {sum(sizes)} bytes for such a tree, got "
