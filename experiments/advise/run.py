@@ -1,13 +1,15 @@
 r"""Predicts step times by `advice.advise`, and measures them over links.
 
-    python experiments/advise/run.py predict --model lenet
+    sudo python scripts/slow_network.py --hosts 2 --rate none -- \\
+      python experiments/advise/run.py predict --model lenet
     sudo python scripts/slow_network.py --hosts 2 --rate 100mbit -- \\
       python experiments/advise/run.py measure --model lenet
     python experiments/advise/report.py
 
-`predict` runs alone, before any measurement, and writes what each method costs
-a worker. `measure` runs on all hosts: it measures the link by a few means, and
-the steps of all methods in turns. Each host has one core, as in `predict`.
+`predict` runs before any measurement, and writes what each method costs a
+worker. All hosts run it at once, without a message between them, because a core
+is slower while its neighbour computes. `measure` measures the link by a few
+means, and the steps of all methods in turns. Each host has one core.
 """
 
 import argparse
@@ -98,16 +100,24 @@ def problem(options):
   return model, training.classification_loss(model.apply), batch
 
 
+def take_core():
+  """Gives this host a core of its own; returns the host's number."""
+  number = int(os.environ["JDIST_PROCESS"])
+  os.sched_setaffinity(0, {number % (os.cpu_count() or 1)})
+  return number
+
+
 def predict(options):
-  """Measures one worker's costs on one core of this machine."""
-  # All hosts of a measurement have one core each.
-  os.sched_setaffinity(0, {0})
+  """Measures one worker's costs on one core, as each host does."""
+  number = take_core()
   model, loss_fn, batch = problem(options)
   found = advice.advise(
     loss_fn, model.params, batch, CHAINS, cluster.Link(1e9),
     num_workers=options.hosts, optimizer=sgd(), model_state=model.state,
     limit_s=options.limit_s,
   )  # fmt: skip
+  if number:
+    return
   rows = [
     training.make_row(vars(options), 0, method=name, costs=costs._asdict())
     for name, costs in found.costs.items()
@@ -160,8 +170,7 @@ class Turn:
 
 def measure(options):
   """Measures the link and all methods, on each host of the network."""
-  number = int(os.environ["JDIST_PROCESS"])
-  os.sched_setaffinity(0, {number % (os.cpu_count() or 1)})
+  number = take_core()
   collectives.start_processes(
     os.environ["JDIST_COORDINATOR"], options.hosts, number,
     cpu_devices_per_process=1,

@@ -337,10 +337,10 @@ def _sent(
     # A conditional's branch is taken once a round, if the device ends it.
     times = [1 if one.conditional else count for one in sent]
     num_bytes += sum(n * x.wire_bytes for n, x in zip(times, sent, strict=True))
-    # Compilers merge collectives of one kind into one message.
-    kinds = {(n, x.kind) for n, x in zip(times, sent, strict=True)}
+    # A sum that depends on another one is a message of its own.
+    kinds = {(n, x.kind, x.depth) for n, x in zip(times, sent, strict=True)}
     messages += sum(
-      n * cluster.ring_messages(num_workers, kind) for n, kind in kinds
+      n * cluster.ring_messages(num_workers, kind) for n, kind, _ in kinds
     )
   return num_bytes, messages
 

@@ -167,6 +167,8 @@ class Collective:
     count: How often it runs when it does (the length of a loop).
     phase: The steps in which its branch of the conditional is taken, if known;
       None for a branch that is taken once a round.
+    depth: The number of collectives, this one included, on the longest way of
+      data to it. Compilers merge those of one kind and one depth.
   """
 
   kind: Kind
@@ -175,6 +177,7 @@ class Collective:
   conditional: bool = False
   count: int = 1
   phase: Phase | None = None
+  depth: int = 1
 
   @property
   def wire_bytes(self) -> float:
@@ -307,7 +310,7 @@ def traffic(
     )
   )(*args)
   sizes = dict(zip(names, shape, strict=True))
-  return Traffic(tuple(_walk(traced.jaxpr, sizes, _Place(), 1, inner)))
+  return Traffic(tuple(_walk(traced.jaxpr, sizes, _Place(), 1, inner, {})))
 
 
 def communicates(function: Callable[..., Any], *args: Any) -> bool:
@@ -386,9 +389,12 @@ def _walk(
   around: _Place,
   count: int,
   inner: Mapping[str, int],
+  depths: dict[int, int],
 ) -> Iterator[Collective]:
   for eqn in jaxpr.eqns:
     name = eqn.primitive.name
+    given = [depths.get(id(x), 0) for x in eqn.invars]
+    depth = max(given, default=0)
     # The name stack is empty again at the start of a branch.
     place = around.named(str(eqn.source_info.name_stack))
     if name in _KINDS:
@@ -398,12 +404,20 @@ def _walk(
       if group > 1:
         avals = [var.aval for var in eqn.invars]
         payload = sum(math.prod(x.shape) * x.dtype.itemsize for x in avals)
-        kind, phase = _KINDS[name], place.phase
-        yield Collective(kind, payload, group, place.conditional, count, phase)
+        depth, where = depth + 1, (place.conditional, count, place.phase)
+        yield Collective(_KINDS[name], payload, group, *where, depth)
     inside = place.branch() if name == "cond" else place
     times = count * eqn.params["length"] if name == "scan" else count
     if name == "shard_map":  # It runs on each of a worker's devices.
       manual = eqn.params["newly_manual_axes"]
       times *= math.prod(n for axis, n in inner.items() if axis in manual)
+    ends = []
     for body in _bodies(eqn):
-      yield from _walk(body, sizes, inside, times, inner)
+      # The number of a conditional's branch comes before its operands.
+      own = given[-len(body.invars) :]
+      depths.update(zip(map(id, body.invars), own, strict=False))
+      yield from _walk(body, sizes, inside, times, inner, depths)
+      if len(body.outvars) == len(eqn.outvars):
+        ends.append([depths.get(id(x), 0) for x in body.outvars])
+    for var, *of in zip(eqn.outvars, *ends, strict=True):
+      depths[id(var)] = max(of, default=depth)

@@ -160,9 +160,6 @@ class ErrorFeedbackState(NamedTuple):
   residual: PyTree
   nonfinite: jax.Array
 
-  def nonfinite_rounds(self) -> jax.Array:
-    return self.nonfinite
-
 
 @dataclasses.dataclass(frozen=True)
 class ErrorFeedback(Residual):
@@ -252,9 +249,6 @@ class EF21State(NamedTuple):
   own: PyTree
   mean: PyTree
   nonfinite: jax.Array
-
-  def nonfinite_rounds(self) -> jax.Array:
-    return self.nonfinite
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,9 +26,6 @@ class MomentumCorrectionState(NamedTuple):
   residual: PyTree
   nonfinite: jax.Array
 
-  def nonfinite_rounds(self) -> jax.Array:
-    return self.nonfinite
-
 
 @dataclasses.dataclass(frozen=True)
 class MomentumCorrection(_feedback.Residual):
@@ -135,9 +132,6 @@ class SmoothingState(NamedTuple):
 
   momentum: PyTree
   nonfinite: jax.Array
-
-  def nonfinite_rounds(self) -> jax.Array:
-    return self.nonfinite
 
 
 @dataclasses.dataclass(frozen=True)

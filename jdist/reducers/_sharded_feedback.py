@@ -27,11 +27,6 @@ class ShardedFeedbackState(NamedTuple):
   trees: PyTree
   nonfinite: dict[str, jax.Array]
 
-  def nonfinite_rounds(self) -> jax.Array:
-    """The largest count of a device."""
-    (count,) = self.nonfinite.values()
-    return count.max(-1)
-
 
 @dataclasses.dataclass(frozen=True)
 class ShardedFeedback(_feedback.Feedback):

@@ -2,9 +2,8 @@
 
 They find the state that knows the answer at any depth of a chain, inside jit or
 outside, for one worker's arrays or for all workers' arrays `[workers, ...]`.
-States answer by their declarations (`jdist.states`) and by two methods:
-`ahead()`, if a host may choose programs for the next two updates, and
-`nonfinite_rounds()`, for feedbacks.
+States answer by their declarations (`jdist.states`), feedbacks by `nonfinite`,
+and by `ahead()`, if a host may choose programs for the next two updates.
 """
 
 from typing import Any
@@ -82,10 +81,14 @@ def nonfinite_rounds(state: PyTree) -> jax.Array:
   """
 
   def counts(x: Any) -> bool:
-    return hasattr(type(x), "nonfinite_rounds")
+    return hasattr(type(x), "nonfinite")
 
   leaves = jax.tree.leaves(state, is_leaf=counts)
-  found = [x.nonfinite_rounds() for x in leaves if counts(x)]
+  found = [x.nonfinite for x in leaves if counts(x)]
+  # A feedback on shards counts for each device of a worker.
+  found = [
+    next(iter(x.values())).max(-1) if isinstance(x, dict) else x for x in found
+  ]
   if not found:
     return jnp.zeros((), jnp.int32)
   return jnp.stack(jnp.broadcast_arrays(*found)).max(0)

@@ -106,6 +106,17 @@ def test_bytes_are_those_of_the_traced_updates():
   assert all(np.isfinite(x.extra_s).all() for x in costs.values())
 
 
+def test_sums_that_depend_on_each_other_are_messages_of_their_own():
+  # A ring of four sends six messages: PowerSGD means one factor by the other.
+  found = advise(
+    chains={
+      "ssgd": (lambda axis: methods.ssgd(optax.sgd(0.1), axis=axis), 1),
+      "powersgd": (lambda axis: methods.powersgd(optax.sgd(0.1), axis=axis), 1),
+    }
+  )
+  assert [x.round_messages for x in found.costs.values()] == [6, 12]
+
+
 @pytest.mark.parametrize(
   "changes",
   [

@@ -65,7 +65,7 @@ def test_local_step_matches_hand_computation():
   traffic = count(step, struct(10), struct(dtype="bool"), num_workers=4)
   assert traffic.collectives == (
     Collective("all-reduce", 40, 4, conditional=True),
-    Collective("all-reduce", 4, 4),
+    Collective("all-reduce", 4, 4, depth=2),
   )
   assert traffic.bytes_per_step == 6
   assert traffic.bytes_per_round == 60
@@ -143,6 +143,39 @@ def test_scan_counts_its_length():
 
   (found,) = count(step, struct(10)).collectives
   assert found == Collective("all-reduce", 40, 8, count=5)
+
+
+@pytest.mark.parametrize(
+  ("step", "depths"),
+  [
+    (lambda x: (jax.lax.psum(x, AXIS), jax.lax.pmax(x, AXIS)), [1, 1]),
+    (lambda x: jax.lax.psum(2 * jax.lax.psum(x, AXIS), AXIS), [1, 2]),
+    (lambda x: jax.lax.psum(jax.jit(_sum_of_first)(x, x), AXIS), [1, 2]),
+    (
+      lambda x: jax.lax.psum(
+        jax.lax.cond(x[0] > 0, _sum_of_first, lambda x, y: y, x, x), AXIS
+      ),
+      [1, 2],
+    ),
+    (lambda x: jax.lax.psum(jax.jit(lambda x, y: y)(_sum(x), x), AXIS), [1, 1]),
+    (lambda x: [jax.lax.psum(y, AXIS) for y in jax.jit(_pair)(x)], [1, 2, 1]),
+  ],
+)  # fmt: skip
+def test_depth_counts_collectives_on_the_longest_way_of_data(step, depths):
+  found = count(step, struct(4))
+  assert [x.depth for x in found.collectives] == depths
+
+
+def _sum(x):
+  return jax.lax.psum(x, AXIS)
+
+
+def _sum_of_first(x, y):
+  return _sum(x) + y
+
+
+def _pair(x):
+  return _sum(x), x
 
 
 def test_payloads_count_in_their_own_dtype():
