@@ -41,12 +41,12 @@ def check(part: Any, *, sees_all: bool = True, within: float = 1.3) -> None:
   - A codec's packed bytes are `num_bits`, for arrays of several shapes and
     dtypes, and decode to the array's shape and dtype; its states have no array
     of size zero; it gives the same under `jit` and `vmap`; finite entries stay
-    finite, and what is not finite stays visible; it compares by its settings.
+    finite, and others stay visible; it compares by its settings.
   - A method of two workers takes steps towards the targets of both; its state
     has no array of size zero, and the workers agree on their anchor to the bit.
   - A sync rule, or an outer optimizer, keeps the laws of a method with rounds.
-  - A reducer gives all workers one mean, to the bit, in the tree's dtypes; what
-    a worker does not send is missing in its `own_share`, or in the residuals of
+  - A reducer gives all workers one mean, to the bit, in the tree's dtypes; an
+    unsent entry is missing in a worker's `own_share`, or in the residuals of
     owners; its state has no array of size zero.
   - A model has equal parameters for equal seeds, logits of the right shape and
     finite gradients; when it is evaluated, no sample depends on another one.
@@ -133,7 +133,7 @@ def _check_codec(codec: codecs.Codec, sees_all: bool) -> None:
     for row, one in zip(*map(jax.tree.leaves, both), strict=True):
       _hold((row.shape, row.dtype) == (one.shape, one.dtype), "`vmap` keeps it")
       equal = np.allclose(np.float32(row), np.float32(one), 1e-6, 1e-7)
-      _hold(equal, "`vmap` gives what a loop gives")
+      _hold(equal, "`vmap` gives the results of a loop")
   ends = np.where(np.arange(_SIZE) % 2, 1, -1) * np.finfo(np.float32).max
   for x in (ends, np.abs(ends), np.where(np.arange(_SIZE) % 5, xs[0], ends)):
     found = compiled(np.float32(x), key)[1]

@@ -51,8 +51,8 @@ def checked(door: _Door) -> _Door:
   """Returns a function or class that checks its arguments by annotations.
 
   An argument of another type, or one that a check of its annotation refuses,
-  raises a ValueError that names it. What an annotation cannot express, such as
-  a rule of two arguments, is left to the body.  A class with a constructor of
+  raises a ValueError that names it. The body checks rules that an annotation
+  cannot express, such as one of two arguments.  A class with a constructor of
   its own needs its own decorator.
 
   >>> @checked

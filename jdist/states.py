@@ -1,4 +1,4 @@
-"""Declarations of states, the law of each leaf, and the dtype of what it holds.
+"""Declarations of states, the law of each leaf, and the dtype of its values.
 
 Training loops, checkpoints and drains read them from a state, a NamedTuple of
 arrays, and need no table of types:
@@ -8,7 +8,7 @@ arrays, and need no table of types:
       step: jax.Array
       pending: PyTree
 
-The law of a leaf says what workers do with it:
+The law of a leaf states how workers treat it:
 
     iterate    a position: it moves with the worker's parameters, and its
                distance from them is averaged at the end of a round
@@ -143,12 +143,12 @@ def declare(
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Laws:
-  """Laws of leaves that differ from what `find_laws` infers, without arrays.
+  """Laws of leaves that replace those which `find_laws` infers, without arrays.
 
   A state keeps them, so that all that read it agree.
 
   Attributes:
-    named: Names of leaves, or of what holds them, and their laws.
+    named: Names of leaves, or of trees around them, and their laws.
   """
 
   named: tuple[tuple[str, Law], ...] = ()
@@ -162,8 +162,8 @@ def exceptions(
   Args:
     tree: The model's first state.  A float that is infinite at the beginning,
       as a mask of an attention, is a constant.
-    given: Laws by the names of leaves, or of what holds them ("norm.mask",
-      "norm"), as a user gives them; they come before what is inferred.
+    given: Laws by the names of leaves, or of trees around them ("norm.mask",
+      "norm"), as a user gives them; they come before the inferred ones.
 
   Raises:
     ValueError: If a law is unknown, or a name is that of no leaf.
@@ -196,7 +196,7 @@ def find_laws(
 ) -> PyTree:
   """Returns the law of every leaf, a tree of texts like the given one.
 
-  It is what the class of a state declares, or else shown by the dtype: typed
+  The class of a state declares it, or else the dtype shows it: typed
   keys, and raw ones that are called so, are random, and integers count.
 
   Args:
@@ -357,10 +357,10 @@ def wide(x: jax.Array) -> jax.Array:
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-  """Casts an array so that a cast back shows what the rounding left out."""
+  """Casts an array so that a cast back shows the rounding error."""
   # XLA's GPU compiler takes a cast to fewer bits and back for nothing, and a
   # residual would be zero; it keeps an explicit rounding.  That would flush
-  # what float16 has as denormals.
+  # the denormals of float16.
   if not all(jnp.issubdtype(one, jnp.floating) for one in (x.dtype, dtype)):
     return x.astype(dtype)
   kind, own = jnp.finfo(dtype), jnp.finfo(x.dtype)

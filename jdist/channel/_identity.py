@@ -95,8 +95,8 @@ def _kept_secret() -> bytes:
       own = private_directory(path.parent) / f"secret-{secrets.token_hex(8)}"
       own.touch(0o600)
       own.write_text(secrets.token_hex(32))
-      # Unlike a rename, a link does not replace what another process has drawn
-      # at the same time.
+      # Unlike a rename, a link does not replace the secret that another process
+      # has drawn at the same time.
       with contextlib.suppress(FileExistsError):
         path.hardlink_to(own)
       own.unlink()

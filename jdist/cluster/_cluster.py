@@ -134,7 +134,7 @@ def load_cluster(
 
   The file::
 
-      server = "server"            # what runs the parameter server
+      server = "server"            # the node of the parameter server
 
       [[nodes]]
       name = "fast"                # with a count: fast0, fast1

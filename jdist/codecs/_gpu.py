@@ -14,7 +14,7 @@ _BLOCK, _PER_WARP = 4096, 1024
 
 
 def choose(*operands: Any, plain: Any, cuda: Any) -> Any:
-  """Returns what `plain` does, on NVIDIA GPUs by `cuda`."""
+  """Returns the result of `plain`, on NVIDIA GPUs that of `cuda`."""
   # Kernels are compiled for GPUs that are there, not for described ones.
   if jax.default_backend() != "gpu":
     return plain(*operands)

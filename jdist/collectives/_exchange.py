@@ -107,11 +107,11 @@ def all_to_all(tree: PyTree, axis: _axis.Axis) -> PyTree:
   """Sends row j of every leaf to worker j: an all-to-all.
 
   Args:
-    tree: Arrays [workers, ...]; row j is what this worker sends to worker j.
+    tree: Arrays [workers, ...]; row j is this worker's message to worker j.
     axis: The workers' axis.
 
   Returns:
-    Arrays [workers, ...]; row i is what worker i sent to this one.
+    Arrays [workers, ...]; row i is the message of worker i to this one.
 
   Raises:
     ValueError: If a leaf's first dimension is not the number of workers.
@@ -173,7 +173,7 @@ def unpack_bytes(
   """Undoes `pack_bytes`, also after leading dimensions were added or changed.
 
   Args:
-    buffers: What `pack_bytes` returned, perhaps gathered since.
+    buffers: The result of `pack_bytes`, perhaps gathered since.
     like: The packed tree, arrays or `jax.ShapeDtypeStruct`, without its leading
       dimensions.
     rows: The number of rows that were packed, if there was a dimension of

@@ -162,7 +162,7 @@ def _check_reachable(name: str, source: Source) -> None:
     with urllib.request.urlopen(request, timeout=10.0):
       pass
   except urllib.error.HTTPError:
-    # The server is reachable; TensorFlow Datasets reports what it lacks.
+    # The server is reachable; TensorFlow Datasets reports missing files.
     pass
   except OSError as error:
     raise ConnectionError(

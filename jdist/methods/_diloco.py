@@ -90,8 +90,8 @@ def streaming_diloco(
       `diloco`.
     delay_steps: tau, at most interval - 1.
     mix: alpha in [0, 1], the worker's own part; the paper's value is 0.5.
-    stream: A split of the message over the `delay_steps`; the host chooses what
-      each step sends (`training.Trainer`).  None sends a fragment in the step
+    stream: A split of the message over the `delay_steps`; the host chooses the
+      part of each step (`training.Trainer`).  None sends a fragment in the step
       that applies it.
     compression: A compression of the mean; the paper's four bits are
       `Compression(codecs.Quantize(4), ErrorFeedback())`.

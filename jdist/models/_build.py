@@ -244,5 +244,5 @@ def _check_tokens(
   if not jnp.issubdtype(tokens.dtype, jnp.integer):
     raise ValueError(
       f"`tokens` must be integers, got {tokens.dtype}. Neither normalize nor "
-      "cast them: the parameters' type is what the model computes in."
+      "cast them: the model computes in the parameters' type."
     )

@@ -74,8 +74,8 @@ class Transformer(_layered_network.LayeredNetwork):
     digits = len(str(num_layers + 2))
     names = [f"layer{i:0{digits}}" for i in range(num_layers + 3)]
     first, *layers, norm, head = names
-    # Positions are drawn before tokens: the order of draws is a part of what a
-    # seed gives.
+    # Positions are drawn before tokens: a seed's numbers depend on
+    # the order of draws.
     embeddings = {}
     if positions == "learned":
       embeddings[f"{first}_positions"] = _layers.Embedding(

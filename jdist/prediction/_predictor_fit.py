@@ -198,7 +198,7 @@ def _train(
     curve = [Epoch(*point) for point in body["curve"]]
     if done > fit.num_epochs * num_batches:
       raise ValueError(
-        "`num_epochs` must be at least what `directory` has been trained for, "
+        "`num_epochs` must be at least the trained epochs of `directory`, "
         f"{done / num_batches:g}, got {fit.num_epochs}. Take another "
         "directory, or as many epochs."
       )

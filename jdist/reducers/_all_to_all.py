@@ -3,7 +3,7 @@
 |      | at every worker                | at the owner of a row            |
 |------|--------------------------------|----------------------------------|
 | up   | pack, encode, all-to-all       | decode, add up, add its residual |
-| down | all-gather, decode, unpack     | encode, keep what is left out    |
+| down | all-gather, decode, unpack     | encode, keep the residual        |
 
 Rows begin at multiples of the codec's granule, so a leaf that does not fill N
 granules would be mostly padding.  Each leaf is put where it takes the fewest
@@ -124,8 +124,8 @@ class AllToAll(_reducer.Reducer):
       wanted = total / num_workers
       if self._keeps(coder):
         wanted = wanted + old.pop(0)
-      # All workers decode into the leaf's dtype.  What this cast loses is a
-      # part of the residual.
+      # All workers decode into the leaf's dtype.  The error of this cast is
+      # a part of the residual.
       exact, narrow = coder.row.dtype == np.float32, wanted
       if not exact:
         narrow = states.rounded(wanted, coder.row.dtype)

@@ -43,7 +43,7 @@ def compressed(
   order of the workers, those of an all-reduce in the payload's dtype.
 
   In an all-to-all worker j owns row j of every bucket, and e is its residual of
-  that row, with what the cast of the mean to a narrower leaf leaves out.  Small
+  that row, with the error of the cast of the mean to a narrower leaf.  Small
   leaves share a bucket, and tiny ones are sent exactly.
 
   Payloads are sent as bytes: one all-reduce, one all-gather, or one all-to-all
@@ -63,7 +63,7 @@ def compressed(
       `"gather"` for a sparse one (N - 1 payloads for each worker), and
       `"all_to_all"` otherwise, which takes codecs without state only.
       `"all_to_all"` sums a linear codec of 16 bits in float32.
-    owner_feedback: What happens to the part that an owner leaves out, in an
+    owner_feedback: The treatment of the part that an owner leaves out, in an
       all-to-all only.  With True (default) the owner keeps it, e, which costs
       1/N of the tree in float32 a worker.  With `"own_share"` it is subtracted
       N times from the owner's share: no state is needed, and the error feedback
@@ -144,7 +144,7 @@ class Compressed(_reducer.Reducer):
       payload, s = self.codec.encode(x, s, own)
       payloads.append(payload)
       states.append(s)
-    # A worker decodes its own payload: what the others will get from it.
+    # A worker decodes its own payload, as the others will.
     shares = self._decode_all(payloads, states, leaves)
     # Codecs may hide a NaN, in a sign for instance, and so it is sent apart.
     finite = [jnp.isfinite(x).all() for x in leaves]
@@ -186,7 +186,7 @@ class Compressed(_reducer.Reducer):
   def _gathered(
     self, sent: Any, states: list[Any], leaves: list[Any], axis: Any
   ) -> list[jax.Array]:
-    """Adds up what all workers have sent."""
+    """Adds up the payloads of all workers."""
     # Every worker decodes all payloads itself, one after the other, so that N
     # dense arrays are never held at once.
     rows, finite = _all_to_all.to_all(sent, axis)

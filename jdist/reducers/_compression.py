@@ -98,7 +98,7 @@ class Compression:
     # with which other one it is used.
     if feedback is not None and feedback.keeps_rest and not reducer.averages:
       raise ValueError(
-        "`feedback` keeps what is not in a worker's share of the mean, and "
+        "`feedback` keeps the part outside a worker's share of the mean, and "
         f"must be `Smoothing()` or None with {reducer!r}, whose mean is not "
         f"made of shares (it is decided by vote), got {feedback}."
       )
@@ -109,7 +109,7 @@ class Compression:
     left = getattr(reducer, "owner_feedback", None) == "own_share"
     if left and feedback is None:
       raise ValueError(
-        "`reducer` leaves what its owners round away to a feedback "
+        "`reducer` leaves the rounding errors of its owners to a feedback "
         f"(`owner_feedback='own_share'`) and needs one, got {reducer!r} and "
         "feedback=None. Take `feedback=ErrorFeedback()`, or "
         "owner_feedback=True."

@@ -28,7 +28,7 @@ PyTree: TypeAlias = Any
 
 
 class Feedback(abc.ABC):
-  """The interface of feedback, which keeps what a message leaves out.
+  """The interface of feedback, which keeps the error of a message.
 
   Attributes:
     keeps_rest: Whether its state depends on `own_share`.  Such a feedback needs
@@ -64,7 +64,7 @@ class Feedback(abc.ABC):
     """
 
   def keep_cast(self, left: PyTree, state: PyTree) -> PyTree:
-    """Keeps what the mean lost in the cast to narrower leaves, if it can.
+    """Keeps the error of the mean's cast to narrower leaves, if it can.
 
     `left` is the mean minus the result, finite and equal on all workers.
     """
@@ -136,7 +136,7 @@ def counted(count: jax.Array, found: jax.Array) -> jax.Array:
 
 
 class Residual(Feedback):
-  """A feedback whose state has a `residual` of what has not been sent yet."""
+  """A feedback with a `residual` in its state, the part not sent yet."""
 
   def keep_cast(self, left: PyTree, state: Any) -> Any:
     """Adds it to the residual."""
@@ -163,13 +163,13 @@ class ErrorFeedbackState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ErrorFeedback(Residual):
-  r"""Adds what was not sent to the next message.
+  r"""Adds the part that was not sent to the next message.
 
   .. math:: p_i = x_i + \beta e_i, \qquad e_i \leftarrow p_i - s_i
 
   where :math:`s_i` is the share of :math:`p_i` that worker i has sent.  With
-  :math:`\beta = 1` nothing is lost: over any number of rounds the sum of what
-  went in is N times the sum of the means, and what the residuals hold.
+  :math:`\beta = 1` nothing is lost: over any number of rounds the sum of the
+  inputs is N times the sum of the means plus the residuals.
 
   Attributes:
     decay: beta in [0, 1]; 1 is error feedback as it was published, 0.95
@@ -226,7 +226,7 @@ class ErrorFeedback(Residual):
 
   def absorb(self, held: PyTree, state: ErrorFeedbackState) -> PyTree | None:
     """Adds it to the residual, divided by the decay to come."""
-    # `prepare` multiplies by the decay, which would shrink what owners hold.
+    # `prepare` multiplies by the decay, which would shrink the owners' part.
     if self.decay == 0:
       return None
     held = jax.tree.map(

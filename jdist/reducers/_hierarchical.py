@@ -39,7 +39,7 @@ class Hierarchical(_reducer.Reducer):
   .. math:: \mathrm{own\_share} = \mathrm{own\_share}^{inner}
             - (h - \mathrm{own\_share}^{outer})
 
-  where the own share of every worker of the host lacks what `outer` leaves out,
+  where the own share of every worker of the host lacks the error of `outer`,
   so that the law holds over all workers.  All of them take part in the outer
   reduction with the same bytes, which are sent once if the inner axis is that
   of a `vmap`, and by each device if it is one of the mesh.

@@ -101,7 +101,7 @@ class MessageCodec:
     It is a tree of the codecs' own arrays: compiled programs take long to turn
     numbers into bytes, which a channel does instead.
     """
-    # Codecs see float32 at least, and the receiver casts what it decodes.
+    # Codecs see float32 at least, and the receiver casts the decoded tree.
     # Residuals of half-precision gradients would vanish in half precision.
     wanted, feedback = jax.tree.map(states.wide, tree), state.feedback
     if self.feedback is not None:

@@ -110,8 +110,8 @@ class PowerSGD(_reducer.Reducer):
       for sent in self._messages(likes):
         if jax.tree.leaves(self.factors.init(sent, axis)):
           raise ValueError(
-            "`factors` must keep no state between rounds (what it remembers "
-            "would be in terms of factors that have changed since), got "
+            "`factors` must keep no state between rounds (it would refer "
+            "to factors that have changed since), got "
             f"{self.factors}. For a quantized all-to-all use "
             "`owner_feedback='own_share'`."
           )

@@ -165,7 +165,7 @@ class Sharded(_reducer.Reducer):
     return one.times(self.num_rows())
 
   def _local(self, like: PyTree) -> list[jax.ShapeDtypeStruct]:
-    """Lists what one device holds of each leaf."""
+    """Lists one device's part of each leaf."""
     specs = collectives.spec_leaves(self.specs, like)
     return [
       jax.ShapeDtypeStruct(collectives.shard_shape(x.shape, spec), x.dtype)

@@ -64,8 +64,8 @@ def save_arrays(
   Args:
     directory: Used for nothing else.
     tree: Arrays of numbers, also bfloat16, and random keys.
-    body: JSON values, of which `"what"` says what the arrays are and `"about"`
-      is the user's.
+    body: JSON values, of which `"what"` names the arrays' kind and `"about"` is
+      the user's.
 
   Raises:
     ValueError: If a leaf or the body cannot be saved, or the directory holds
@@ -155,7 +155,7 @@ def remove(directory: str | os.PathLike[str]) -> None:
 
 
 def refuse_others(directory: str | os.PathLike[str], what: str) -> set[str]:
-  """Raises a ValueError unless a directory is free for `what`, or holds it.
+  """Raises a ValueError unless a directory is free for `what`, or has it.
 
   Returns the names of files that earlier saves have left there.
   """

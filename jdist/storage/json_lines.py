@@ -37,7 +37,7 @@ def append(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
 
 
 def plain(x: Any) -> Any:
-  """Returns a value as JSON can hold it, with null for what is not finite."""
+  """Returns a value as JSON can hold it, with null for NaN and infinities."""
   if isinstance(x, dict):
     return {name: plain(value) for name, value in x.items()}
   if isinstance(x, list | tuple):

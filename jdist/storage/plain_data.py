@@ -57,14 +57,14 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(plain: Any, kind: Any, name: str = "value") -> Any:
-  """Returns what `to_plain` was given.
+  """Returns the value that `to_plain` was given.
 
   Args:
     plain: A JSON value, which is not trusted.
     kind: The expected type: a dataclass, a NamedTuple, a TypedDict, a container
       with its element types, a scalar, or a union of those.  `Hashable` stands
       for text or an int, and `Any` for every JSON value as it is.
-    name: What an error calls the value.
+    name: The value's name in errors.
 
   Raises:
     PlainDataError: If a value is not of its type.

@@ -3,7 +3,7 @@
     {"format": 1, "sha256": "of the body", "body": ...}
 
 A sealed file is the manifest of other files: it is written after them, in one
-move, so that what it lists is complete.
+move, so that all listed files are complete.
 """
 
 import json
@@ -22,7 +22,7 @@ def check(name: str, value: Any) -> None:
     json.dumps(value)
   except (TypeError, ValueError) as error:
     raise ValueError(
-      f"`{name}` must be what JSON can hold, got {checks.show(value)}: "
+      f"`{name}` must be a value of JSON, got {checks.show(value)}: "
       f"{error}. Make numbers of arrays by `float` or `.tolist()`."
     ) from error
 

@@ -137,8 +137,8 @@ class Checkpoints:
       step: The number of the step, from 0. `restore` finds the highest one.
       state: Any tree of arrays `[workers, ...]`, including typed PRNG keys.
       shared: A bool for each leaf, or for each subtree, true for leaves that
-        are equal on all workers, which are stored once. By default they are
-        what methods' states declare.
+        are equal on all workers, which are stored once. By default
+        methods' states declare them.
       metadata: JSON values, which `restore` returns.
 
     Raises:

@@ -138,8 +138,8 @@ class Evaluator:
       if not 0 <= label < classes:
         raise ValueError(
           f"`batches` must have labels from 0 to {classes - 1}, the classes of "
-          f"the model, got {label}. Label what is not to count -100, or give "
-          "it a mask of 0."
+          f"the model, got {label}. Label others -100, which do not count, or "
+          "give them a mask of 0."
         )
 
   def _measure(self, params: PyTree, model_state: PyTree) -> dict[str, float]:

@@ -120,7 +120,7 @@ class MetricsWriter:
 
     Args:
       directory: The directory.
-      settings: What to write as text at the start; default nothing.
+      settings: Values to write as text at the start; default none.
       learning_rate: The schedule whose value at each record's last step is
         written; default None.
     """

@@ -63,8 +63,8 @@ def init_state(
     specs: The partition of the parameters over the mesh's other axes, see
       `Workers.replicate`. Leaves of the optimizer's state that correspond to a
       parameter are split alike. By default nothing is split.
-    laws: Laws of leaves of `model_state`, by their names, that differ from what
-      `jdist.states` infers: floats are statistics and constant if they are
+    laws: Laws of leaves of `model_state`, by their names, instead of those
+      that `jdist.states` infers: floats are statistics, constant if they are
       infinite here, as a mask of an attention is. `{"scale": "constant"}`
       excludes a leaf from the mean of the workers.
   """
@@ -183,7 +183,7 @@ def shared_leaves(state: PyTree) -> PyTree:
   """Marks the leaves that are equal on all workers, as a tree of bools.
 
   `Checkpoints.save` stores these leaves once. In any other tree than a
-  `TrainState` they are what the methods' states in it declare.
+  `TrainState` the methods' states declare them.
 
   >>> import optax
   >>> from jdist import collectives, methods

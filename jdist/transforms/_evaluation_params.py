@@ -23,7 +23,7 @@ def evaluation_params(
 ) -> Any:
   r"""Returns the parameters to evaluate, and the workers' mean statistics.
 
-  The parameters are the anchor, at any step of a round, or what belongs to it:
+  The parameters are the anchor, at any step of a round, or follow from it:
   :math:`x = (y - (1 - \beta_1) z) / \beta_1` for `optax.contrib.schedule_free`,
   the slow parameters for `optax.lookahead`, and the field "average" of a state
   that is declared by `states.declare(evaluates="average")`.
@@ -36,7 +36,7 @@ def evaluation_params(
       belongs into `workers.jit`.
     samples: The number of this worker's samples, by which its statistics
       count; all count alike by default.
-    laws: `TrainState.laws`, exceptions to what `states.find_laws` infers.
+    laws: `TrainState.laws`, exceptions to those of `states.find_laws`.
 
   Returns:
     The parameters; with `model_state` a pair of both.

@@ -161,7 +161,7 @@ _BAD = [
   ),
   (
     "train --reducer majority_vote --feedback error",
-    "`feedback` keeps what is not in a worker's share",
+    "`feedback` keeps the part outside a worker's share",
   ),
   ("train --codec int4 --ratio 0.1", "`--ratio` must be left out for msdpu"),
   ("train --codec int3", "`--codec` must be one of float16, bfloat16, int8, "),

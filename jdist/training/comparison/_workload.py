@@ -165,7 +165,7 @@ class Workload:
       self.gradient(apply), optimizer, axis=self.workers.axis,
       independent=trainer.get("independent", False),
     )  # fmt: skip
-    # With the optimizer, the evaluator applies what a method has in flight.
+    # With the optimizer, the evaluator applies messages in flight.
     evaluate = self.evaluator(apply, optimizer)
     trained = loop.Trainer(self.workers, step, **trainer)
     return VariantPrograms(self, optimizer, step, trained, evaluate)

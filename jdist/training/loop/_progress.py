@@ -21,7 +21,7 @@ class Progress:
     # Imported here, since it would slow down `import jdist`.
     from rich import console, progress, table
 
-    # What does not fit is cut off, and the other parts stay whole.
+    # A part that does not fit is cut off, and the others stay whole.
     cut = table.Column(ratio=1, no_wrap=True, overflow="ellipsis")
     self._bar = progress.Progress(
       progress.TextColumn("[bold]{task.description}"),
@@ -50,7 +50,7 @@ class Progress:
   def show(
     self, record: _record.Record, doing: str, run: str = "", before: int = 0
   ) -> None:
-    """Shows what a run does, or else the figures of its last step.
+    """Shows the activity of a run, or else the figures of its last step.
 
     The steps of other runs `before` it count, too.
     """

@@ -101,7 +101,7 @@ class Trainer:
     batch: PyTree,
     control: transforms.Control = _programs.DEVICE,
   ) -> collectives.Traffic:
-    """Returns what one worker sends in a step and in a round."""
+    """Returns the collectives of one worker's step and of its rounds."""
     return self._step.traffic(state, batch, control)
 
   @signatures.checked
@@ -143,7 +143,7 @@ class Trainer:
         checkpoint with other metadata is refused.
       label: The name under which progress is shown in the terminal, or a
         function that shows it elsewhere: of a record of the last step, without
-        metrics, and of what the run does, such as "compiling", or "" in steps.
+        metrics, and of the activity, such as "compiling", or "" in steps.
       on_record: Called with each new record.
       on_resume: Called with the checkpoint from which the run resumes.
       free: Names in `metadata` whose values a checkpoint may contradict.

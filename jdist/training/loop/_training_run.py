@@ -117,7 +117,7 @@ class CompiledStep:
     batch: PyTree,
     control: transforms.Control,
   ) -> collectives.Traffic:
-    """Returns what one worker sends in a step and in a round."""
+    """Returns the collectives of one worker's step and of its rounds."""
 
     def one(x: Any) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
@@ -274,7 +274,7 @@ class TrainingRun:
     return placed
 
   def _prepare(self, placed: PyTree, shape: int) -> None:
-    """Compiles all programs of a shape, and counts what each sends."""
+    """Compiles all programs of a shape, and counts the bytes of each."""
     first = not self._traffic
     self.enter("compiling")
     ahead = self._ahead[0]
@@ -315,7 +315,7 @@ class TrainingRun:
   def _compile(
     self, control: transforms.Control, placed: PyTree, shape: int, *, now: bool
   ) -> None:
-    """Makes a program, and counts what it sends."""
+    """Makes a program, and counts its bytes."""
     self._traffic[shape, control] = self._step.traffic(
       self.state, placed, control
     )
@@ -397,7 +397,7 @@ class TrainingRun:
       self.progress(self._position({}, self._losses[-1]), "")
 
   def enter(self, doing: str) -> None:
-    """Begins what takes longer than a step, for the watchdog and the user."""
+    """Begins work longer than a step, for the watchdog and the user."""
     self.watchdog.beat(doing, patience=4.0)
     if self.progress is not None:
       self.progress(self._position({}, math.nan), doing)
@@ -444,7 +444,7 @@ class TrainingRun:
     return self._step.is_finite(self.state)
 
   def history(self) -> _record.History:
-    """Returns what a resumed run must know of this one."""
+    """Returns the history that a resumed run continues."""
     return _record.History(
       self.records, self._sent_bytes, self._train_s, self._samples,
       self._sum_of_losses(),

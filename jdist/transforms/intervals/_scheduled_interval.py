@@ -256,7 +256,7 @@ def growth(
   Args:
     learning_rate: The inner optimizer's rate, a schedule of the local step.
     start: c > 0; c^2 is the number of steps in the first rounds.  The limit of
-      stability allows a c of 1 and more (`methods.msdpu`); what bounds it is
+      stability allows a c of 1 and more (`methods.msdpu`); its bound is
       the workers' drift, which depends on the problem: the default of a third
       keeps rounds of one step in two thirds of a cosine, and can save no more
       than a quarter of the means.  Choose c on validation data, as H.

@@ -136,7 +136,7 @@ def find_rounds(state: PyTree) -> Any:
 def _check_last(state: PyTree) -> None:
   """Raises a ValueError unless a method's updates reach the parameters."""
   # The anchor assumes that the updates are applied unchanged.  A chain's state
-  # shows what follows the method.  A wrapper must be one of Optax's that pass
+  # shows later transformations.  A wrapper must be one of Optax's that pass
   # updates on, or say so by `states.declare`.
   rounds = declares("rounds")
   while not rounds(state):

@@ -37,7 +37,7 @@ class ChunkedStreamState(NamedTuple):
       it is a part of an exact message.
     sent: The buckets that this worker wants to send.
     arrived: Buckets of the workers' mean, valid before `position`.
-    shares: Buckets of what this worker has sent; `()` without a feedback.
+    shares: Buckets of this worker's own share; `()` without a feedback.
     mean_loss: The workers' mean of `loss`.
     position: How many sub-tensors (or entries, if exact) were received, an
       int32 scalar for each bucket, by their sorted names.
@@ -96,7 +96,7 @@ class ChunkedStream:
   """Sends some sub-tensors of a message in every step, from the state.
 
   The number of steps in which a message is sent is static, and may change from
-  step to step: `position` says what was sent before, so that nothing is lost.
+  step to step: `position` counts the sent rows, so that nothing is lost.
 
   Args:
     stream: How an exact message is cut.
@@ -134,7 +134,7 @@ class ChunkedStream:
   def hold(
     self, new: _sender.Contribution, state: SyncState
   ) -> ChunkedStreamState:
-    """Packs what this worker wants to send into buckets."""
+    """Packs this worker's message into buckets."""
     layout, keeps = self._layout(state.anchor), self._feeds_back
     before = getattr(state.flight, "held", None)
     if self.compression is None:
@@ -232,7 +232,7 @@ class ChunkedStream:
           continue
         mean, share, new = part.result
         # A row that was received before stays, and so does its state: to apply
-        # a reducer twice would count what it holds back twice.
+        # a reducer twice would count its residual twice.
         fresh = part.start >= position
         arrived[name] = _with_row(arrived[name], mean, part.start, fresh)
         if shares:
@@ -253,7 +253,7 @@ class ChunkedStream:
     return state._replace(flight=flight._replace(held=held), compression=memory)
 
   def complete(self, state: SyncState, sent: Any = None) -> jax.Array:
-    """Returns whether all was received, with what this step sends."""
+    """Returns whether all was received, this step's rows included."""
     held = state.flight.held
     there = [
       position >= held.sent[name].shape[self._dim]
@@ -270,9 +270,9 @@ class ChunkedStream:
     late: jax.Array | bool,
     steps: int | None,
   ) -> tuple[_sender.Contribution, Any]:
-    """Takes the workers' mean of what is held, or of `present` if not `late`.
+    """Takes the mean of the held message, or of `present` if not `late`.
 
-    With `steps` all was streamed; otherwise what is missing is sent now.
+    With `steps` all was streamed; otherwise missing rows are sent now.
     """
     held, memory = state.flight.held, state.compression
     # Feedback is prepared again: its state must follow from the message that
@@ -369,7 +369,7 @@ class ChunkedStream:
     done: tuple[jax.Array, ...],
     memory: Any,
   ) -> tuple[Any, ...]:
-    """Sends all that is missing at once, and keeps what was received."""
+    """Sends all missing rows at once, and keeps the received ones."""
     if self.compression is None:
       return collectives.mean(wanted, self.axis), *have[1:]
     chunks, keeps = self.compression.reducer, self._feeds_back
@@ -416,7 +416,7 @@ class ChunkedStream:
   def _positions(
     self, held: ChunkedStreamState, sent: Any
   ) -> tuple[jax.Array, ...]:
-    """Returns how far each bucket is received, with what this step sends."""
+    """Returns how far each bucket is received, this step's rows included."""
     if not isinstance(sent, Sent):
       return held.position
     found = []

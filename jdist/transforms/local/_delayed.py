@@ -13,7 +13,7 @@ class Delayed:
   r"""Overlaps a round's mean with the computation of the next round.
 
   The mean of a round's pseudo-gradients moves the anchor one round late; the
-  worker keeps a part :math:`\rho` of what it has done since it sent:
+  worker keeps a part :math:`\rho` of its progress since it sent:
 
   .. math:: a \leftarrow a + \mathrm{outer}(\tfrac1N \sum_i
             \Delta_i^{(r-1)}), \qquad w_i \leftarrow a - \rho \Delta_i^{(r)}
@@ -89,8 +89,8 @@ class Delayed:
       )
     if self.steps == 0 and self.stream is not None:
       raise ValueError(
-        "`stream` splits what is late, and `steps` must be at least 1 with it, "
-        "got 0."
+        "`stream` splits a late message, and `steps` must be at least 1 with "
+        "it, got 0."
       )
     wanted = (
       "a `transforms.Stream`, for instance `stream=Stream()`, or None to send "

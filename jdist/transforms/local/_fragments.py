@@ -85,8 +85,8 @@ def fragment_steps(
 
   With `overlap=Delayed(steps=tau, stream=Stream())` a fragment that has ended
   its round is sent in the next tau steps, and nothing waits for it.  The host
-  decides which step sends what (`training.Trainer`), so that no collective is
-  in a conditional.
+  decides which step sends which part (`training.Trainer`), so that no
+  collective is in a conditional.
 
   Schedules, extra arguments and the place in a chain are those of
   `local_steps`; an outer schedule counts a fragment's rounds.

@@ -8,7 +8,7 @@ A round therefore sends more than the parameters: an iterate's distance from
 them, d = z - y, and statistics as they are.  The sync rule moves the
 parameters, and the rest is averaged, at once, late, streamed or compressed as
 the parameters are.  A worker that is placed at y has the iterate y + d
-afterwards: positions stay what they are to one another, whatever an outer
+afterwards: differences between positions stay as they are, whatever an outer
 optimizer does to the parameters.
 """
 
@@ -30,7 +30,7 @@ _NONE = -1
 
 
 class Whole(NamedTuple):
-  """What a round moves.
+  """The parts of a state that a round moves.
 
   Attributes:
     params: The parameters, or a tree like them.

@@ -28,16 +28,16 @@ SyncState: TypeAlias = _sync_state.SyncState
 class LateMean:
   """Holds a round's message, and applies its mean later.
 
-  The synchronizer decides when a round ends; this says what then happens to
-  the anchor and to the worker, and what is sent in between.
+  The synchronizer decides when a round ends; this updates the
+  anchor and the worker then, and sends messages in between.
 
   Attributes:
     delay: How late a mean is, as the user gave it.
-    sender: What holds and sends a message, a `Sender` or a `ChunkedStream`.
+    sender: The holder of the message, a `Sender` or a `ChunkedStream`.
     rule: The sync rule.
     policy: The interval policy.
     axis: The workers' axis.
-    relative: Whether messages are differences from what all workers know.
+    relative: Whether messages are differences from the common anchor.
   """
 
   delay: _delayed.Delayed
@@ -71,8 +71,8 @@ class LateMean:
   def start(self, state: SyncState) -> PyTree:
     """Returns where this worker's round began.
 
-    That is anchor - kept * pending.  The worker keeps no copy of it, and what
-    rounding adds to the parameters is sent along as progress.
+    That is anchor - kept * pending.  The worker keeps no copy of it, and the
+    rounding error of its parameters is sent along as progress.
     """
     if self.rule.apart:
       return state.anchor
@@ -145,7 +145,7 @@ class LateMean:
     late: jax.Array | bool,
     state: SyncState,
   ) -> tuple[PyTree, SyncState]:
-    """Returns where the next round begins, and holds what it sends."""
+    """Returns the next round's first parameters, and holds its message."""
     rule, delay = self.rule, self.delay
     # Workers that stay apart send the position at which they are placed, as
     # Overlap-Local-SGD does.
@@ -219,7 +219,7 @@ class LateMean:
     return jnp.where(self._is_late(state, steps), due, clock.is_over())
 
   def mean_if(self, due: jax.Array, state: SyncState, steps: int | None) -> Any:
-    """Takes the mean of what is held, if it is due; None if it may not be late.
+    """Takes the held message's mean, if it is due; None if it may not be late.
 
     It stands in a conditional of its own, which reads the state alone, so that
     no collective waits for the step.
@@ -275,7 +275,7 @@ class LateMean:
     keep: jax.Array,
     state: SyncState,
   ) -> SyncState:
-    """Holds what the next round sends, of which a part was kept."""
+    """Holds the next round's message, of which a part was kept."""
     held = self.sender.hold(present, state)
     flight = state.flight._replace(held=held, in_flight=jnp.asarray(late))
     return state._replace(flight=flight, kept=keep)
@@ -342,10 +342,10 @@ class LateMean:
     )
 
   def receive_last(self, step: Step, sent: Any) -> Step:
-    """Stores what was sent, on CPUs not before the updates are computed.
+    """Stores the message, on CPUs not before the updates are computed.
 
-    XLA's CPU compiler gives memory that is free to what is computed next, which
-    then waits for it; so a message that is sent must keep its own memory until
+    XLA's CPU compiler gives free memory to the next computation, which then
+    waits for it; so a message that is sent must keep its own memory until
     the computation that hides it has ended.  On GPUs copies run at the same
     time as kernels, and nothing need be done.
     """
@@ -409,8 +409,8 @@ def change_if(
 ) -> Round:
   """Applies a change, or nothing; `flag` is equal on all workers."""
 
-  # A conditional and not a selection: a compiler cannot merge it with what
-  # stands before it, and so rounds alike in every form of the program.
+  # A conditional and not a selection: a compiler cannot merge it with
+  # earlier operations, and so rounds alike in every form of the program.
   def moving(end: Round) -> PyTree:
     parts = end.anchor, end.memory, end.inner
     return collectives.varying(parts, axis)

@@ -164,7 +164,7 @@ def _next(
 ) -> tuple[jax.Array, PyTree]:
   """Returns the interval of the round after the next one."""
   # A constant keeps the interval out of the program's arithmetic, and the
-  # compiler can simplify what depends on it.
+  # compiler can simplify expressions that depend on it.
   if policy.constant is not None:
     return jnp.asarray(policy.constant, jnp.int32), clock.interval_state
   # The round after the next one begins when the next one has had its steps.
@@ -267,7 +267,7 @@ class SyncRule:
     return message
 
   def exact(self, end: Round) -> PyTree:
-    """Returns what else is averaged, never compressed; by default nothing."""
+    """Returns further trees to average, never compressed; by default none."""
     del end
     return ()
 

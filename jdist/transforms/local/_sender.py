@@ -6,8 +6,8 @@ in every step:
 
     round's end    hold        the message that is sent from now on
     every step     send        starts some of it; nothing waits for it yet
-                   receive     stores what was received
-    mean due       mean        of all of it; sends what is missing
+                   receive     stores the received part
+    mean due       mean        of all of it; sends the missing part
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ class Stream:
 
     Args:
       like: The shapes of the message.
-      exact: The shapes of what is sent after it, the loss for instance.
+      exact: The shapes of values that are sent after it, such as the loss.
     """
     specs = None
     if self.specs is not None:
@@ -134,7 +134,7 @@ class Sender:
     late: jax.Array | bool,
     steps: int | None,
   ) -> tuple[Contribution, PyTree]:
-    """Takes the workers' mean of what is held, or of `present` if not `late`.
+    """Takes the mean of the held message, or of `present` if not `late`.
 
     `late` is equal on all workers, and `steps` the number of steps in which the
     message was streamed, None if it was not.  Returns the compression's state,

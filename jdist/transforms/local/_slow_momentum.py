@@ -44,7 +44,7 @@ class SlowMomentum(_round.Average):
       of the local step.
     slow_learning_rate: alpha > 0.
     momentum: beta in [0, 1].
-    buffers: What happens to the inner optimizer's moments (`states`) when a
+    buffers: The treatment of the inner optimizer's moments (`states`) when a
       round's mean is applied: "maintain" leaves each worker its own, "reset"
       initializes them again, "average" takes the workers' mean, never
       compressed.

@@ -1,4 +1,4 @@
-"""The synchronizer: local steps, and what brings the workers together."""
+"""The synchronizer: local steps, and means that bring workers together."""
 
 import dataclasses
 from typing import Any, TypeAlias
@@ -221,7 +221,7 @@ class Synchronizer:
     if late is not None and sent is not None:
       over &= late.sender.complete(step.sync, sent)
 
-    # What was sent is stored in the conditional: see `ChunkedStream.receive`.
+    # The message is stored in the conditional: see `ChunkedStream.receive`.
     def received(step: Step, sent: Any) -> Step:
       if late is None or sent is None:
         return step
@@ -259,8 +259,8 @@ class Synchronizer:
     """Ends a round with the mean of its own messages."""
     rule, relative = self.rule, self.compression is not None
     message = rule.message(end, relative)
-    # The loss and what a rule averages exactly are sent with the message where
-    # that is exact, too: one all-reduce.
+    # The loss and a rule's exact means are sent with the message where that is
+    # exact, too: one all-reduce.
     mean, (loss, exact), memory = reducers.mean_of(
       self.compression, message, (state.clock.mean_loss(), rule.exact(end)),
       state.compression, self.axis,
@@ -387,7 +387,7 @@ class Synchronizer:
     return collectives.varying(Step(updates, inner, state), self.axis)
 
   def _round(self, step: Step, params: optax.Params) -> _round.Round:
-    """Returns what a rule sees, with the progress since the round's start."""
+    """Returns a rule's view, with the progress since the round's start."""
     state = step.sync
     if step.updates is None:  # A drain takes no step.
       local = jax.tree.map(_anchor.wide, params)

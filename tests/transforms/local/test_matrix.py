@@ -254,7 +254,7 @@ REFUSED = {
   ),
   "a stream of nothing late": (
     lambda: refuse(None, LATE(0, mix=0.5, stream=PARTS)),
-    "`stream` splits what is late, and `steps` must be at least 1",
+    "`stream` splits a late message, and `steps` must be at least 1",
   ),
   "a stream of low ranks": (
     lambda: refuse(
