@@ -168,7 +168,7 @@ class Collective:
     phase: The steps in which its branch of the conditional is taken, if known;
       None for a branch that is taken once a round.
     depth: The number of collectives, this one included, on the longest way of
-      data to it. Compilers merge those of one kind and one depth.
+      data to it in a traced step. Compilers merge those of one kind and depth.
   """
 
   kind: Kind

@@ -202,7 +202,7 @@ def read_collectives(program: Any) -> tuple[collectives.Collective, ...]:
   ...   ROOT %r = f32[10]{0} all-reduce(%x), replica_groups=[1,8]<=[8]
   ... }''')
   (Collective(kind='all-reduce', payload_bytes=40, num_workers=8,
-   conditional=False, count=1, phase=None),)
+   conditional=False, count=1, phase=None, depth=1),)
   """
   parsed = parse(program)
   always = parsed.always()
