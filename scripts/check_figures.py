@@ -94,6 +94,7 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
   ),
   "records": (("report.py", "--check"),),
   "advise": (("report.py", "--check"),),
+  "peers": (("report.py", "--check"),),
   "storm": (("report.py", "--check"),),
   "thin_links": (("report.py", "--check"),),
 }

@@ -18,6 +18,7 @@ no other namespace: nothing is routed out of these.
 
 import argparse
 import contextlib
+import json
 import os
 import pathlib
 import shutil
@@ -47,23 +48,83 @@ def _bytes_per_s(rate: str) -> float:
   )
 
 
-def _limit(namespace: str, device: str, rate: str, delay_ms: float) -> None:
+def _limit(
+  namespace: str, device: str, rate: str, delay_ms: float, what: str = "add"
+) -> None:
   """A token bucket on one end of a link, and half of the delay."""
-  inside = ("ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev")
+  words = ("ip", "netns", "exec", namespace, "tc", "qdisc", what, "dev")
   per_s = _bytes_per_s(rate)
   # Twice the largest packet that TCP hands to a network card, 64 KiB, which is
   # cut up there.  Through a smaller bucket the kernel cuts it up, and both ends
   # wake many times as often: work of these cores that no host would do.
   burst, queue = max(131072, int(per_s / 500)), max(262144, int(per_s / 20))
   _call(
-    *inside, device, "root", "handle", "1:", "tbf", "rate", rate,
+    *words, device, "root", "handle", "1:", "tbf", "rate", rate,
     "burst", str(burst), "limit", str(queue),
   )  # fmt: skip
   if delay_ms:
     _call(
-      *inside, device, "parent", "1:", "netem", "delay", f"{delay_ms / 2}ms",
+      *words, device, "parent", "1:", "netem", "delay", f"{delay_ms / 2}ms",
       "limit", "20000",
     )  # fmt: skip
+
+
+def change_rate(names: list[str], rate: str) -> None:
+  """Changes the rate of all links of a network that has one already."""
+  switch = f"{names[0].removesuffix('0')}-switch"
+  for i, name in enumerate(names):
+    _limit(name, "eth0", rate, 0.0, "change")
+    _limit(switch, f"port{i}", rate, 0.0, "change")
+
+
+def sent_bytes(name: str) -> int:
+  """Returns the bytes that a host has sent, as its interface counts them."""
+  shown = subprocess.run(
+    ("ip", "-n", name, "-s", "-j", "link", "show", "dev", "eth0"),
+    capture_output=True, text=True, check=True,
+  )  # fmt: skip
+  return int(json.loads(shown.stdout)[0]["stats64"]["tx"]["bytes"])
+
+
+def inside(name: str, command: list[str]) -> list[str]:
+  """Returns a command that runs another one on a host."""
+  # A host name of its own: gloo binds to what that resolves to.
+  script = 'hostname "$0" && exec "$@"'
+  words = ["ip", "netns", "exec", name, "unshare", "--uts", "bash", "-c"]
+  return [*words, script, name, *command]
+
+
+@contextlib.contextmanager
+def cpu_quota(
+  processes: list[int], share: float, groups: str = "/sys/fs/cgroup"
+) -> Iterator[None]:
+  """Gives processes, all together, a share of one core.
+
+  It is a control group, which takes the core away for the rest of each 10 ms.
+  """
+  root, period_us = pathlib.Path(groups), 10_000
+  whole = (root / "cgroup.controllers").exists()  # Version 2 of the groups.
+  name = f"jdist-{os.getpid()}-{processes[0]}"
+  folder = (root if whole else root / "cpu") / name
+  quota = {"cpu.max": f"{share * period_us:.0f} {period_us}"}
+  if not whole:
+    quota = {
+      "cpu.cfs_period_us": str(period_us),
+      "cpu.cfs_quota_us": f"{share * period_us:.0f}",
+    }
+  try:
+    folder.mkdir()
+    for file, value in quota.items():
+      (folder / file).write_text(value)
+    for process in processes:
+      (folder / "cgroup.procs").write_text(str(process))
+    yield
+  finally:
+    for process in processes:
+      with contextlib.suppress(OSError):  # It may have ended.
+        (folder.parent / "cgroup.procs").write_text(str(process))
+    with contextlib.suppress(OSError):
+      folder.rmdir()
 
 
 @contextlib.contextmanager
@@ -74,9 +135,8 @@ def network(
   names, switch = [f"{prefix}{i}" for i in range(hosts)], f"{prefix}-switch"
   try:
     _call("ip", "netns", "add", switch)
-    inside = ("ip", "netns", "exec", switch, "ip", "link")
-    _call(*inside, "add", "bridge", "type", "bridge")
-    _call(*inside, "set", "bridge", "up")
+    _call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+    _call("ip", "-n", switch, "link", "set", "bridge", "up")
     told = "127.0.0.1 localhost\n" + "".join(
       f"10.77.0.{i + 1} {name}\n" for i, name in enumerate(names)
     )
@@ -129,14 +189,9 @@ def run(
         "JDIST_PROCESSES": str(len(names)),
       }
     )
-    # A host name of its own: gloo binds to what that resolves to.
-    script = 'hostname "$0" && exec "$@"'
-    words = ("ip", "netns", "exec", name, "unshare", "--uts", "bash", "-c")
     started.append(
       subprocess.Popen(
-        (*words, script, name, *command),
-        env=environment,
-        start_new_session=True,
+        inside(name, command), env=environment, start_new_session=True
       )
     )
   end_s = time.monotonic() + timeout_s

@@ -12,7 +12,7 @@ import pytest
 
 from jdist import training
 from tests import _processes
-from tests.experiments import test_comparisons
+from tests.experiments import _loading, test_comparisons
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -105,3 +105,23 @@ def test_daemon_ends_with_the_network():
   )
   with contextlib.suppress(OSError):  # It has ended, and perhaps gone.
     assert b"" in titles
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_quota_is_set_and_taken_away_again(tmp_path, monkeypatch, version):
+  script = _loading.load(
+    "slow_network", "../scripts/slow_network.py", monkeypatch
+  )
+  folder = tmp_path if version == 2 else tmp_path / "cpu"
+  folder.mkdir(exist_ok=True)
+  if version == 2:
+    (tmp_path / "cgroup.controllers").touch()
+  with script.cpu_quota([7, 8], 0.25, str(tmp_path)):
+    (group,) = (x for x in folder.iterdir() if x.is_dir())
+    files = {x.name: x.read_text() for x in group.iterdir()}
+  # A quarter of each 10 ms. A real group keeps both processes, a file the last.
+  quota = {"cpu.max": "2500 10000"}
+  if version == 1:
+    quota = {"cpu.cfs_period_us": "10000", "cpu.cfs_quota_us": "2500"}
+  assert files == quota | {"cgroup.procs": "8"}
+  assert (folder / "cgroup.procs").read_text() == "8"

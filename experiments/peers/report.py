@@ -1,0 +1,364 @@
+"""Writes the figures of the peers' pages from the rows, and their picture.
+
+    python experiments/peers/report.py          # the pages and peers.png
+    python experiments/peers/report.py --check  # fails if a number differs
+
+Seconds to the target are the steps to it, which no link changes, times the
+seconds of a step over the link.
+"""
+
+import argparse
+import pathlib
+import statistics
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+import problem
+import run
+import studies
+
+from jdist import training
+
+_PICTURE = run.FOLDER / "results" / "peers.png"
+_COMPARISON = run.FOLDER.parents[1] / "docs" / "comparison.md"
+# The aims: how many times fewer seconds above the own computation, from which
+# communication over computation on; and how many times sooner than SSGD, from
+# which bound on.
+_FEWER, _FROM_RATIO = 5.0, 3.0
+_SOONER, _FROM_BOUND = 5.0, 6.0
+_SYNCHRONOUS = {"jdist": "SSGD", "PyTorch": "DDP"}
+_STREAMED = "MSDPU streamed"
+_FLOAT32_PEERS = (
+  "DDP", "averaging", "torchft Local SGD", "torchft DiLoCo",
+  "torchft DiLoCo late",
+)  # fmt: skip
+
+
+def tuned(rows):
+  """Returns by framework and method its rate, and its steps by seed."""
+  found = {}
+  own = studies.group(
+    rows, lambda x: (x["config"]["framework"], x["config"]["method"])
+  )
+  for key, mine in own.items():
+    if key in run.TWINS:
+      continue
+    first = [x for x in mine if x["seed"] == run.SEEDS[0]]
+    rate, inside = run.best_rate(first)
+    chosen = [x for x in mine if x["config"]["rate"] == rate]
+    if inside and len(chosen) == len(run.SEEDS):
+      found[key] = {"rate": rate, "steps": [run.steps_of(x) for x in chosen]}
+  return found
+
+
+def mean_steps(tuning, key):
+  """Returns the mean steps to the target; None if a run did not reach it."""
+  one = tuning.get(key) or tuning.get(run.TWINS.get(key))
+  if one is None or None in one["steps"]:
+    return None
+  return statistics.mean(one["steps"])
+
+
+class Cell:
+  """The measured steps of one network.
+
+  Args:
+    rows: The rows of `run.py measure` for it.
+    tuning: What `tuned` returns, for two hosts.
+  """
+
+  def __init__(self, rows, tuning):
+    self.config, self.tuning = rows[0]["config"], tuning
+    self.rows = studies.group(rows, lambda x: (x["framework"], x["method"]))
+
+  @property
+  def name(self):
+    """The network in words."""
+    slow = "" if self.speed == 1 else f", one at {self.speed:g} of the speed"
+    return f"{self.config['hosts']} hosts, {self.mbit:g} Mbit/s{slow}"
+
+  @property
+  def mbit(self):
+    """The rate of each link, in Mbit/s."""
+    return self.config["mbit_per_s"]
+
+  @property
+  def speed(self):
+    """The last host's share of its core."""
+    return self.config["speed"]
+
+  def all_of(self, key, name):
+    """Returns a measure's values of all repetitions."""
+    return [y for x in self.rows[key] for y in x[name]]
+
+  def step_s(self, key):
+    """Returns the median seconds of a step."""
+    return statistics.median(self.all_of(key, "step_s"))
+
+  def above_s(self, key):
+    """Returns the seconds of a step above the framework's own computation."""
+    return self.step_s(key) - self.step_s((key[0], "alone"))
+
+  def seconds(self, key):
+    """Returns the seconds to the target; None if they are not known."""
+    steps = mean_steps(self.tuning, key)
+    if steps is None or self.config["hosts"] != 2:
+      return None
+    if key == ("PyTorch", "PowerSGD"):
+      # The first steps are synchronous ones.
+      warm = min(problem.WARMUP, steps)
+      ddp_s = self.step_s(("PyTorch", "DDP"))
+      return warm * ddp_s + (steps - warm) * self.step_s(key)
+    return steps * self.step_s(key)
+
+  def best(self, framework, methods=None):
+    """Returns the method with the fewest seconds to the target."""
+    known = {
+      key: self.seconds(key)
+      for key in self.rows
+      if key[0] == framework and (methods is None or key[1] in methods)
+    }
+    known = {key: x for key, x in known.items() if x is not None}
+    return min(known, key=known.get) if known else None
+
+
+def cells(times, tuning):
+  """Returns the networks in their order."""
+  found = studies.group(
+    times,
+    lambda x: (
+      x["config"]["hosts"], -x["config"]["speed"], x["config"]["mbit_per_s"]
+    ),
+  )  # fmt: skip
+  return [Cell(rows, tuning) for _, rows in sorted(found.items())]
+
+
+def _met(holds):
+  return "met" if holds else "**missed**"
+
+
+def ratio(cell, framework):
+  """Returns communication over computation of the synchronous method."""
+  key = (framework, _SYNCHRONOUS[framework])
+  return cell.above_s(key) / cell.step_s((framework, "alone"))
+
+
+def fewer(cell):
+  """Returns the best float32 peer and its seconds above over ours.
+
+  The quotient is infinite where a streamed step takes no longer than alone.
+  """
+  peers = [
+    key for key in cell.rows if key[0] == "PyTorch" and key[1] in _FLOAT32_PEERS
+  ]
+  best = min(peers, key=cell.above_s)
+  ours = cell.above_s(("jdist", _STREAMED))
+  return best, cell.above_s(best) / ours if ours > 0 else float("inf")
+
+
+def verdict(found):
+  """Returns the aims and what the rows say of them."""
+  lines = []
+  for cell in found:
+    ssgd = ("jdist", "SSGD")
+    r = ratio(cell, "jdist")
+    peer, times = fewer(cell)
+    streamed_s = cell.above_s(("jdist", _STREAMED))
+    text = (
+      f"{cell.name}: communication over computation {r:.1f} (PyTorch "
+      f"{ratio(cell, 'PyTorch'):.1f}). Above its own computation streamed "
+      f"MSDPU in float32 takes {1e3 * streamed_s:.1f} ms a "
+      f"step, the best peer in float32, {peer[1]}, "
+      f"{1e3 * cell.above_s(peer):.1f}: {times:.1f} times fewer"
+    )
+    aim = f" (aim {_FEWER:g}: {_met(times >= _FEWER)})"
+    text += aim if r >= _FROM_RATIO else ""
+    ours, theirs = cell.best("jdist"), cell.best("PyTorch")
+    if ours and theirs:
+      a, b = cell.seconds(ours), cell.seconds(theirs)
+      text += (
+        f". To the target {ours[1]} takes {a:.1f} s, the best peer, "
+        f"{theirs[1]}, {b:.1f} s"
+      )
+      if theirs[1] == "PowerSGD":
+        text += f" (aim at least level: {_met(a <= b)})"
+      if cell.seconds(ssgd) is not None:
+        bound = cell.step_s(ssgd) / cell.step_s(("jdist", "alone"))
+        sooner = cell.seconds(ssgd) / a
+        text += f", SSGD {cell.seconds(ssgd):.1f}: {sooner:.1f} times sooner"
+        text += f" with a bound of {bound:.1f}"
+        if bound >= _FROM_BOUND:
+          text += f" (aim {_SOONER:g}: {_met(sooner >= _SOONER)})"
+    lines.append(f"- {text}.")
+  return "\n".join(lines)
+
+
+def times_table(found):
+  """Returns a line for each method of each network."""
+  lines = []
+  for cell in found:
+    for key in cell.rows:
+      steps = cell.all_of(key, "step_s")
+      counted = cell.rows[key][0]["counted_bytes"]
+      seconds = cell.seconds(key)
+      sent = statistics.median(cell.all_of(key, "interface_bytes"))
+      lines.append((
+        cell.name, *key, f"{1e3 * cell.step_s(key):.1f}",
+        f"{1e3 * min(steps):.1f} to {1e3 * max(steps):.1f}",
+        f"{1e3 * cell.above_s(key):.1f}", f"{sent / 1e3:.1f}",
+        "-" if counted is None else f"{counted / 1e3:.1f}",
+        "-" if seconds is None else f"{seconds:.1f}",
+      ))  # fmt: skip
+  return studies.table(
+    "network | framework | method | ms a step | least to most | above its own "
+    "computation | kB a step at the interface | by `num_bits` | s to the "
+    "target",
+    lines,
+  )
+
+
+def short_table(found):
+  """Returns the seconds to the target of each method, by network."""
+  two = [x for x in found if x.config["hosts"] == 2]
+  keys = dict.fromkeys(key for cell in two for key in cell.rows)
+  lines = []
+  for key in keys:
+    if key[1] == "alone":
+      continue
+    cells_of = []
+    for cell in two:
+      seconds = cell.seconds(key) if key in cell.rows else None
+      cells_of.append("-" if seconds is None else f"{seconds:.1f}")
+    lines.append((*key, *cells_of))
+  titles = " | ".join(x.name.removeprefix("2 hosts, ") for x in two)
+  return studies.table(f"framework | method | {titles}", lines)
+
+
+def steps_table(tuning):
+  """Returns a line for each tuned method."""
+  return studies.table(
+    "framework | method | rate | steps to the target, by seed | mean",
+    [
+      (
+        *key, f"{x['rate']:g}",
+        ", ".join("not reached" if y is None else str(y) for y in x["steps"]),
+        f"{mean_steps(tuning, key):.1f}" if None not in x["steps"] else "-",
+      )
+      for key, x in tuning.items()
+    ],
+  )  # fmt: skip
+
+
+def same_updates(rows):
+  """Returns how far the accuracies of twins differ, as a list."""
+  curves = {
+    (x["config"]["framework"], x["config"]["method"], x["seed"],
+     x["config"]["rate"]): x["curve"]
+    for x in rows
+  }  # fmt: skip
+  lines = []
+  for one, other in run.TWINS.items():
+    for (*key, seed, rate), curve in curves.items():
+      twin = curves.get((*other, seed, rate))
+      if tuple(key) != one or twin is None:
+        continue
+      both = list(zip(curve, twin, strict=False))
+      most = max(abs(a[1] - b[1]) for a, b in both)
+      lines.append(
+        f"- {one[1]} of {one[0]} and {other[1]} of {other[0]}, one run at the "
+        f"same seed and rate: the target after {curve[-1][0]} and "
+        f"{twin[-1][0]} steps; the test accuracies of {len(both)} evaluations "
+        f"differ by {100 * most:.1f} points at most."
+      )
+  return "\n".join(lines)
+
+
+def setting(steps, times):
+  """Returns what the rows were made with."""
+  if not steps and not times:
+    return "- There are no rows yet."
+  config = (steps or times)[0]["config"]
+  commits = ", ".join(dict.fromkeys(x["commit"] for x in (*steps, *times)))
+  peers = [x["peers"] for x in (*steps, *times) if "torch" in x["peers"]]
+  jax = (steps or times)[0]["versions"]
+  loads = [x["load"] for x in times]
+  text = f"- {config['batch']} images of a worker's step"
+  if steps:
+    text += (
+      f"; the target is {100 * config['target']:g} % of {config['test']} test "
+      f"images, within {config['limit']} steps"
+    )
+  text += (
+    f". PowerSGD's rank is {problem.RANK}, the workers' Nesterov momentum "
+    f"{problem.MOMENTUM:g}, DiLoCo's outer rate {problem.OUTER_RATE:g} and "
+    f"momentum {problem.OUTER_MOMENTUM:g}"
+  )
+  text += f". jax {jax['jax']}, Python {jax['python']}"
+  if peers:
+    text += (
+      f"; torch {peers[0]['torch']}, torchft {peers[0]['torchft']}, Python "
+      f"{peers[0]['python']}"
+    )
+  if loads:
+    text += f". The machine's load when measured: {min(loads):.1f} to "
+    text += f"{max(loads):.1f}, that of these processes included"
+  return text + f". Commits {commits}."
+
+
+def draw(found, path):
+  """Draws the seconds to the target of all methods and networks of 2 hosts."""
+  two = [x for x in found if x.config["hosts"] == 2]
+  with studies.picture(
+    path, 1, len(two), figsize=(3.1 * len(two) + 1.5, 4.6), sharey=True,
+    grid={},
+  ) as axes:  # fmt: skip
+    keys = [
+      key
+      for key in dict.fromkeys(key for cell in two for key in cell.rows)
+      if key[1] != "alone"
+    ]
+    colours = {"jdist": "#0072b2", "PyTorch": "#d55e00"}
+    for panel, cell in zip(axes[0], two, strict=True):
+      for i, key in enumerate(reversed(keys)):
+        seconds = cell.seconds(key) if key in cell.rows else None
+        if seconds is None:
+          continue
+        panel.barh(i, seconds, color=colours[key[0]])
+        panel.text(seconds, i, f" {seconds:.0f}", va="center", fontsize=7)
+      panel.set_xscale("log")
+      panel.margins(x=0.15)
+      panel.set_title(cell.name.removeprefix("2 hosts, "), fontsize=9)
+      panel.set_xlabel("seconds to the target")
+    labels = [f"{b}, {a}" for a, b in reversed(keys)]
+    axes[0][0].set_yticks(range(len(keys)), labels, fontsize=8)
+
+
+def main():
+  """Writes the pages, or returns 1 if one is not what the rows say."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--check", action="store_true")
+  check = parser.parse_args().check
+  steps, times = (
+    training.read_rows(x) if x.exists() else [] for x in (run.STEPS, run.TIMES)
+  )
+  tuning = tuned(steps)
+  found = cells(times, tuning)
+  pages = {
+    run.FOLDER / "README.md": {
+      "verdict": verdict(found), "seconds": short_table(found),
+      "steps": steps_table(tuning), "same": same_updates(steps),
+      "setting": setting(steps, times),
+    },
+    run.FOLDER / "TABLES.md": {"times": times_table(found)},
+  }  # fmt: skip
+  print("\n\n".join(x for parts in pages.values() for x in parts.values()))
+  differs = studies.write(pages, check=check)
+  if not check and found:
+    draw(found, _PICTURE)
+  return int(check and differs)
+
+
+if __name__ == "__main__":
+  if main():
+    raise SystemExit("A page differs from what the rows say.")

@@ -1,0 +1,117 @@
+"""The arithmetic of the peers' page, by hand; and its programs, for minutes."""
+
+import functools
+import os
+import types
+
+import pytest
+
+from tests.experiments import _loading
+
+
+@pytest.fixture
+def report(monkeypatch):
+  monkeypatch.syspath_prepend(_loading.FOLDER)
+  _loading.enter("peers", monkeypatch)
+  return _loading.load("peers_report", "peers/report.py", monkeypatch)
+
+
+def _time(framework, method, *step_s):
+  return {
+    "config": {"hosts": 2, "speed": 1.0, "mbit_per_s": 100.0},
+    "framework": framework, "method": method, "step_s": list(step_s),
+    "interface_bytes": [10.0], "counted_bytes": None,
+  }  # fmt: skip
+
+
+def _run(framework, method, seed, rate, *curve):
+  config = {
+    "framework": framework, "method": method, "rate": rate, "target": 0.9
+  }  # fmt: skip
+  return {"config": config, "seed": seed, "curve": [list(x) for x in curve]}
+
+
+def test_a_rate_is_tuned_by_the_first_seed_and_counts_at_all(report):
+  slow, fast, wild = (
+    _run("jdist", "PowerSGD", 0, 0.1, (8, 0.5), (16, 0.9)),
+    _run("jdist", "PowerSGD", 0, 0.2, (8, 0.95)),
+    _run("jdist", "PowerSGD", 0, 0.4, (8, 0.1), (16, float("nan"))),
+  )
+  fresh = [_run("jdist", "PowerSGD", x, 0.2, (16, 0.9)) for x in (1, 2)]
+  late = _run("jdist", "PowerSGD", 2, 0.2, (320, 0.5))
+  key = ("jdist", "PowerSGD")
+  found = report.tuned([slow, fast, wild, *fresh])
+  assert found == {key: {"rate": 0.2, "steps": [8, 16, 16]}}
+  assert report.mean_steps(found, key) == 40 / 3
+  # A run that does not get there leaves no mean of the others.
+  found = report.tuned([slow, fast, wild, fresh[0], late])
+  assert found[key]["steps"] == [8, 16, None]
+  assert report.mean_steps(found, key) is None
+  # A rate at an end of the grid is not tuned.
+  assert not report.tuned([slow, fast, *fresh])
+
+
+def test_seconds_are_steps_times_the_seconds_of_a_step(report):
+  times = [
+    _time("jdist", "alone", 2.0), _time("jdist", "SSGD", 14.0, 13.0, 30.0),
+    _time("jdist", "MSDPU streamed", 2.5), _time("PyTorch", "alone", 1.0),
+    _time("PyTorch", "DDP", 13.0), _time("PyTorch", "PowerSGD", 3.0),
+    _time("PyTorch", "averaging", 6.0),
+    _time("PyTorch", "torchft Local SGD", 7.0),
+  ]  # fmt: skip
+  tuning = {
+    key: {"rate": 0.1, "steps": steps}
+    for key, steps in {
+      ("jdist", "MSDPU streamed"): [30, 32],
+      ("PyTorch", "DDP"): [20], ("PyTorch", "PowerSGD"): [28],
+      ("PyTorch", "averaging"): [30],
+    }.items()
+  }  # fmt: skip
+  (cell,) = report.cells(times, tuning)
+  # Its updates are those of DDP.
+  assert cell.seconds(("jdist", "SSGD")) == 20 * 14
+  assert cell.seconds(("jdist", "MSDPU streamed")) == 31 * 2.5
+  # Its first 8 steps are those of DDP.
+  assert cell.seconds(("PyTorch", "PowerSGD")) == 8 * 13 + 20 * 3
+  # Its updates are those of averaging.
+  assert cell.seconds(("PyTorch", "torchft Local SGD")) == 30 * 7
+  assert report.ratio(cell, "jdist") == 6
+  assert report.ratio(cell, "PyTorch") == 12
+  # Averaging takes 5 s above its own computation, ours half a second.
+  assert report.fewer(cell) == (("PyTorch", "averaging"), 10)
+  said = report.verdict([cell])
+  assert "10.0 times fewer (aim 5: met)" in said
+  assert "3.6 times sooner with a bound of 7.0 (aim 5: **missed**)" in said
+  assert "the best peer, PowerSGD, 164.0 s (aim at least level: met)" in said
+  (line,) = report.short_table([cell]).splitlines()[2:3]
+  assert line == "| jdist | SSGD | 280.0 |"
+
+
+@pytest.mark.slow
+def test_both_frameworks_take_the_same_steps(report, tmp_path):
+  python = os.environ.get("PEERS_PYTHON")
+  if not python:
+    pytest.skip("needs PEERS_PYTHON, a Python with torch and torchft")
+  options = types.SimpleNamespace(
+    problem=tmp_path / "problem.npz", hosts=2, python=python, test=500,
+    frameworks=tuple(report.run.FRAMEWORKS),
+  )  # fmt: skip
+  try:
+    report.run.prepare(options)
+  except FileNotFoundError:
+    pytest.skip("needs MNIST")
+  accuracy = {}
+  with report.run.groups(options) as groups:
+    for framework, group in groups.items():
+      for method in report.run.FRAMEWORKS[framework][1]:
+        both = group.ask(
+          do="train", method=method, seed=1, rate=0.05, limit=16, target=1.0,
+          every=16,
+        )  # fmt: skip
+        # All processes measure the same.
+        assert both[0] == both[1]
+        ((_, accuracy[framework, method]),) = both[0]["curve"]
+  # Rounding decides about some images.
+  same = functools.partial(pytest.approx, abs=0.01)
+  for one, twin in report.run.TWINS.items():
+    assert accuracy[one] == same(accuracy[twin])
