@@ -69,8 +69,9 @@ def sleeping(
   ) -> tuple[jax.Array, Any]:
     del train, mask
     w = params[name]["w"]
-    y = jnp.tanh(x @ (_wait(w, 0.0, weight_s) if weight_s else w))
-    return _wait(y, forward_s, backward_s), state
+    y = x @ (_wait(w, 0.0, weight_s) if weight_s else w)
+    # Before what a backward pass reads: a pass that runs again sleeps again.
+    return jnp.tanh(_wait(y, forward_s, backward_s)), state
 
   return models.Layer(name, _matrix(name, width), {}, apply)
 

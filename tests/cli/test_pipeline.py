@@ -152,10 +152,10 @@ _WRONG = {
   "a typo in the costs": ("simulate 1f1b --costs TYPO", "forwards_s"),
   "a negative cost": ("simulate 1f1b --forward-s -1", "`--forward-s` must be"),
   "too few machines": ("simulate 1f1b --cluster CLUSTER", "fewer `--stages`"),
-  "a plan without costs": ("plan ours", "`--costs` must be given to plan"),
+  "a plan without costs": ("plan ours", "must be given to plan, but not both"),
   "a plan of costs and a network": (
     "plan ours --costs COSTS --model lenet",
-    "or else `--model`",
+    "but not both, got",
   ),
   "a network that there is not": ("plan --model lenot", "lenot"),
   "a plan of many iterations": (

@@ -32,14 +32,19 @@ def _row(folder):
   return {name: row[name] for name in _COMPARED}
 
 
-def test_single_stage_trains_and_finds_its_end_saved(tmp_path, capsys):
+def test_workers_of_a_stage_train_and_find_their_end(tmp_path, capsys, refusal):
   words = f"--stages 1 --microbatches 2 {_PROCESSES} --steps 2"
-  words += f" --checkpoints {tmp_path / 'saved'}"
+  words += f" --checkpoints {tmp_path / 'saved'} --workers 2"
+  words += " --method local_sgd --interval 2"
   found = _train(words, tmp_path, capsys)
-  assert found["rounds"] == 2 and 0 < found["test_loss"] < 3
+  assert found["rounds"] == 1 and 0 < found["test_loss"] < 3
+  assert found["sent_bytes"] > 0
   assert cli.main(f"{_RUN} {words} --output {tmp_path}".split()) == 0
   assert "Nothing left to train: step 2 of 2." in capsys.readouterr().out
   assert _row(tmp_path) == found
+  assert cli.main(f"{_RUN} {words} --workers 4".split()) == 2
+  told = "`--workers` is 2 in the checkpoint and 4 here."
+  assert told in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -51,6 +56,27 @@ def test_processes_of_stages_leave_one_row(table, tmp_path, capsys):
   # Between two runs of a table processes drain it, and one program does not.
   close = 1e-5 if "ours" not in table else 0.3
   assert found == pytest.approx(wanted, rel=close)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "method",
+  [
+    "ssgd",
+    "powersgd",
+    "qsgd --wire gather",
+    "msdpu --interval 3",
+    "diloco --interval 3 --codec int4 --feedback error",
+  ],
+)
+def test_workers_with_stages_leave_the_row_of_whole_models(
+  method, tmp_path, capsys
+):
+  words = f"--workers 2 --method {method}"
+  cut = f"--stages 2 --microbatches 2 --cuts 1 {_PROCESSES}"
+  found = _train(f"{words} {cut}", tmp_path / "a", capsys)
+  wanted = _train(f"{words} --accumulate 2", tmp_path / "b", capsys)
+  assert found == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -112,8 +138,7 @@ def test_resumed_processes_train_to_the_same_bits(ended, tmp_path, capsys):
   ("words", "told"),
   [
     ("", "`--runtime` must be left out without `--stages`"),
-    ("--stages 2 --workers 2", "`--workers` must be 1 with `--runtime proc"),
-    ("--stages 2 --method diloco", "`--method` must be ssgd with `--runtime"),
+    ("--stages 2 --workers 2 --skip-nonfinite", "`--skip-nonfinite` must be"),
     ("--stages 2 --table ours --late-from 0.5", "`--late-from` must be left"),
     ("--stages 2 --table zb_h2", "`--steps` must be a multiple of the 8 iter"),
     (

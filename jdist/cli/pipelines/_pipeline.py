@@ -169,8 +169,9 @@ def _plan(options: _commands.Pipeline) -> None:
   """Searches, prints the best plan and others, and writes all of them."""
   if (options.costs is None) == (options.model is None):
     raise ValueError(
-      "`--costs` must be given to plan: a TOML file with a [[stages]] table "
-      "for each layer; or else `--model`, a network by its name."
+      "`--costs`, a TOML file with a [[stages]] table for each layer, or "
+      "`--model`, a network by its name, must be given to plan, but not both, "
+      f"got {options.costs} and {options.model}."
     )
   costs, input_bytes = _costs(options)
   machines = _tables.machines(options, options.stages or 4)
@@ -206,9 +207,8 @@ def _command(
 ) -> str:
   """Returns the commands that train with the best table of each runtime."""
   assert best.made is not None
-  train, coded = "  jdist train --stages", ""
-  if codec is not None:
-    coded = f" --edge-codec {codec}"
+  train = "  jdist train --stages"
+  coded = "" if codec is None else f" --edge-codec {codec}"
   lines = [
     f"Table: {path}. The times are those of a process for each stage:",
     f"{train} {best.num_stages} --table {path} --runtime processes{coded}",

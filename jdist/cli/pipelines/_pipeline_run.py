@@ -104,16 +104,14 @@ class PreparedStages:
   def run(self, seed: int, **fit: Any) -> list[training.Record]:
     """Trains from a seed's initial parameters; see `Trainer.fit`."""
     num_steps, team = self.budget.num_steps, self.workload.workers
-    state = None
-    if self.first is not None:
-      share = self.options.late_from
-      assert share is not None, "there is a first table"
+    state, first, share = None, self.first, self.options.late_from
+    if first is not None and share is not None:
       change = min(max(1, round(share * num_steps)), num_steps - 1)
       # A longer run is another run here: it would change tables elsewhere.
       fit = fit | {"free": ()}
-      if not self._is_late(fit, seed, change):
+      if not self._is_late(first, fit, seed, change):
         state, before = self._fit(
-          self.first, self._state(self.first, seed), seed, change, fit
+          first, self._state(first, seed), seed, change, fit
         )
         # 1f1b is drained by its own flush, so that only parameters and the
         # optimizer's state are carried over.
@@ -130,13 +128,13 @@ class PreparedStages:
       records[-1] = records[-1]._replace(metrics=metrics)
     return records
 
-  def _is_late(self, fit: dict[str, Any], seed: int, change: int) -> bool:
+  def _is_late(
+    self, first: "_Phase", fit: dict[str, Any], seed: int, change: int
+  ) -> bool:
     """Returns whether a resumed run is beyond its first table."""
     checkpoints: training.Checkpoints | None = fit.get("checkpoints")
     if checkpoints is None:
       return False
-    assert self.first is not None, "there is a first table"
-    first = self.first
     # Both tables have other arrays in flight, so that the step of a checkpoint
     # decides which state it can hold.
     found = checkpoints.restore(
@@ -171,7 +169,11 @@ class PreparedStages:
     """Builds the programs of a table."""
     options, team = self.options, self.workload.workers
     model = self.workload.model(0)
-    pipe = self._pipe(model, table)
+    stages, microbatch = cut(self.workload, options, model, table)
+    pipe = pipeline.OneProgram(
+      stages, training.label_loss, table, microbatch,
+      inputs=self.workload.inputs(),
+    )  # fmt: skip
     predicts = options.delay_fix == "prediction"
     optimizer = _methods.build_method(
       options.method, options, self.budget, team.axis,
@@ -183,15 +185,6 @@ class PreparedStages:
       **_workload.of_trainer(options, team, optimizer, model),
     )
     return _Phase(pipe, optimizer, trainer)
-
-  def _pipe(
-    self, model: models.Model, table: pipeline.Table
-  ) -> pipeline.OneProgram:
-    stages, microbatch = cut(self.workload, self.options, model, table)
-    return pipeline.OneProgram(
-      stages, training.label_loss, table, microbatch,
-      inputs=self.workload.inputs(),
-    )  # fmt: skip
 
 
 def cut(

@@ -8,11 +8,20 @@ import os
 import pathlib
 import time
 import warnings
+from typing import Any
 
 import jax
 import numpy as np
 
-from jdist import channel, pipeline, reducers, training
+from jdist import (
+  channel,
+  collectives,
+  methods,
+  pipeline,
+  reducers,
+  training,
+  transforms,
+)
 from jdist.cli import (
   _commands,
   _methods,
@@ -25,7 +34,7 @@ from jdist.cli.report import _status
 from jdist.storage import array_files, numbered_files, sealed_json
 
 _CONNECT_S, _TIMEOUT_S = 120.0, 3600.0
-_FORM = 1
+_FORM, _FREE = 1, ("epochs", "steps")
 
 
 def train(options: _commands.Train) -> None:
@@ -37,13 +46,12 @@ def train(options: _commands.Train) -> None:
   _check(options, table)
   # Several stages may share a GPU, of which JAX would take most at once.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-  own, devices = options.process_id or 0, jax.local_devices()
-  jax.config.update("jax_default_device", devices[own % len(devices)])
   with contextlib.ExitStack() as stack:
     run = _Run(options, table, stack)
-    total, label = run.budget.num_steps, f"train-{options.dataset}"
-    heading = _workload.heading(options, run.workload, options.table)
+    total, what = run.budget.num_steps, f"{options.method}, {options.table}"
+    heading = _workload.heading(options, run.workload, what)
     command = functools.partial(_options.command_line, options)
+    label = f"train-{options.dataset}"
     status = _status.Status(vars(options), command, label, heading, total)
     stack.enter_context(status)
     with _run_end.explained(
@@ -51,22 +59,17 @@ def train(options: _commands.Train) -> None:
     ):
       run.run(status)
     if run.records:  # A run that was over before has them in the first process.
-      if not own:
-        status.end(run.records, **run.added)
+      status.end(run.records, **run.added)
       _run_end.check(options, run.records, run.newest() is not None)
 
 
 def _check(options: _commands.Train, table: pipeline.Table) -> None:
   where = "with `--runtime processes`"
-  _options.check_left_out(options, ("late_from", "tensorboard"), where)
-  for name, wanted, why in (
-    ("workers", 1, "the stages are those of one model"),
-    ("method", "ssgd", "a single worker has no others to average with"),
-  ):
-    if (found := getattr(options, name)) != wanted:
-      raise ValueError(
-        f"`--{name}` must be {wanted} {where}, as {why}, got {found}."
-      )
+  without = "late_from", "stream", "tensorboard"
+  _options.check_left_out(options, without, where)
+  if options.workers > 1 or methods.registry[options.method].in_rounds:
+    why = "and workers, whose stages would not skip the same steps"
+    _options.check_left_out(options, ("skip_nonfinite",), f"{where} {why}")
   if options.delay_fix != "none" and table.weights != "delayed":
     raise ValueError(
       f"`--delay-fix` must be left out for `--table` {options.table}, whose "
@@ -103,7 +106,7 @@ class _Run:
     stack: contextlib.ExitStack,
   ):
     """Builds the programs, and then waits for the other processes."""
-    self.workload = workload = _workload.build(options)
+    self.workload = workload = _workload.build(options, lambda: _team(options))
     self.budget = budget = _methods.make_budget(
       options, options.learning_rate, workload.steps_per_epoch
     )
@@ -113,21 +116,30 @@ class _Run:
         f"`--steps` must be a multiple of the {count} iterations of `--table` "
         f"{options.table}, got {steps}. Take {steps + -steps % count}."
       )
-    model = workload.model(options.seed)
+    model, team = workload.model(options.seed), workload.workers
+    axis, num = team.axis, options.workers
     stages, microbatch = _pipeline_run.cut(workload, options, model, table)
     predicts = options.delay_fix == "prediction"
-    self._optimizer = _methods.build_method(
-      options.method, options, budget, None,
+    self._optimizer = optimizer = _methods.build_method(
+      options.method, options, budget, axis,
       predicted_steps=table.window - 1 if predicts else None,
     )  # fmt: skip
-    codec, edges = _methods.edge_codec(options), None
-    if codec is not None:
-      # Feedback adds what other samples have left, see MEASURED.md.
-      edges = reducers.MessageCodec(codec)
+    codec, peers = _methods.edge_codec(options), None
+    # Feedback adds what other samples have left, see MEASURED.md.
+    edges = None if codec is None else reducers.MessageCodec(codec)
+    if (number := options.num_processes) is not None:
+      # The processes know the address of the first one alone.
+      host, _, port = (options.coordinator_address or "").rpartition(":")
+      addresses = [(host.strip("[]"), int(port)), *[("", 0)] * (number - 1)]
+      peers = stack.enter_context(
+        pipeline.connect(
+          options.process_id or 0, addresses, channel.identity().key("stages"),
+          connect_s=_CONNECT_S, timeout_s=_TIMEOUT_S,
+        )
+      )  # fmt: skip
     self._process = pipeline.StageProcess(
       stages, training.label_loss, table, microbatch,
-      peers=_connect(options, stack), inputs=workload.inputs(),
-      edges=edges,
+      peers=peers, inputs=workload.inputs(), edges=edges, team=team,
     )  # fmt: skip
     self._peers, self._options = self._process.peers, options
     self._identity = _options.identity(options, _workload.ELSEWHERE)
@@ -135,6 +147,21 @@ class _Run:
     self._peers.check_agreement("Options", words)
     self._first = not self._peers.device
     self._evaluate = workload.evaluator(model.apply) if self._first else None
+
+    def drained(params: Any, opt_state: Any, kept: Any) -> Any:
+      params, opt_state = transforms.drain(optimizer, opt_state, params)
+      return transforms.evaluation_params(opt_state, params, kept, axis=axis)
+
+    def update(params: Any, kept: Any) -> Any:
+      _, opt_state = optimizer.update(params, optimizer.init(params), params)
+      return training.synchronize_statistics(kept, opt_state, axis=axis)
+
+    self._drained = team.jit(drained)
+    # Codecs see the leaves of one stage at a time.
+    self._traffic = [
+      collectives.traffic(update, x.params, x.state, axis=axis, num_workers=num)
+      for x in stages
+    ]
     self.records: list[training.Record] = []
     self.added = {"edge_bytes": self._process.edge_bytes}
     self._losses: list[float] = []
@@ -155,11 +182,8 @@ class _Run:
     batches = workload.batches(options.seed).iterate(first)
     with training.Preemption() as sigterm:
       while (before := state.step) < last:
-        taken = [
-          # The axis of workers has one entry.
-          jax.tree.map(lambda x: x[0], next(batches))
-          for _ in range(self._process.table.num_iterations)
-        ]
+        count = self._process.table.num_iterations
+        taken = [next(batches) for _ in range(count)]
         start_s = time.perf_counter()
         state, metrics = self._process.run(state, taken)
         # The first run compiles.
@@ -185,13 +209,20 @@ class _Run:
   def _record(
     self, state: pipeline.ProcessState, status: _status.Status
   ) -> None:
-    model = self._process.gather(state)
+    params, kept = dict(state.params), dict(state.model_state)
+    for s, own in state.opt_state.items():
+      if own:  # Only the first stage has the state of a chain that sees all.
+        params[s], kept[s] = self._drained(params[s], own, kept[s])
+    whole = state._replace(params=params, model_state=kept)
+    own = state.opt_state[min(params)]
+    model, own = self.workload.workers.view((self._process.gather(whole), own))
     metrics = {} if self._evaluate is None else self._evaluate.measure(*model)
+    rounds = int(transforms.rounds(own, state.step))
     record = training.Record(
       step=state.step,
-      rounds=state.step,
+      rounds=rounds,
       # Messages between the stages of one worker do not count.
-      sent_bytes=0.0,
+      sent_bytes=sum(x.sent_bytes(state.step, rounds) for x in self._traffic),
       train_loss=float(np.mean(self._losses)),
       metrics=metrics,
       train_s=self._train_s,
@@ -219,11 +250,8 @@ class _Run:
     leaves = jax.tree.leaves((state.params, state.model_state))
     bad = not all(np.isfinite(np.asarray(x, "float32")).all() for x in leaves)
     if self._peers.any(bad, -state.step):
-      warnings.warn(
-        f"The state after step {state.step} is not finite and was not saved.",
-        RuntimeWarning,
-        stacklevel=2,
-      )
+      what = f"The state after step {state.step} is not finite and"
+      warnings.warn(f"{what} was not saved.", RuntimeWarning, stacklevel=2)
       return False
     folder = array_files.folder(self._options.checkpoints)
     if self._first:
@@ -243,12 +271,16 @@ class _Run:
   def _restore(self) -> pipeline.ProcessState | None:
     if self._options.checkpoints is None:
       return None
+    if (
+      files := self._files()
+    ):  # Their options are those of one run, of as many workers.
+      body = sealed_json.read(files[max(files)], form=_FORM)
+      training.check_same_run(body["metadata"], self._identity, free=_FREE)
     state = self._process.restore(self._options.checkpoints, self._optimizer)
     if state is None or not self._first:
       return state
-    body = sealed_json.read(self._files()[state.step], form=_FORM)
+    body = sealed_json.read(files[state.step], form=_FORM)
     found = training.Restored(state.step, state, body["metadata"])
-    training.check_same_run(found.metadata, self._identity, free=_workload.FREE)
     print(_workload.resumed_text(self._options, found, self), flush=True)
     self.added["resumed_from_step"] = state.step
     self.records = [training.Record(*x) for x in body["records"]]
@@ -256,17 +288,12 @@ class _Run:
     return state
 
 
-def _connect(
-  options: _commands.Train, stack: contextlib.ExitStack
-) -> pipeline.Peers | None:
-  """Connects the processes, which know the address of the first one alone."""
-  own, number = options.process_id, options.num_processes
-  if own is None or number is None:
-    return None
-  host, _, port = (options.coordinator_address or "").rpartition(":")
-  first = host.strip("[]"), int(port)
-  peers = pipeline.connect(
-    own, [first, *[("", 0)] * (number - 1)], channel.identity().key("stages"),
-    connect_s=_CONNECT_S, timeout_s=_TIMEOUT_S,
-  )  # fmt: skip
-  return stack.enter_context(peers)
+def _team(options: _commands.Train) -> collectives.Workers:
+  """Returns the workers, on other devices than other stages have, if any."""
+  collectives.make_cpu_devices(options.workers)
+  devices = jax.local_devices()
+  used = math.gcd(options.workers, len(devices))
+  first = (options.process_id or 0) * used % len(devices)
+  jax.config.update("jax_default_device", devices[first])
+  mesh = collectives.make_mesh((used,), ("worker",), devices[first:][:used])
+  return collectives.workers(options.workers, mesh=mesh)

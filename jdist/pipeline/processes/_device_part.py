@@ -57,10 +57,8 @@ class DevicePart:
   programs: Mapping[int, Any]
   tied: Mapping[str, tuple[int, ...]]
   peers: _peers.Peers
-  team: collectives.Workers | None = None
-  edges: Mapping[tuple[_peers.Kind, int], Any] = dataclasses.field(
-    default_factory=dict
-  )
+  team: collectives.Workers | None
+  edges: Mapping[tuple[_peers.Kind, int], Any]
 
   @functools.cached_property
   def versions(self) -> Versions:

@@ -109,15 +109,13 @@ def restore_stages(
     target = _folder(directory, step, stage)
     arrays, _ = array_files.load_arrays(target, what=_WHAT)
     parts[stage] = array_files.tree_of(arrays, _part(like, stage))
-  params, opt_state, model_state, edges = (
-    {s: found[name] for s, found in parts.items()}
-    for name in ("params", "opt_state", "model_state", "edges")
-  )
   # The key belongs to the run and is stored with each stage.
   key = np.asarray(next(iter(parts.values()))["key"])
-  return _device_part.ProcessState(
-    step, params, opt_state, model_state, key, edges
-  )
+  fields = {
+    name: {s: found[name] for s, found in parts.items()}
+    for name in ("params", "opt_state", "model_state", "edges")
+  }
+  return _device_part.ProcessState(step=step, key=key, **fields)
 
 
 def _steps(directory: str | os.PathLike[str]) -> list[int]:

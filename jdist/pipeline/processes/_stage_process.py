@@ -203,7 +203,7 @@ class StageProcess:
     )
     # The other stages keep no optimizer state then, and send their gradients.
     if updates.whole:
-      if team is not None:
+      if team is not None and team.num_workers > 1:
         raise ValueError(
           "`optimizer` must see the leaves of one stage only where there is a "
           "`team`, whose rounds end by stage. Clip by `clip_norm`."

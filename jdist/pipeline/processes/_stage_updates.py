@@ -188,7 +188,7 @@ class StageUpdates:
     for s in stages:
       # The shapes of another device's stage follow from the model.
       if s not in pairs:
-        params = jax.eval_shape(lambda x: x, part.model.stages[s].params)
+        params = part.like(part.model.stages[s].params)
         pairs[s] = self._received(device_of[s], up[s], (params, params))
     grads, params = zip(*(pairs[s] for s in stages), strict=True)
     found, self.opt_state[0] = self._programs.update_all(

@@ -351,7 +351,7 @@ class DeviceProgram:
     The first `behind` steps complete no gradient and must not change the
     optimizer's state either, such as its count of steps.
     """
-    inner = optax.with_extra_args_support(inner)
+    inner = optax.with_extra_args_support(self.chain(inner))
     behind = self.grid.behind
     parts = self._axis if self.grid.num_devices > 1 else None
 

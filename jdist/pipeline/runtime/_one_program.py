@@ -285,7 +285,7 @@ class OneProgram:
     """
     # The update runs on each device, on its own stages' leaves, so its
     # collectives over the workers' axis send these only.
-    update = training.make_update(self._optimizer(inner), axis=axis)
+    update = training.make_update(self._program.optimizer(inner), axis=axis)
 
     def step(
       state: training.TrainState,
@@ -318,14 +318,9 @@ class OneProgram:
       inner: The optimizer that `make_step` has received.
       axis: The workers' axis.
     """
-    update = training.make_update(self._optimizer(inner), axis=axis)
+    update = training.make_update(self._program.optimizer(inner), axis=axis)
     device = functools.partial(self._program.drain, update, axis)
     return lambda state: self._program.run(device, state, ())[0]
-
-  def _optimizer(
-    self, inner: optax.GradientTransformation
-  ) -> optax.GradientTransformationExtraArgs:
-    return self._program.optimizer(self._program.chain(inner))
 
   def _check_mesh(self, team: collectives.Workers) -> None:
     shape = {} if team.mesh is None else dict(team.mesh.shape)

@@ -137,23 +137,16 @@ class TickActions:
     self, versions: Sequence[PyTree], key_of: KeyOf
   ) -> dict[int, list[Branch]]:
     """Returns the branches of both lanes, the first of which is idle."""
-
-    def idle(
-      state: PyTree, flight: TicksState, at: Place
-    ) -> tuple[PyTree, TicksState]:
-      del at
-      return state, flight
-
-    def idle_backward(
-      state: PyTree, flight: TicksState, at: Place
-    ) -> tuple[PyTree, TicksState]:
-      del at
-      return state, flight._replace(stash=self._no_stash())
-
     given, stages = (versions, key_of), range(self.grid.num_stages)
     lanes: dict[int, list[Branch]] = {
-      _grid.FORWARD: [idle], _grid.BACKWARD: [idle_backward]
+      _grid.FORWARD: [lambda state, flight, _: (state, flight)],
+      _grid.BACKWARD: [
+        lambda state, flight, _: (
+          state, flight._replace(stash=self._no_stash()),
+        )
+      ],
     }  # fmt: skip
+    idle, idle_backward = (lane[0] for lane in lanes.values())
     for s in stages[:-1]:
       run = functools.partial(self._forward, s, *given)
       lanes[_grid.FORWARD].append(run)

@@ -1,6 +1,5 @@
 """The loop over a grid's ticks: one program for all devices of a pipeline."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -175,10 +174,8 @@ class Ticks:
     size, dtype = self.message.size, self.message.dtype
     first = self.model.stages[0]
     # The shapes of one chunk's arrays.
-    own = functools.partial(self.states.to_own, stage=0)
-    state = jax.eval_shape(own, first.state)
-    own = functools.partial(self.params.to_own, stage=0)
-    sums = jax.eval_shape(own, first.params)
+    state = jax.eval_shape(lambda x: self.states.to_own(x, 0), first.state)
+    sums = jax.eval_shape(lambda x: self.params.to_own(x, 0), first.params)
 
     def zeros(tree: PyTree, *front: int, wide: bool = False) -> PyTree:
       def zero(x: Any) -> jax.Array:
