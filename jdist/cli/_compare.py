@@ -40,8 +40,8 @@ def compare(options: _commands.Compare) -> None:
     # Every method is built once, so that each refusal precedes any output.
     for method in options.methods:
       _workload.Prepared(workload, options, method, options.learning_rate[0])
-  heading = _workload.heading(options, workload, ", ".join(options.methods))
   console = _output.console()
+  heading = _workload.heading(options, workload, ", ".join(options.methods))
   command = functools.partial(_options.command_line, options)
   label = f"compare-{options.dataset}"
   status = _status.Status(vars(options), command, label, heading)

@@ -23,44 +23,49 @@ class SigtermError(BaseException):
 
 
 @contextlib.contextmanager
-def raised_by_sigterm() -> Iterator[None]:
-  """Raises a SigtermError upon the first SIGTERM; later ones do nothing."""
+def raised_once(
+  number: int = signal.SIGTERM, error: type[BaseException] = SigtermError
+) -> Iterator[None]:
+  """Raises an error upon the first signal; later ones do nothing."""
 
   def handle(number: int, frame: Any) -> None:
     del frame
     signal.signal(number, signal.SIG_IGN)
-    raise SigtermError
+    raise error
 
-  if threading.current_thread() is not threading.main_thread():
+  before = signal.getsignal(number)
+  main = threading.current_thread() is threading.main_thread()
+  # Background processes of a shell ignore SIGINT, which must stay so.
+  if not main or before is signal.SIG_IGN:
     yield  # Python allows signal handlers in the main thread only.
     return
-  before = signal.signal(signal.SIGTERM, handle)
+  signal.signal(number, handle)
   try:
     yield
   finally:
-    signal.signal(signal.SIGTERM, before)
+    # An interrupted process ends, which a second interrupt must not cut off.
+    if number != signal.SIGINT or signal.getsignal(number) is handle:
+      signal.signal(number, before)
 
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-  """Repeats an interrupt that Python has caught and dropped."""
+  """Raises the first interrupt, also one that Python has dropped."""
   before = sys.unraisablehook
-  timers: list[threading.Timer] = []
 
   def hook(lost: Any) -> None:
     if not issubclass(lost.exc_type, KeyboardInterrupt):
       before(lost)
       return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Another thread raises it later: raised here, it would be lost, too.
     timer = threading.Timer(_AGAIN_S, _thread.interrupt_main)
     timer.daemon = True
-    timers.append(timer)
+    stack.callback(timer.cancel)
     timer.start()
 
-  sys.unraisablehook = hook
-  try:
+  with contextlib.ExitStack() as stack:
+    stack.callback(setattr, sys, "unraisablehook", before)
+    stack.enter_context(raised_once(signal.SIGINT, KeyboardInterrupt))
+    sys.unraisablehook = hook
     yield
-  finally:
-    sys.unraisablehook = before
-    for timer in timers:
-      timer.cancel()

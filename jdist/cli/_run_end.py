@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, TYPE_CHECKING
 
@@ -90,12 +89,12 @@ def explained(
   newest: Callable[[], str | None],
   unit: str,
   total: int | None,
-  output: pathlib.Path,
+  status: Any,
 ) -> Iterator[None]:
   """Explains in words of the command line why the training within has ended.
 
   `newest` names the newest checkpoint in a folder, `unit` is the singular of
-  what the run counts up to `total`, and `output` has the records so far.
+  what the run counts up to `total`, and `status` is the run's `Status`.
   """
   from jdist import server, training
 
@@ -103,8 +102,8 @@ def explained(
 
   def kept(what: str | None) -> str:
     if what is None:
-      return "nothing is saved."
-    return f"{what} is saved in {folder}: the same command resumes from there."
+      return f"nothing is saved. This starts again: {status.command}"
+    return f"{what} is saved in {folder}. This resumes: {status.command}"
 
   try:
     yield
@@ -116,10 +115,9 @@ def explained(
       f"{error} The same command starts from the {start}."
     ) from None
   except KeyboardInterrupt:
-    said = "no step is saved, as there is no `--checkpoints DIR`."
-    if folder is not None:
-      said = kept(newest())
-    raise KeyboardInterrupt(f"{said} Its curve is in {output}.") from None
+    said = "" if folder else "as there is no `--checkpoints DIR`, "
+    said = f"the curve is in {status.output}; {said}{kept(newest())}"
+    raise KeyboardInterrupt(said) from None
   except training.PreemptedError as stop:
     saved = kept("which") if stop.saved else f"and {kept(newest())}"
     raise TerminatedError(

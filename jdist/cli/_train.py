@@ -103,7 +103,7 @@ def _run(
       )
       stack.enter_context(board)
     with _run_end.explained(
-      options.checkpoints, newest, "step", num_steps, status.output
+      options.checkpoints, newest, "step", num_steps, status
     ):
       records = programs.run(
         options.seed, label=status.step, on_record=show,

@@ -4,6 +4,8 @@ import functools
 import importlib.util
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import time
 
 import pytest
 
-from jdist import cli
+from jdist import cli, training
 from jdist.cli import _workload
 
 # This command is interrupted where Python cannot raise the exception.
@@ -63,27 +65,24 @@ def test_interrupted_run_says_what_is_saved(tmp_path, monkeypatch, capsys):
     return str(record.train_loss)
 
   saved = f"--checkpoints {tmp_path / 'c'} --checkpoint-every-epochs 0.01"
-  for at, more, told in (
+  for at, more, told, way in (
     (
       1,
       "",
-      "interrupted: no step is saved, as there is no `--checkpoints DIR`.",
+      "as there is no `--checkpoints DIR`, nothing is saved.",
+      "starts again",
     ),
-    (1, saved, "interrupted: nothing is saved."),
+    (1, saved, "nothing is saved.", "starts again"),
     # A step is saved after it has been evaluated.
-    (
-      3,
-      saved,
-      f"interrupted: step 2 is saved in {tmp_path / 'c'}: the same command "
-      "resumes from there.",
-    ),
+    (3, saved, f"step 2 is saved in {tmp_path / 'c'}.", "resumes"),
   ):
     monkeypatch.setattr(_workload, "loss", functools.partial(interrupted, at))
     assert cli.main(f"{words} {more}".split()) == 130
-    curve = f"Its curve is in {tmp_path}."
-    assert capsys.readouterr().err == f"jdist: {told} {curve}\n"
-    assert json.loads((tmp_path / "status.json").read_text())["state"] == (
-      "interrupted"
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["state"] == "interrupted"
+    assert capsys.readouterr().err == (
+      f"jdist: interrupted: the curve is in {tmp_path}; {told} "
+      f"This {way}: {status['command']}\n"
     )
 
 
@@ -109,6 +108,16 @@ _TRAIN = (
   "train --dataset synthetic --method ssgd --workers 1 --batch-size 64 "
   "--steps 100000000 --evaluate-every-epochs 1 "
 )
+_MACHINES = """
+[profile]
+seconds_per_sample = 0.01
+pull_bytes = 4
+push_bytes = 4
+[[nodes]]
+name = "a"
+[[nodes]]
+name = "b"
+"""
 _INTERRUPTIBLE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -121,8 +130,8 @@ sys.exit(cli.main())
 @pytest.mark.parametrize(
   ("words", "saved", "way"),
   [
-    (_TRAIN + "--checkpoints DIR/c", "step ", "the same command resumes"),
-    (_TRAIN, "no step is saved", "Its curve is in DIR/run"),
+    (_TRAIN + "--checkpoints DIR/c", "; step ", "This resumes: jdist train"),
+    (_TRAIN, "nothing is saved", "the curve is in DIR/run"),
     (
       _TRAIN.replace("train --", "compare --").replace("method", "methods"),
       "rows are saved in DIR/run",
@@ -136,7 +145,7 @@ sys.exit(cli.main())
     (
       "launch -n 1 -- " + _TRAIN + "--checkpoints DIR/c",
       "step ",
-      "the same command resumes",
+      "This resumes: jdist train",
     ),
   ],
   ids=["train", "train without checkpoints", "compare", "simulate", "launch"],
@@ -145,10 +154,7 @@ def test_interrupted_command_leaves_a_page(words, saved, way, tmp_path):
   folder, (saved, way) = tmp_path / "run", (
     x.replace("DIR", str(tmp_path)) for x in (saved, way)
   )  # fmt: skip
-  (tmp_path / "cluster.toml").write_text(
-    "[profile]\nseconds_per_sample = 0.01\npull_bytes = 4\npush_bytes = 4\n"
-    "[[nodes]]\nname = 'a'\n[[nodes]]\nname = 'b'\n"
-  )
+  (tmp_path / "cluster.toml").write_text(_MACHINES)
   words = f"{words.replace('DIR', str(tmp_path))} --output {folder}"
   process = subprocess.Popen(
     (sys.executable, "-c", _INTERRUPTIBLE, *words.split()),
@@ -167,12 +173,15 @@ def test_interrupted_command_leaves_a_page(words, saved, way, tmp_path):
         if kept if "/c" in words else "simulate" in words or status.get("row"):
           break
       time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    for _ in range(2):  # The second one must not cut off what is saved.
+      process.send_signal(signal.SIGINT)
+      time.sleep(0.1)
     _, error = process.communicate(timeout=300)
   finally:
     process.kill()
     process.wait()
   assert process.returncode == 130, error
+  assert "Traceback" not in error
   (line,) = (x for x in error.splitlines() if x.startswith("jdist: inter"))
   assert saved in line and way in line
   status = json.loads((folder / "status.json").read_text())
@@ -182,3 +191,78 @@ def test_interrupted_command_leaves_a_page(words, saved, way, tmp_path):
     assert "interrupted" in page and status["command"] in page
   # The page can be written again, and its command is the one that was typed.
   assert cli.main(["report", str(folder)]) == 0
+
+
+_FEW = (
+  "train --dataset synthetic --method diloco --interval 4 --workers 2 "
+  "--batch-size 64 --steps 64 --evaluate-every-epochs 0.5 "
+  "--checkpoints DIR/c --checkpoint-every-epochs 0.5 --output DIR/run"
+)
+
+
+def _results(folder):
+  """Returns what the rows of a run say, without times."""
+  found = {}
+  for row in training.read_rows(folder / "run" / "rows.jsonl"):
+    name = str([row.get(x) for x in ("method", "protocol", "seed")])
+    found[name] = row.get("nodes") or [
+      {x: point[x] for x in ("step", "loss", "sent_bytes")}
+      for point in row["curve"]
+    ]
+  return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "words",
+  [
+    _FEW,
+    "launch -n 2 -- " + _FEW,
+    "compare --dataset synthetic --methods ssgd diloco --workers 2 --steps 16 "
+    "--batch-size 64 --seeds 0 1 2 --output DIR/run",
+    "simulate DIR/cluster.toml --protocols bsp asp ssp --updates 4000 "
+    "--output DIR/run",
+  ],
+  ids=["train", "launch", "compare", "simulate"],
+)
+def test_printed_command_leads_to_the_undisturbed_result(words, tmp_path):
+  """A terminal's interrupts, to all processes, in the middle of a run."""
+
+  def start(words):
+    process = subprocess.Popen(
+      (sys.executable, "-c", _INTERRUPTIBLE, *words),
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.PIPE,
+      text=True,
+      start_new_session=True,
+    )
+    return process, functools.partial(process.communicate, timeout=400)
+
+  folders = [tmp_path / name for name in ("whole", "cut")]
+  for folder in folders:
+    folder.mkdir()
+    (folder / "cluster.toml").write_text(_MACHINES)
+    own = words.replace("DIR", str(folder)).split()
+    process, end = start(own)
+    try:
+      if folder is folders[0]:
+        _, error = end()
+        assert process.returncode == 0, error
+        continue
+      begun = "c/step_*.json" if "/c" in words else "run/rows.jsonl"
+      while process.poll() is None and not [*folder.glob(begun)]:
+        time.sleep(0.02)
+      for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.1)
+      _, error = end()
+      assert process.returncode == 130, error
+      assert "Traceback" not in error
+    finally:
+      process.kill()
+      process.wait()
+  way = re.search(r"This (?:resumes|starts again): jdist (.*)", error)
+  process, end = start(shlex.split(way[1]))
+  _, error = end()
+  assert process.returncode == 0, error
+  assert _results(folders[1]) == _results(folders[0])

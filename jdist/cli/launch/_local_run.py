@@ -15,7 +15,6 @@ All processes get the run's id and a secret of its own in their environment.
 
 import contextlib
 import dataclasses
-import math
 import os
 import pathlib
 import signal
@@ -149,7 +148,7 @@ class LocalRun:
   def _wait(self, processes: list[subprocess.Popen[str]]) -> list[int]:
     """Waits for all processes, and kills those that outlive a failed one."""
     end_s: float | None = None
-    pass_on_s: float | None = None
+    passed_on = False
     killed: set[int] = set()
     while True:
       codes = [process.poll() for process in processes]
@@ -160,16 +159,11 @@ class LocalRun:
           for number, code in enumerate(codes)
           if code is not None
         ]
-      if self._stop is not None and pass_on_s is None:
-        end_s = time.monotonic() + _SAVING_S
-        # A terminal sends SIGINT to all processes itself; a second one would
-        # interrupt their clean end.
-        waits_s = 1.0 if self._stop == signal.SIGINT else 0.0
-        pass_on_s = time.monotonic() + waits_s
-      if pass_on_s is not None and time.monotonic() >= pass_on_s:
-        pass_on_s = math.inf
+      if self._stop is not None and not passed_on:
+        passed_on, end_s = True, time.monotonic() + _SAVING_S
+        # A terminal sends SIGINT to all processes itself; they ignore a second.
         for process in processes:
-          process.send_signal(self._stop or signal.SIGTERM)
+          process.send_signal(self._stop)
       if end_s is None and any(codes):
         first = min(code for code in codes if code)
         patience_s = _PATIENCE_KILLED_S if first < 0 else _PATIENCE_S

@@ -55,7 +55,7 @@ def train(options: _commands.Train) -> None:
     status = _status.Status(vars(options), command, label, heading, total)
     stack.enter_context(status)
     with _run_end.explained(
-      options.checkpoints, run.newest, "step", total, status.output
+      options.checkpoints, run.newest, "step", total, status
     ):
       run.run(status)
     if run.records:  # A run that was over before has them in the first process.

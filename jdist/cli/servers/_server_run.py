@@ -76,7 +76,7 @@ def _fit(parts: _server_parts.Parts, status: _status.Status) -> None:
       _print_record(record, run.mark, workload.train)
 
     with _run_end.explained(
-      options.checkpoints, newest, "update", None, status.output
+      options.checkpoints, newest, "update", None, status
     ):
       records = run.fit(
         samples,
@@ -158,7 +158,7 @@ def _session(parts: _server_parts.Parts) -> Iterator[Any]:
   try:
     # Ray's processes must not outlive a SIGTERM before or after the time in
     # which the run itself looks for one.
-    with _interrupts.raised_by_sigterm(), contextlib.ExitStack() as stack:
+    with _interrupts.raised_once(), contextlib.ExitStack() as stack:
       engine: Any
       if options.driver == "threads":
         engine = server.ThreadEngine()
