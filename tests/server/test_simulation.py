@@ -180,6 +180,17 @@ def test_failures_block_no_worker_and_lose_no_count(name):
   assert len(learner.server.out) <= 3 + 3
 
 
+def test_trace_shows_every_outage():
+  trace = cluster.Trace()
+  run = simulation(machines=failing(), protocol=PROTOCOLS["asp"], trace=trace)
+  run.run(seconds=25.0)
+  away = [x for x in trace if x.kind == "away"]
+  # The last one is away from the beginning, and the third for ever.
+  assert sorted((x.resource, x.start_s, x.end_s) for x in away) == [
+    ("b", 3.2, 3.4), ("b", 7.1, 20.0), ("c", 11.0, 11.0), ("d", 0.0, 5.0)
+  ]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_same_seed_gives_the_same_events(name):
   def log(seed):

@@ -422,6 +422,8 @@ class Simulation(_driver.Driver):
     for outage in node.outages:
       if outage.start_s > 0:
         self._after(outage.start_s, self._fail, node.name, outage)
+      elif self.trace is not None and outage.end_s < math.inf:
+        self.trace.add(node.name, "away", 0.0, outage.end_s, "away")
       if outage.end_s < math.inf:
         self._after(outage.end_s, self._return, node.name)
 
