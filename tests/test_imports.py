@@ -55,7 +55,7 @@ _MAY_USE = {
     "training",
     "transforms",
   },
-  "elastic": {"server", "transforms"},
+  "elastic": {"reducers", "server", "transforms"},
   "server": {
     "channel",
     "cluster",

@@ -21,6 +21,7 @@ from jdist import (
   pipeline,
   prediction,
   profiling,
+  reducers,
   server,
   training,
 )
@@ -254,6 +255,7 @@ ROOMS = {
       "optimizer": calls.DILOCO,
     },
   },
+  "reducers": {"MessageCodec": {"codec": codecs.Quantize(4)}},
   "server": {
     "ASP": {},
     "BSP": {},
@@ -270,7 +272,6 @@ ROOMS = {
     "BitPlans": {},
     "Weighting": {},
     "LocalStep": {"rate": 0.1},
-    "MessageCodec": {"codec": codecs.Quantize(4)},
     "LivePlan": {"workers": ("a", "b")},
     "Simulation": {"machines": FOUR, "protocol": ASP, "profile": PROFILE},
     "ClockSession": {
@@ -315,7 +316,8 @@ ROOMS = {
 _ROOM = {
   "cluster": cluster, "data": data, "models": models, "prediction": prediction,
   "profiling": profiling, "training": training, "comparison": comparison,
-  "pipeline": pipeline, "server": server, "elastic": elastic,
+  "pipeline": pipeline, "reducers": reducers, "server": server,
+  "elastic": elastic,
 }  # fmt: skip
 for _room, _doors in ROOMS.items():
   for _name, _given in _doors.items():

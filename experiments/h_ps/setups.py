@@ -30,7 +30,7 @@ LEARNING_RATE = 0.02
 MEAN_RATE = 500.0  # Samples a second of a worker, on the average.
 VARIANTS = config.VARIANTS | {"decoupled_diloco": config.FRAGMENTS}
 # Of the latter's pushes.
-FOUR_BITS = server.MessageCodec(codecs.Quantize(4), reducers.ErrorFeedback())
+FOUR_BITS = reducers.MessageCodec(codecs.Quantize(4), reducers.ErrorFeedback())
 
 
 @dataclasses.dataclass(frozen=True)

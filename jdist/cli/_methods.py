@@ -9,7 +9,7 @@ from typing import Any, TYPE_CHECKING
 
 import optax
 
-from jdist import codecs, collectives, methods, reducers, server, transforms
+from jdist import codecs, collectives, methods, reducers, transforms
 from jdist.cli import _groups, _options
 from jdist.transforms import intervals
 
@@ -135,11 +135,11 @@ def compression(options: _groups.MeanOptions) -> reducers.Compression | None:
   return reducers.Compression(reducer, feedback)
 
 
-def message(options: _groups.MeanOptions) -> server.MessageCodec | None:
+def message(options: _groups.MeanOptions) -> reducers.MessageCodec | None:
   """Returns the codec of a server's pushes; None to send them exactly."""
   feedback = _feedback(options)
   codec = _codec(options, feedback)
-  return None if codec is None else server.MessageCodec(codec, feedback)
+  return None if codec is None else reducers.MessageCodec(codec, feedback)
 
 
 def edge_codec(options: Any) -> codecs.Codec | None:

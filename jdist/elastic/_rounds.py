@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, server, signatures, transforms
+from jdist import checks, reducers, server, signatures, transforms
 
 PyTree = Any
 
@@ -95,7 +95,7 @@ class _Parts(NamedTuple):
   outer: optax.GradientTransformation
   late: bool
   mix: float | None
-  push_codec: server.MessageCodec | None
+  push_codec: reducers.MessageCodec | None
 
 
 @signatures.checked
@@ -312,7 +312,7 @@ def _parts_of(method: Any, params: PyTree) -> _Parts:
         f"sends its own message, got {checks.show(parts.compression.reducer)}. "
         "Take `Compression(codecs.Quantize(4), ErrorFeedback())`."
       )
-    codec = server.MessageCodec(
+    codec = reducers.MessageCodec(
       codec, parts.compression.feedback, seed=parts.compression.seed or 0
     )
   return _Parts(number, outer, late, mix, codec)

@@ -1,6 +1,5 @@
 """Parameter servers: protocols as data, and their drivers."""
 
-from jdist.reducers import MessageCodec as MessageCodec
 from jdist.server._allocation import FixedBatches as FixedBatches
 from jdist.server._allocation import SpeedBatches as SpeedBatches
 from jdist.server._asynchronous import ASP as ASP

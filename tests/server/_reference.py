@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import server
+from jdist import reducers, server
 from jdist.reducers import _message_codec
 
 ROWS = np.random.default_rng(0).normal(size=(64, 9)).astype(np.float32)
@@ -67,7 +67,7 @@ class Reference:
       return x
     number = self.sent[kind, worker] + (self.names.index(worker) << 20)
     self.sent[kind, worker] += 1
-    codec = server.MessageCodec(codec.codec, None, codec.seed)
+    codec = reducers.MessageCodec(codec.codec, None, codec.seed)
     state = _message_codec.MessageState(jnp.int32(number), ())
     return np.asarray(_round_trip(codec)(x, state))
 

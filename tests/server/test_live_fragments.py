@@ -17,7 +17,7 @@ from tests.server import test_live_gradients as live
 pytest.importorskip("simpy")
 
 INNER, OUTER = optax.sgd(0.1, momentum=0.9), optax.sgd(0.7)
-FOUR_BITS = server.MessageCodec(codecs.Quantize(4), reducers.ErrorFeedback())
+FOUR_BITS = reducers.MessageCodec(codecs.Quantize(4), reducers.ErrorFeedback())
 STEPS, EACH = 4, 16
 
 

@@ -62,7 +62,7 @@ CASES = {
   "asp in four bits": (
     server.ASP(batches=server.FixedBatches(32)),
     {
-      "push_codec": server.MessageCodec(
+      "push_codec": reducers.MessageCodec(
         codecs.Quantize(4), reducers.ErrorFeedback()
       )
     },

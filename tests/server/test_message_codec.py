@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist import codecs, reducers, server
+from jdist import codecs, reducers
 from jdist.server.gradients import _gradient_messages
 
 CODECS = {
@@ -27,7 +27,7 @@ TREE = {
 
 @pytest.mark.parametrize("name", CODECS)
 def test_message_and_residual_sum_to_the_input(name):
-  message = server.MessageCodec(CODECS[name], reducers.ErrorFeedback())
+  message = reducers.MessageCodec(CODECS[name], reducers.ErrorFeedback())
   state = message.init(TREE)
   encode, decode = jax.jit(message.encode), jax.jit(message.decode)
   wanted = jax.tree.map(jnp.zeros_like, state.feedback.residual)
@@ -50,7 +50,7 @@ def test_message_and_residual_sum_to_the_input(name):
 @pytest.mark.parametrize("name", CODECS)
 def test_without_feedback_each_leaf_is_its_decoded_payload(name):
   codec = CODECS[name]
-  message = server.MessageCodec(codec)
+  message = reducers.MessageCodec(codec)
   sent, _ = jax.jit(message.encode)(TREE, message.init(TREE))
   key = jax.random.fold_in(jax.random.key(0), 0)
   own = None if codec.key == "none" else jax.random.fold_in(key, 0)
@@ -64,7 +64,7 @@ def test_without_feedback_each_leaf_is_its_decoded_payload(name):
 
 
 def test_message_has_the_bytes_of_its_codec():
-  message = server.MessageCodec(codecs.Quantize(4, 64))
+  message = reducers.MessageCodec(codecs.Quantize(4, 64))
   sizes = [codecs.Quantize(4, 64).num_bits(x) for x in jax.tree.leaves(TREE)]
   # Two bytes say that both leaves are finite.
   assert message.num_bytes(TREE) == sum(-(-x // 8) for x in sizes) + 2
@@ -72,7 +72,7 @@ def test_message_has_the_bytes_of_its_codec():
 
 @pytest.mark.parametrize("bad", (np.nan, np.inf))
 def test_receiver_sees_nan_where_a_leaf_is_not_finite(bad):
-  message = server.MessageCodec(codecs.Quantize(8), reducers.ErrorFeedback())
+  message = reducers.MessageCodec(codecs.Quantize(8), reducers.ErrorFeedback())
   tree = TREE | {"a": TREE["a"].at[3, 4].set(bad)}
   sent, state = message.encode(tree, message.init(tree))
   found = message.decode(sent, tree)

@@ -21,7 +21,7 @@ NAMES, UPDATES = pair.NAMES, 10
 PARAMS = {"a": jnp.zeros(4), "b": jnp.zeros(4)}
 INNER, RATE = optax.sgd(0.05), 0.05
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
-INT4 = server.MessageCodec(codecs.Quantize(4), reducers.ErrorFeedback())
+INT4 = reducers.MessageCodec(codecs.Quantize(4), reducers.ErrorFeedback())
 
 
 def protocol(**options):
@@ -104,7 +104,7 @@ class Reference:
     self.pushed[reply.task] = sent
 
   def decoded(self, x):
-    codec = server.MessageCodec(self.codec.codec)
+    codec = reducers.MessageCodec(self.codec.codec)
     state = _message_codec.MessageState(jnp.int32(0), ())
     # A message has its fragment's leaves.
     leaves = np.split(x, len(x) // 4)

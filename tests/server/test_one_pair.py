@@ -21,7 +21,7 @@ NAMES, EIGHT, UPDATES = ("worker0", "worker1"), server.FixedBatches(8), 10
 PARAMS = jnp.zeros(8)
 SGD = optax.sgd(_reference.RATE, momentum=_reference.MOMENTUM)
 STEP = server.LocalStep(0.02, 0.9, nesterov=True)
-INT4 = server.MessageCodec(codecs.Quantize(4), reducers.ErrorFeedback())
+INT4 = reducers.MessageCodec(codecs.Quantize(4), reducers.ErrorFeedback())
 PLANS = server.BitPlans(bits=((32,), (8,)), sizes=(8,), block=8)
 PROTOCOLS = {
   "bsp": server.BSP(batches=EIGHT),
@@ -207,7 +207,7 @@ def test_workers_round_independently():
 
   wanted, errors = np.linspace(0.1, 1.0, 400), {}
   for workers in (1, 16):
-    codec = server.MessageCodec(codecs.Ternary())
+    codec = reducers.MessageCodec(codecs.Ternary())
     run, learner = simulated(loss, workers, codec)
     run.run(updates=20)
     mean = -np.asarray(learner.model.params) / 20

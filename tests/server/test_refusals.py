@@ -70,7 +70,7 @@ make = simulation.simulation
 shares = _allocation.largest_remainder
 TREE = {name: {"w": jnp.ones((8, 8))} for name in "abc"}
 STATE = server.ASP().init("a")
-MESSAGE = server.MessageCodec(codecs.Cast("bfloat16"))
+MESSAGE = reducers.MessageCodec(codecs.Cast("bfloat16"))
 SHARED = codecs.RandomK(0.1, shared=True)
 SCALED = codecs.RandomK(0.1, shared=False)
 
@@ -148,21 +148,21 @@ SCALED = codecs.RandomK(0.1, shared=False)
   ),
   ("codec", lambda: codec_for_each(jnp.ones(4)), "one or one for each"),
   # Messages.
-  ("codec", lambda: server.MessageCodec(8), "a codec"),
-  ("codec", lambda: server.MessageCodec(SHARED), "a seed that all share"),
+  ("codec", lambda: reducers.MessageCodec(8), "a codec"),
+  ("codec", lambda: reducers.MessageCodec(SHARED), "a seed that all share"),
   (
     "codec",
-    lambda: server.MessageCodec(SCALED, reducers.ErrorFeedback()),
+    lambda: reducers.MessageCodec(SCALED, reducers.ErrorFeedback()),
     "scaled=False",
   ),
   (
     "feedback",
-    lambda: server.MessageCodec(codecs.Sign(), reducers.EF21()),
+    lambda: reducers.MessageCodec(codecs.Sign(), reducers.EF21()),
     "`reducers.MomentumCorrection()`",
   ),
   (
     "seed",
-    lambda: server.MessageCodec(codecs.Sign(), None, -1),
+    lambda: reducers.MessageCodec(codecs.Sign(), None, -1),
     "an int from 0",
   ),
   # Gradients.

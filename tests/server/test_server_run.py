@@ -96,7 +96,7 @@ PROTOCOLS = {
 }
 
 
-FEW = server.MessageCodec(codecs.Quantize(4, 64), reducers.ErrorFeedback())
+FEW = reducers.MessageCodec(codecs.Quantize(4, 64), reducers.ErrorFeedback())
 
 
 class StoppedError(Exception):

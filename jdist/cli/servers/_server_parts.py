@@ -15,6 +15,7 @@ from jdist import (
   elastic,
   methods,
   models,
+  reducers,
   server,
   training,
   transforms,
@@ -42,7 +43,7 @@ class Parts:
   samples: data.SampleStream
   protocol: server.Protocol
   optimizer: optax.GradientTransformation
-  push_codec: server.MessageCodec | None
+  push_codec: reducers.MessageCodec | None
   plans: server.BitPlans | None
   local_step: server.LocalStep | None
   rounds: elastic.Rounds | None = None

@@ -62,7 +62,7 @@ def message_plans(
       "push_codec",
       push_codec,
       reducers.MessageCodec,
-      "a `server.MessageCodec`",
+      "a `reducers.MessageCodec`",
     )
   if plans is None:
     return MessagePlans((push_codec,), (None,))
