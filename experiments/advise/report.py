@@ -172,7 +172,8 @@ def draw_public(found, path):
   ):
     said = [y * (1 + x[key]) for x, y in zip(found, took, strict=True)]
     axes.scatter(took, said, s=22, label=label, color=colour, marker=marker)
-  axes.plot(*[[min(took), max(took)]] * 2, color="black", lw=0.8)
+  ends = [min(took), max(took)]
+  axes.plot(ends, ends, color="black", lw=0.8, label="as measured")
   axes.set(
     xscale="log", yscale="log", xlabel="measured ms a step (public grid)",
     ylabel="predicted ms a step",
@@ -198,9 +199,13 @@ def draw(found, path):
       s=22, label=name, color=colour,
     )  # fmt: skip
   ends = [f(1e3 * x["took"] for x in found) for f in (min, max)]
-  axes.plot(ends, ends, color="black", lw=0.8)
-  for factor in (1 - _WITHIN, 1 + _WITHIN):
-    axes.plot(ends, [factor * x for x in ends], color="#999999", lw=0.6, ls=":")
+  axes.plot(ends, ends, color="black", lw=0.8, label="as measured")
+  within = f"within {_WITHIN:.0%} of it"
+  for factor, label in ((1 - _WITHIN, within), (1 + _WITHIN, None)):
+    axes.plot(
+      ends, [factor * x for x in ends], color="#777777", lw=1, ls=":",
+      label=label,
+    )  # fmt: skip
   axes.set(
     xscale="log", yscale="log", xlabel="measured ms a step",
     ylabel="predicted ms a step",

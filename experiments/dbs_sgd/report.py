@@ -170,18 +170,23 @@ def draw_staleness(runs: Runs, path: pathlib.Path, title: str) -> None:
   with studies.picture(path, figsize=(7.5, 4.4), grid={"lw": 0.8}) as (
     (axes,),
   ):
+    # Variants of one protocol may have one curve, and bsp's is a point.
+    alike: dict[tuple[tuple[int, float], ...], list[str]] = {}
     for name in [x for x in _COLOURS if x in runs]:
       counts: collections.Counter[int] = collections.Counter()
       for row in runs[name]:
         for age, count in row["staleness"]["counts"].items():
           counts[int(age)] += count
-      points = [
+      points = tuple(
         (age, sum(counts[x] for x in counts if x >= age) / counts.total())
         for age in sorted(counts)
-      ]
+      )
+      alike.setdefault(points, []).append(name)
+    for points, names in alike.items():
       axes.step(
-        *zip(*points, strict=True), where="post", color=_COLOURS[name],
-        lw=2.2 if name == "dbs" else 1.2, label=name,
+        *zip(*points, strict=True), where="post", color=_COLOURS[names[0]],
+        lw=2.2 if "dbs" in names else 1.2, label=" = ".join(names),
+        marker="" if points[1:] else "o",
       )  # fmt: skip
     axes.set_yscale("log")
     axes.set_ylim(1e-4, 1.3)

@@ -366,7 +366,10 @@ def draw(found: Found, path: pathlib.Path) -> None:
       "them",
     )
     for axes, label in zip(grid, labels, strict=True):
-      axes.axhline(found.target, color="#999999", lw=0.8, ls=":")
+      axes.axhline(
+        found.target, color="#666666", lw=1, ls=":",
+        label="ssgd's accuracy less the margin",
+      )  # fmt: skip
       axes.set_xscale("log")
       axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
       axes.set_xlabel(label)

@@ -57,7 +57,8 @@ def plot_bytes(
     skewed = "" if alpha is None else f" (labels skewed, alpha {alpha:g})"
     axes.set_title(
       f"{some['config']['dataset']}{skewed}, {some['config']['model']}, "
-      f"{some['config']['epochs']:g} epochs; bars: standard deviation",
+      f"{some['config']['epochs']:g} epochs\n"
+      "bars: standard deviation, gray: Pareto front",
       fontsize=11,
     )
     studies.label_points(axes, labels)

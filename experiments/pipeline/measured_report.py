@@ -231,8 +231,8 @@ def draw_adaptive(row: Row, path: pathlib.Path) -> None:
   slow = config["iterations"] * config["tables_before"]
   axes.axvline(slow, color="#ee6677")
   axes.annotate(
-    " a device becomes\n 3 times slower", (slow, 0.02), color="#ee6677",
-    xycoords=("data", "axes fraction"),
+    "a device becomes \n3 times slower ", (slow, 0.02), color="#cc3311",
+    xycoords=("data", "axes fraction"), ha="right",
   )  # fmt: skip
   for step, back in row["moved_after_step"]:
     axes.axvline(step, color="#999933", linestyle=":")

@@ -75,3 +75,16 @@ def test_label_leaves_a_crowd_of_error_bars():
         assert beside or box.y1 < bottom or top < box.y0
   finally:
     pyplot.close(figure)
+
+
+def test_labels_cover_no_line():
+  figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+  at = [(1.0, 1.0), (2.0, 1.05), (2.5, 3.0)]
+  axes.plot(*zip(*at, strict=True), "o-")
+  axes.set(xlim=(0, 5), ylim=(0, 4))
+  try:
+    line = axes.transData.transform_path(axes.lines[0].get_path())
+    for box in _boxes(figure, axes, at):
+      assert not line.intersects_bbox(box, filled=False)
+  finally:
+    pyplot.close(figure)
