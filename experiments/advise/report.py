@@ -23,6 +23,8 @@ from jdist import advice, cluster, training
 _FOLDER = pathlib.Path(__file__).resolve().parent
 _WITHIN = 0.12
 _REGRET = 0.05
+# Ethernet 14, IP 20, TCP 20 and its time stamps 12.
+_HEADERS = 66
 _PUBLIC = {"ddp": "SSGD", "localsgd": "Local SGD", "diloco": "DiLoCo"}
 
 
@@ -159,6 +161,52 @@ def public_table(found):
   )  # fmt: skip
 
 
+def over(row):
+  """Returns how much more the interface counts than we do, as two parts.
+
+  The second is without the headers of Ethernet, IP and TCP.
+  """
+  said = max(row["said"].values())
+  counted, packets = (row["counts"][x] for x in ("bytes", "packets"))
+  return counted / said - 1, (counted - _HEADERS * packets) / said - 1
+
+
+def wire_verdict(rows):
+  """Returns what the interfaces' counts say, as a list."""
+  spread = max(
+    max(x["said"].values()) / min(x["said"].values()) - 1 for x in rows
+  )
+  more = [over(x) for x in rows]
+  names = [f"{x['name']} ({x['config']['hosts']} hosts)" for x in rows]
+  worst = max(range(len(rows)), key=lambda i: more[i][1])
+  lines = [
+    f"{len(rows)} ways of sending: `num_bits`, the traced step and the "
+    f"compiled program differ by {100 * spread:.4f} % at most.",
+    f"The interface counts {100 * min(more)[0]:.2f} to "
+    f"{100 * max(more)[0]:.2f} % more, and without {_HEADERS} bytes of headers "
+    f"a packet {100 * statistics.median(x for _, x in more):.2f} % in the "
+    f"median and {100 * more[worst][1]:.2f} % at most, of {names[worst]}.",
+  ]
+  return "\n".join(f"- {line}" for line in lines)
+
+
+def wire_table(rows):
+  """Returns a line for each way of sending."""
+  return studies.table(
+    "what | hosts | our count, kB | interface, kB | packets | more, % | more "
+    "without headers, %",
+    [
+      (
+        x["name"], x["config"]["hosts"],
+        f"{max(x['said'].values()) / 1e3:,.1f}",
+        f"{x['counts']['bytes'] / 1e3:,.1f}", f"{x['counts']['packets']:,}",
+        *(f"{100 * y:.2f}" for y in over(x)),
+      )
+      for x in rows
+    ],
+  )  # fmt: skip
+
+
 def draw_public(found, path):
   """Draws the public grid's steps, by our prediction and by the formula."""
   from matplotlib import figure
@@ -225,12 +273,15 @@ def main():
   )
   found = compare(predicted, measured)
   grid = public.compare(training.read_rows(public.ROWS))
+  counted = training.read_rows(run.RESULTS / "wire.jsonl")
   pages = {
     _FOLDER / "README.md": {
-      "verdict": verdict(found), "public": public_verdict(grid)
+      "verdict": verdict(found), "public": public_verdict(grid),
+      "wire": wire_verdict(counted),
     },
     _FOLDER / "TABLES.md": {
-      "steps": table(found), "public steps": public_table(grid)
+      "steps": table(found), "public steps": public_table(grid),
+      "wire": wire_table(counted),
     },
   }  # fmt: skip
   print("\n\n".join(x for parts in pages.values() for x in parts.values()))

@@ -269,7 +269,8 @@ def _told(*words: str) -> str:
   return done.stdout
 
 
-def _wait_for(path: pathlib.Path) -> None:
+def wait_for(path: pathlib.Path) -> None:
+  """Waits until a file exists."""
   while not path.exists():
     time.sleep(0.1)
 
@@ -296,30 +297,43 @@ def _ray(*words: str) -> None:
   raise SystemExit("Ray did not start.")
 
 
-def elastic_run(run: Run, seed: int, folder: pathlib.Path) -> Row | None:
-  """Trains by Local SGD; host 0 returns the row."""
+def start_nodes(folder: pathlib.Path, workers: int) -> str | None:
+  """Starts a node of Ray on each host; host 0 has the server and `workers`.
+
+  Returns:
+    The address on host 0. Host 1 returns None when the folder has `end`.
+  """
   host = os.environ["JDIST_COORDINATOR"].rpartition(":")[0]
-  token, up, over = (folder / x for x in ("token", "up", "over"))
+  address, token, up = f"{host}:6379", folder / "token", folder / "up"
   os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
   if int(os.environ["JDIST_PROCESS"]):
-    _wait_for(up)
-    # There is room for one worker here, and for a worker and the server there.
-    _ray("--address", f"{host}:6379", "--num-cpus", "1")
+    wait_for(up)
+    # There is room for one worker here.
+    _ray("--address", address, "--num-cpus", "1")
     (folder / "joined").touch()
-    _wait_for(over)
-    (folder / "sockets.part").write_text(json.dumps(connections()))
-    (folder / "sockets.part").rename(folder / "sockets.json")
-    _wait_for(folder / "end")
+    while not (folder / "end").exists():
+      if (folder / "over").exists() and not (folder / "sockets.json").exists():
+        (folder / "sockets.part").write_text(json.dumps(connections()))
+        (folder / "sockets.part").rename(folder / "sockets.json")
+      time.sleep(0.1)
     return None
   token.touch(0o600)
   token.write_text(secrets.token_hex(32))
-  _ray("--head", "--port", "6379", "--num-cpus", "2", "--node-ip-address", host,
-       "--include-dashboard", "false")  # fmt: skip
+  _ray("--head", "--port", "6379", "--num-cpus", str(1 + workers),
+       "--node-ip-address", host, "--include-dashboard", "false")  # fmt: skip
   up.touch()
-  _wait_for(folder / "joined")
+  wait_for(folder / "joined")
+  return address
+
+
+def elastic_run(run: Run, seed: int, folder: pathlib.Path) -> Row | None:
+  """Trains by Local SGD; host 0 returns the row."""
+  address = start_nodes(folder, workers=1)
+  if address is None:
+    return None
   dataset, test = data.load("digits"), data.load("digits", "test")
   problem = Problem(run, seed, dataset)
-  engine = server.RayEngine(2, address=f"{host}:6379")
+  engine = server.RayEngine(2, address=address)
   heartbeats = Heartbeats(engine, run)
   try:
     session = problem.rounds(run, seed).session(
@@ -338,10 +352,10 @@ def elastic_run(run: Run, seed: int, folder: pathlib.Path) -> Row | None:
     heartbeats.end()
     summary = session.summary()
     for name in ("worker0", "worker1"):
-      _wait_for(folder / f"{name}.json")
+      wait_for(folder / f"{name}.json")
     sockets = connections()
-    over.touch()
-    _wait_for(folder / "sockets.json")
+    (folder / "over").touch()
+    wait_for(folder / "sockets.json")
     missed = missed_checks()
   finally:
     engine.stop()
