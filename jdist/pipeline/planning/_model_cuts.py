@@ -217,10 +217,8 @@ def _apply(
       own = _stages.by_path(tree)
       env |= {v: own[path] for path, v in paths.items()}
     values = run(eqns, env, [*outputs, *updates.values()], _OPENED)
-    y, new = (
-      values[: len(outputs)],
-      dict(zip(updates, values[len(outputs) :], strict=True)),
-    )
+    y, rest = values[: len(outputs)], values[len(outputs) :]
+    new = dict(zip(updates, rest, strict=True))
     return jax.tree.unflatten(structure, y), jax.tree_util.tree_map_with_path(
       lambda at, old: new.get(jax.tree_util.keystr(at), old), state
     )

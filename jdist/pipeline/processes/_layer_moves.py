@@ -66,15 +66,13 @@ def move_layers(
     values.update({name: jnp.array(x) for name, x in common.items()})
   moved = {s: wanted[s].tree(values) for s, values in found.items()}
   fresh = after.init_state(optimizer)  # This also makes its update program.
-  params, opt_state, model_state = (
-    {s: tree[i] for s, tree in moved.items()} for i in range(len(_FIELDS))
-  )
+  fields: dict[str, Any] = {
+    name: {s: tree[i] for s, tree in moved.items()}
+    for i, name in enumerate(_FIELDS)
+  }
   if whole:
-    opt_state |= _whole_state(state, before, after, fresh.opt_state)
-  return state._replace(
-    params=params, opt_state=opt_state, model_state=model_state,
-    edges=fresh.edges,
-  )  # fmt: skip
+    fields["opt_state"] |= _whole_state(state, before, after, fresh.opt_state)
+  return state._replace(edges=fresh.edges, **fields)
 
 
 def _transfer(

@@ -1,5 +1,6 @@
 """A pipeline's device as a process of its own."""
 
+import itertools
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
@@ -134,7 +135,7 @@ class StageProcess:
     self._updates: _stage_updates.UpdateProgram | None = None
     # All processes make the same calls in the same order, so a count separates
     # messages of one call from those of another.
-    self._exchanges = 0
+    self._exchanges = itertools.count(1)
     # Directories that this run has restored from or saved to.
     self._directories: set[pathlib.Path] = set()
     self._agree()
@@ -252,13 +253,12 @@ class StageProcess:
       ValueError: If another run has saved a later step there.
     """
     checks.check_int("keep", keep, 1)
-    self._exchanges += 1
     place = array_files.folder(directory).resolve()
     _stage_files.save_stages(
       directory,
       self._part,
       state,
-      exchange=self._exchanges,
+      exchange=next(self._exchanges),
       keep=keep,
       ours=place in self._directories,
     )
@@ -285,9 +285,8 @@ class StageProcess:
         or optimizer, or processes have no step in common.
     """
     like = self.init_state(optimizer)
-    self._exchanges += 1
     found = _stage_files.restore_stages(
-      directory, self._part, like, exchange=self._exchanges
+      directory, self._part, like, exchange=next(self._exchanges)
     )
     self._directories.add(array_files.folder(directory).resolve())
     return found
@@ -333,6 +332,14 @@ class StageProcess:
         f"`batches` must be a multiple of the table's {count} iterations, got "
         f"{len(batches)}."
       )
+    if self._coded[1] is not None:
+      key, most = self._coded[1]
+      ends = [f(x[key]) for x in batches for f in (np.min, np.max)]
+      if not 0 <= min(ends) <= max(ends) < most:
+        raise ValueError(
+          f"`batches` must have numbers of samples from 0 to {most - 1} in "
+          f"{key!r}, the `edge_samples`, got {min(ends)} to {max(ends)}."
+        )
     found: list[dict[str, float]] = []
     # A segment ends with an empty pipeline, so the next needs the state only.
     for first in range(0, len(batches), count):
@@ -349,12 +356,11 @@ class StageProcess:
     They are nested dicts of NumPy arrays, as the unsplit model has them, with
     the axis of a team's workers.  Every process must call it.
     """
-    self._exchanges += 1
-    trees = []
+    trees, exchange = [], next(self._exchanges)
     # Each stage is broadcast separately, so no process sends more than it has.
     for s, stage in enumerate(self.stages):
       like = self._part.like((stage.params, stage.state))
-      tag = _peers.Tag(_peers.Kind.MOVED, s, 0, self._exchanges)
+      tag = _peers.Tag(_peers.Kind.MOVED, s, 0, exchange)
       own = None
       if s in self._part.own:
         held = state.params[s], state.model_state[s]
@@ -380,15 +386,14 @@ class StageProcess:
       raise ValueError(
         "`timeline` must be True when the process is made, to have its trace."
       )
-    self._exchanges += 1
-    orders = self.table.devices
+    orders, exchange = self.table.devices, next(self._exchanges)
     # Only times are sent: the places follow from the table's order.
     rows = np.asarray([x[1:] for x in self._timeline], np.float64)
     turns = len(rows) // max(1, len(orders[self._part.device]))
     self._timeline.clear()
     found = []
     for device, order in enumerate(orders):
-      tag = _peers.Tag(_peers.Kind.MOVED, device, 1, self._exchanges)
+      tag = _peers.Tag(_peers.Kind.MOVED, device, 1, exchange)
       like = np.zeros((turns, len(order), 2))
       own = [rows] if device == self._part.device else None
       (times,) = self._part.share(device, tag, own, [like])

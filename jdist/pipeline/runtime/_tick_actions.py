@@ -148,8 +148,7 @@ class TickActions:
     }  # fmt: skip
     idle, idle_backward = (lane[0] for lane in lanes.values())
     for s in stages[:-1]:
-      run = functools.partial(self._forward, s, *given)
-      lanes[_grid.FORWARD].append(run)
+      lanes[_grid.FORWARD].append(functools.partial(self._forward, s, *given))
     # The last stage's backward pass follows at once and runs it anyway.
     lanes[_grid.FORWARD].append(idle)
     used = self.grid.backward_actions

@@ -8,6 +8,7 @@ import pytest
 
 from jdist import codecs, pipeline, reducers, states
 from jdist.pipeline.processes import _edges
+from tests import _refusals
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
@@ -179,3 +180,18 @@ def test_wrong_edges_raise():
     make(edges=codecs.Quantize(4))
   with pytest.raises(ValueError, match="`edge_samples` must name a key"):
     make(edges=INT4, edge_samples=("index", 5))
+
+
+@pytest.mark.parametrize("wrong", [-1, 2])
+def test_sample_numbers_beyond_the_last_are_refused(wrong):
+  table = pipeline.make_table("1f1b", 1, 2)
+  batch = _batches(1, table)[0] | {"index": np.array([0, 1, 1, wrong])}
+  micro = jax.tree.map(lambda x: x[: len(x) // 2], batch)
+  process = pipeline.StageProcess(
+    pipeline.cut_layers(small.layers(small.UNLIKE), 1),
+    small.loss, table, micro, inputs="x", edges=INT4,
+    edge_samples=("index", 2),
+  )  # fmt: skip
+  state = process.init_state(optax.sgd(0.1))
+  with _refusals.refused("batches", "from 0 to 1 in 'index', the `edge_"):
+    process.run(state, [batch])
