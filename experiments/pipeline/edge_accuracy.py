@@ -1,6 +1,10 @@
-"""Coded messages between stages cost accuracy: digits, 4 stages.
+"""Coded messages between stages cost accuracy: digits and a text, 4 stages.
 
-    python experiments/pipeline/edge_accuracy.py
+    python experiments/pipeline/edge_accuracy.py digits
+    python experiments/pipeline/edge_accuracy.py text [FILE]
+
+FILE is the text where Tiny Shakespeare is not prepared; its last tenth is for
+testing.
 
 The same network, batches and rates with each code; rows go to
 `results/edge_accuracy.jsonl`.
@@ -9,6 +13,7 @@ The same network, batches and rates with each code; rows go to
 import dataclasses
 import functools
 import pathlib
+import sys
 from typing import Any
 
 import jax
@@ -32,12 +37,42 @@ class Config:
   microbatches: int = 4
   batch_size: int = 64
   epochs: int = 8
+  dataset: str = "digits"
+  steps: int | None = None
+  """The batches of an epoch; by default all."""
+
   learning_rate: float = 0.1
   codes: tuple[str, ...] = (
     "none", "int8 error", "int4", "int4 error", "int4 change", "int2",
     "int2 error", "int2 change",
   )  # fmt: skip
   """A codec, and error feedback or the change of a sample's output."""
+
+
+PRESETS = {
+  "digits": Config(),
+  "text": Config(
+    model="transformer", dataset="tiny_shakespeare", batch_size=32, epochs=1,
+    steps=200, learning_rate=3e-3, codes=("none", "int8", "int4"),
+  ),
+}  # fmt: skip
+
+
+def load(config: Config, source: str) -> tuple[Any, Any, dict[str, Any]]:
+  """Returns all samples for training and testing, and a model's arguments."""
+  if config.model == "transformer":
+    sets = [
+      data.load_text(source, x, window_length=64) for x in ("train", "test")
+    ]
+    arrays = [dict(x.batch(np.arange(len(x)))) for x in sets]
+    sizes = {"num_classes": 256, "width": 32, "num_heads": 2}
+  else:
+    sets = [data.load(source, x) for x in ("train", "test")]
+    arrays = [
+      {"image": sets[0].normalize(x.images), "label": x.labels} for x in sets
+    ]
+    sizes = {"num_classes": 10}
+  return *arrays, {"input_shape": sets[0].input_shape, **sizes}
 
 
 def make_edges(code: str, num_samples: int) -> dict[str, Any]:
@@ -52,14 +87,15 @@ def make_edges(code: str, num_samples: int) -> dict[str, Any]:
 
 
 def measure(
-  peers: pipeline.Peers, config: Config, seeds: tuple[int, ...]
+  peers: pipeline.Peers, config: Config, source: str, seeds: tuple[int, ...]
 ) -> list[Any]:
   """Trains with every code and seed; returns the test accuracies."""
-  train, test = data.load("digits"), data.load("digits", "test")
-  images = train.normalize(train.images)
-  found, steps = [], len(train) // config.batch_size
+  train, test, sizes = load(config, source)
+  inputs, labels = train
+  total, found = len(train[inputs]), []
+  steps = config.steps or total // config.batch_size
   part = config.batch_size // config.microbatches
-  micro = {"image": images[:part], "label": train.labels[:part]}
+  micro = {name: x[:part] for name, x in train.items()}
   micro["index"] = np.zeros(part, np.int32)
   table = pipeline.make_table(config.table, config.stages, config.microbatches)
   rate = optax.cosine_decay_schedule(
@@ -68,32 +104,31 @@ def measure(
   for code in config.codes:
     process = None
     for seed in seeds:
-      model = models.build(
-        config.model, input_shape=train.input_shape, num_classes=10,
-        seed=seed,
-      )  # fmt: skip
+      model = models.build(config.model, seed=seed, **sizes)
       if process is None:
         process = pipeline.StageProcess(
           pipeline.cut_layers(model.layers, config.stages),
-          training.label_loss, table, micro, peers=peers,
-          **make_edges(code, len(train)),
+          training.label_loss, table, micro, peers=peers, inputs=inputs,
+          **make_edges(code, total),
         )  # fmt: skip
+      optimizer = optax.sgd(rate, momentum=0.9, nesterov=True)
+      if config.model == "transformer":
+        optimizer = optax.adam(rate)
       state = process.init_state(
-        optax.sgd(rate, momentum=0.9, nesterov=True), model.params, model.state,
-        seed=seed,
-      )  # fmt: skip
+        optimizer, model.params, model.state, seed=seed
+      )
       random, losses = np.random.default_rng(seed), []
       for _ in range(config.epochs):
-        order = random.permutation(len(train))[: steps * config.batch_size]
+        order = random.permutation(total)[: steps * config.batch_size]
         for rows in order.reshape(steps, -1).astype(np.int32):
-          batch = {"image": images[rows], "label": train.labels[rows]}
+          batch = {name: x[rows] for name, x in train.items()}
           state, [metrics] = process.run(state, [batch | {"index": rows}])
           losses.append(metrics["loss"])
       params, kept = process.gather(state)
       logits, _ = jax.jit(functools.partial(model.apply, train=False))(
-        params, kept, test.normalize(test.images)
+        params, kept, test[inputs]
       )
-      right = np.argmax(logits, -1) == test.labels
+      right = np.argmax(logits, -1) == test[labels]
       found.append(
         (code, seed, float(right.mean()), losses[-steps:], process.edge_bytes)
       )
@@ -104,10 +139,12 @@ def measure(
 
 def main() -> None:
   """Trains, and keeps a row for each run."""
-  config, seeds = Config(), (0, 1, 2)
+  name, *given = *sys.argv[1:], *["digits"][len(sys.argv) - 1 :]
+  config, seeds = PRESETS[name], (0, 1, 2)
+  source = given[0] if given else config.dataset
   rows = []
   for code, seed, accuracy, losses, edge_bytes in launch.run_processes(
-    config.stages, measure, config, seeds
+    config.stages, measure, config, source, seeds
   )[0]:
     rows.append(
       training.make_row(

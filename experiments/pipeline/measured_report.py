@@ -178,8 +178,8 @@ def adaptive_table(rows: list[Row]) -> str:
 def slow_edges_table(rows: list[Row]) -> str:
   """Returns seconds of coded and plain messages on slow and fast links."""
   lines = []
-  for name in dict.fromkeys(row["table"] for row in rows):
-    own = [row for row in rows if row["table"] == name]
+  for set_up in dict.fromkeys(map(_edges_of, rows)):
+    own = [row for row in rows if _edges_of(row) == set_up]
     turn_s = {
       (row["rate"], row["codec"]): statistics.median(row["turn_s"])
       for row in own
@@ -187,33 +187,46 @@ def slow_edges_table(rows: list[Row]) -> str:
     best_s = turn_s["10gbit", "none"]
     for row in own:
       seconds = turn_s[row["rate"], row["codec"]]
-      sent_mb = row["edge_bytes"] / 1e6
+      sent_mb, foretold_s = row["edge_bytes"] / 1e6, row["simulated_s"]
+      foretold = "–" if foretold_s is None else f"{foretold_s:.2f}"
       lines.append(
-        f"{name} | {row['rate']} | {row['codec']} | {sent_mb:.0f} "
+        f"{set_up} | {row['rate']} | {row['codec']} | {sent_mb:.0f} "
         f"| {seconds:.2f} | {100 * best_s / seconds:.1f} % "
-        f"| {row['simulated_s']:.2f} | {row['load']:.1f}"
+        f"| {foretold} | {row['load']:.1f}"
       )
   return studies.table(
-    "table | links | codec | MB an iteration | seconds | of the fast links' "
-    "throughput | simulated, s | load",
+    "stages | table | links | codec | MB an iteration | seconds | of the fast "
+    "links' throughput | simulated, s | load",
     lines,
   )
+
+
+def _edges_of(row: Row) -> str:
+  """Returns the stages and the table of messages on slow links."""
+  config = row["config"]
+  kind = "compute" if config.get("layers") else "sleep"
+  return f"{config['stages']} that {kind} | {row['table']}"
 
 
 def edge_accuracy_table(rows: list[Row]) -> str:
   """Returns accuracies by the code of messages, over seeds."""
   lines = []
-  for code in dict.fromkeys(row["code"] for row in rows):
-    own = [row for row in rows if row["code"] == code]
+
+  def data_of(row: Row) -> str:
+    return row["config"].get("dataset", "digits")
+
+  for set_up in dict.fromkeys((data_of(row), row["code"]) for row in rows):
+    own = [row for row in rows if (data_of(row), row["code"]) == set_up]
     accuracies = [100 * row["accuracy"] for row in own]
     losses = [row["train_loss"] for row in own]
     lines.append(
-      f"{code} | {statistics.mean(accuracies):.2f} ± "
+      f"{' | '.join(set_up)} | {statistics.mean(accuracies):.2f} ± "
       f"{statistics.stdev(accuracies):.2f} | {statistics.mean(losses):.4f} ± "
       f"{statistics.stdev(losses):.4f} | {own[0]['edge_bytes'] / 1e6:.3f}"
     )
   return studies.table(
-    "code | test accuracy, % | last epoch's loss | MB an iteration", lines
+    "data | code | test accuracy, % | last epoch's loss | MB an iteration",
+    lines,
   )
 
 

@@ -1,17 +1,18 @@
-"""Coded messages between 8 stages on slow links, beside plain ones.
+"""Coded messages between stages on slow links, beside plain ones.
 
-    sudo python experiments/pipeline/slow_edges.py
+    sudo python experiments/pipeline/slow_edges.py sleeping     # 8 hosts
+    sudo python experiments/pipeline/slow_edges.py computing    # 2 hosts
 
 Each stage is a process on a host of its own (`scripts/slow_network.py`: network
 namespaces whose links are limited in both directions), and sleeps for as long
-as its passes take.  Rows go to `results/slow_edges.jsonl`.
+as its passes take, or computes.  Where stages compute the links change in turn,
+and all codecs of a table in each turn.  Rows go to `results/slow_edges.jsonl`.
 """
 
 import dataclasses
 import json
 import os
 import pathlib
-import statistics
 import subprocess
 import sys
 from typing import Any
@@ -30,11 +31,14 @@ CODECS = {"none": None, "int8": codecs.Quantize(8), "int4": codecs.Quantize(4)}
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """Stages that sleep and what they send."""
+  """Stages that sleep or compute, and what they send."""
 
   stages: int = 8
   forward_s: float = 0.1
   """This is a stage's time; its backward pass takes twice as long."""
+
+  layers: int = 0
+  """The dense layers of a stage that computes; with none it sleeps."""
 
   microbatches: int = 16
   samples: int = 8192
@@ -45,6 +49,17 @@ class Config:
   repeats: int = 2
   tables: tuple[str, ...] = ("1f1b", "zb_h2")
   rates: tuple[str, ...] = ("10gbit", "100mbit")
+  turns: int = 1
+  """How often each rate is measured."""
+
+
+PRESETS = {
+  "sleeping": Config(),
+  "computing": Config(
+    stages=2, layers=4, microbatches=8, samples=1024, width=256, repeats=3,
+    tables=("1f1b",), turns=3,
+  ),
+}  # fmt: skip
 
 
 def make_costs(config: Config) -> list[pipeline.LayerCost]:
@@ -78,16 +93,18 @@ def measure(peers: pipeline.Peers, config: Config) -> list[Any]:
   for name in config.tables:
     table = make_table(config, name)
     parts = (1.0, 1.0) if table.splits_backward else (2.0, 0.0)
+    seconds = [config.forward_s * x for x in (1, *parts)]
     layers = [
-      timed_layers.sleeping(
-        f"layer{i}", config.width, *(config.forward_s * x for x in (1, *parts))
-      )
-      for i in range(config.stages)
+      timed_layers.dense(f"layer{i}", config.width)
+      if config.layers
+      else timed_layers.sleeping(f"layer{i}", config.width, *seconds)
+      for i in range(config.stages * max(1, config.layers))
     ]
     shape = timed_layers.make_batches(1, config.samples, config.width)[0]
     batches = timed_layers.make_batches(
       table.num_iterations, config.samples * config.microbatches, config.width
     )
+    runs = []
     for codec in CODECS.values():
       message = codec and reducers.MessageCodec(codec, reducers.ErrorFeedback())
       process = pipeline.StageProcess(
@@ -96,11 +113,13 @@ def measure(peers: pipeline.Peers, config: Config) -> list[Any]:
       )  # fmt: skip
       state, _ = process.run(process.init_state(optax.sgd(1e-3)), batches)
       process.trace()  # The first run compiles.
-      seconds = []
-      for _ in range(config.repeats):
-        state, _ = process.run(state, batches)
-        seconds.append(max(x.end_s for x in process.trace()))
-      found.append((seconds, process.edge_bytes, os.getloadavg()[0]))
+      runs.append([process, state, []])
+    for _ in range(config.repeats):
+      for run in runs:  # What else the machine does meets all codecs.
+        run[1], _ = run[0].run(run[1], batches)
+        run[2].append(max(x.end_s for x in run[0].trace()))
+    load = os.getloadavg()[0]
+    found += [(turns, process.edge_bytes, load) for process, _, turns in runs]
   return found
 
 
@@ -119,14 +138,15 @@ def on_host(config: Config) -> None:
 
 def main() -> None:
   """Measures at each rate, beside the simulator."""
-  config, flags = Config(), "--xla_cpu_multi_thread_eigen=false"
+  preset, flags = sys.argv[1], "--xla_cpu_multi_thread_eigen=false"
+  config = PRESETS[preset]
   env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-  rows = []
-  for rate in config.rates:
+  found: dict[tuple[str, str, str], dict[str, Any]] = {}
+  for rate in config.rates * config.turns:
     words = [sys.executable, str(NETWORK), "--hosts", str(config.stages)]
     words += ["--rate", rate, "--timeout-s", "1500", "--"]
     done = subprocess.run(
-      [*words, sys.executable, __file__, "host"],
+      [*words, sys.executable, __file__, preset, "host"],
       env=env, check=True, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     runs = iter(json.loads(done.stdout.splitlines()[-1]))
@@ -135,19 +155,23 @@ def main() -> None:
     for name in config.tables:
       for kind, codec in CODECS.items():
         seconds, edge_bytes, load = next(runs)
-        table, costs = make_table(config, name), make_costs(config)
-        costs = costs if codec is None else [x.coded(codec) for x in costs]
-        times = pipeline.simulate(table, costs, machines)
-        row = training.make_row(
+        key = name, rate, kind
+        if key in found:
+          found[key]["turn_s"] += seconds
+          continue
+        simulated_s = None
+        if not config.layers:
+          table, costs = make_table(config, name), make_costs(config)
+          costs = costs if codec is None else [x.coded(codec) for x in costs]
+          simulated_s = pipeline.simulate(table, costs, machines).makespan_s
+        found[key] = training.make_row(
           dataclasses.asdict(config), 0, table=name, rate=rate, codec=kind,
-          turn_s=seconds, simulated_s=times.makespan_s, edge_bytes=edge_bytes,
+          turn_s=seconds, simulated_s=simulated_s, edge_bytes=edge_bytes,
           load=load,
         )  # fmt: skip
-        rows.append(row)
-        ratio = statistics.median(seconds) / times.makespan_s
-        print(f"{rate} {name} {kind}: {seconds}, {ratio:.3f}, load {load:.1f}")
-  training.append_rows(RESULTS, rows)
+        print(f"{rate} {name} {kind}: {seconds}, {simulated_s}, {load:.1f}")
+  training.append_rows(RESULTS, list(found.values()))
 
 
 if __name__ == "__main__":
-  on_host(Config()) if sys.argv[1:] else main()
+  on_host(PRESETS[sys.argv[1]]) if sys.argv[2:] else main()
