@@ -24,9 +24,6 @@ _DEFAULTS = {
     "outer_learning_rate": 0.7, "outer_momentum": 0.9, "bits": 2,
     "momentum": 0.95, "weight_decay": 0.0,
   },
-  methods.one_bit_adam: {
-    "b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0,
-  },
   methods.overlap_local_sgd: {"pull": 0.6, "momentum": 0.0},
   methods.powersgd: {"rank": 2},
   methods.qsgd: {"bits": 4, "block": 512},

@@ -6,6 +6,7 @@ import sys
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import optax
+from one_bit_adam import one_bit_adam
 from optax_chains import ChainRun, Config, Variant
 from studies import Presets
 
@@ -116,7 +117,7 @@ def _by_leaf(run: ChainRun, rank: int, bits: int) -> Chain:
 
 
 def _adam(run: ChainRun) -> Chain:
-  return methods.one_bit_adam(
+  return one_bit_adam(
     _share(run, 0.04), max(1, run.num_steps // 6), axis=run.axis
   )
 

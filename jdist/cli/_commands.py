@@ -187,7 +187,7 @@ class Bytes(_groups.MeanOptions):
   resnet18, resnet34 and resnet50)."""
 
   steps: int = option(10_000, within=COUNT)
-  """Steps of the run; the warm-up of one_bit_adam takes a sixth of them."""
+  """Steps of the run; post_local_sgd begins its rounds halfway."""
 
   warmup_steps: int = option(0, within=NOT_NEGATIVE)
   """Steps of the learning rate's warm-up, and of each of dgc's first phases,

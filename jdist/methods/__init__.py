@@ -10,7 +10,6 @@ its range.  Methods with rounds take `axis`, `overlap` and `compression` as
 from jdist.methods._compressed_gradients import demo as demo
 from jdist.methods._compressed_gradients import dgc as dgc
 from jdist.methods._compressed_gradients import ef_signsgd as ef_signsgd
-from jdist.methods._compressed_gradients import one_bit_adam as one_bit_adam
 from jdist.methods._compressed_gradients import powersgd as powersgd
 from jdist.methods._compressed_gradients import qsgd as qsgd
 from jdist.methods._compressed_gradients import signsgd as signsgd

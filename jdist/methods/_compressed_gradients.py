@@ -190,56 +190,6 @@ def ef_signsgd(
   return _compressed(optimizer, axis, reducer, reducers.ErrorFeedback())
 
 
-def one_bit_adam(
-  learning_rate: optax.ScalarOrSchedule,
-  warmup_steps: int,
-  *,
-  axis: collectives.Axis,
-  b1: jax.typing.ArrayLike = 0.9,
-  b2: jax.typing.ArrayLike = 0.999,
-  eps: jax.typing.ArrayLike = 1e-8,
-  weight_decay: jax.typing.ArrayLike = 0.0,
-) -> optax.GradientTransformationExtraArgs:
-  r"""1-bit Adam: Adam, then signs of its momentum over a frozen variance.
-
-  .. math:: m \leftarrow C(\beta_1 m + (1 - \beta_1) g_i), \qquad
-            w \leftarrow w - \eta \frac{m}{\sqrt{v} + \epsilon}
-
-  where the mean C sends signs to the owner of each part and from there to all,
-  with feedback at both ends; see `scale_by_frozen_adam`.
-
-  Args:
-    learning_rate: A number or a schedule of the step.
-    warmup_steps: The number of steps of exact Adam; the paper takes 15 to 20 %
-      of the run.
-    axis: The axis of the workers.
-    b1: The decay of the momentum.
-    b2: The decay of the variance.
-    eps: The term that is added to the root of the variance.
-    weight_decay: The decoupled weight decay, as in AdamW.
-
-  References:
-    Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.  Departures: those
-    of `scale_by_frozen_adam`; each part of a leaf has a scale, where the
-    authors' code has one for all parameters in a row.
-  """
-  learning_rate = checks.check_rate("learning_rate", learning_rate)
-  weight_decay = checks.check_continuous("weight_decay", weight_decay)
-  # The authors' scale keeps the norm of the momentum, not its mean magnitude.
-  signs = reducers.Compression(
-    codecs.Sign(scale="l2"), reducers.ErrorFeedback()
-  )
-  adam = optax.chain(
-    transforms.scale_by_frozen_adam(
-      warmup_steps, axis, signs, b1=b1, b2=b2, eps=eps
-    ),
-    # Decoupled decay follows Adam's scaling and precedes the rate.
-    optax.add_decayed_weights(weight_decay),
-    optax.scale_by_learning_rate(learning_rate),
-  )
-  return transforms.only_floats(adam)
-
-
 def topk_sgd(
   optimizer: optax.GradientTransformation,
   ratio: float = 0.01,

@@ -91,16 +91,6 @@ registry: dict[str, _method.Method] = {  # Every method by its name.
   "ef_signsgd": _method.Method(
     "ssgd with signs and error feedback", _compressed_gradients.ef_signsgd
   ),
-  "one_bit_adam": _method.Method(
-    "Adam, then the signs of its momentum",
-    _compressed_gradients.one_bit_adam,
-    {
-      # The paper takes 15 to 20 % of the run.  The variance must not be frozen
-      # while the learning rate still rises.
-      "warmup_steps": lambda run: max(1, run.warmup_steps, run.num_steps // 6),
-      "weight_decay": lambda run: run.weight_decay,
-    },
-  ),
   "topk_sgd": _method.Method(
     "ssgd with the largest entries and error feedback",
     _compressed_gradients.topk_sgd,

@@ -17,9 +17,6 @@ from jdist.transforms._evaluation_params import (
 from jdist.transforms._evaluation_params import (
   mean_statistics as mean_statistics,
 )
-from jdist.transforms._frozen_adam import (
-  scale_by_frozen_adam as scale_by_frozen_adam,
-)
 from jdist.transforms._predicted import Predict as Predict
 from jdist.transforms._predicted import predict_rest as predict_rest
 from jdist.transforms._predicted import Splitter as Splitter

@@ -30,7 +30,7 @@ _NESTEROV = {"outer_learning_rate", "outer_momentum"}
 # These methods have no rounds, so an interval changes nothing.
 _IN_EVERY_STEP = {
   "ssgd", "qsgd", "terngrad", "signsgd", "ef_signsgd",
-  "one_bit_adam", "topk_sgd", "dgc", "powersgd", "demo",
+  "topk_sgd", "dgc", "powersgd", "demo",
 }  # fmt: skip
 # The method with a trained network has tests of its own.
 _NAMES = [name for name in methods.registry if name != _methods.TRAINED]

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from jdist import methods, transforms
+from tests.methods._by_hand import descended, Exchange, sign
 from tests.transforms._rounds import random_targets, train
 
 RATE = 0.1
@@ -14,10 +15,6 @@ SGD = optax.sgd(RATE)
 WORKERS = 4
 # Rows of 8 entries, one for each worker as an owner.
 SHAPE = (8, 4)
-
-
-def sign(x):
-  return np.where(x < 0, -1.0, 1.0)
 
 
 def largest(x, k):
@@ -31,26 +28,6 @@ def mean_abs_signs(x):
   return np.abs(x).mean(-1, keepdims=True) * sign(x)
 
 
-def l2_signs(x):
-  return np.sqrt((x**2).mean(-1, keepdims=True)) * sign(x)
-
-
-def descended(targets, steps_of):
-  """Parameters after every step of a method that keeps the workers equal.
-
-  Args:
-    targets: [steps, workers, ...].
-    steps_of: makes from the shape [workers, size] a function of the gradients
-      that returns the step [size].
-  """
-  x = targets.reshape(*targets.shape[:2], -1).astype(np.float64)
-  w, step, found = np.zeros(x.shape[2]), steps_of(x.shape[1:]), []
-  for row in x:
-    w = w + step(w - row)
-    found.append(w)
-  return np.array(found).reshape(-1, *targets.shape[2:])
-
-
 def signs_with_feedback(shape):
   e = np.zeros(shape)
 
@@ -62,21 +39,6 @@ def signs_with_feedback(shape):
     return -RATE * s.mean(0)
 
   return step
-
-
-class Exchange:
-  """Rows to their owners, the sum there, and signs of it to all."""
-
-  def __init__(self, shape, signs):
-    self.signs, self.rows = signs, (shape[0], -1)
-    self.owned = np.zeros((shape[0], shape[1] // shape[0]))
-
-  def __call__(self, p):
-    share = np.stack([self.signs(x.reshape(self.rows)) for x in p])
-    wanted = share.mean(0) + self.owned
-    mean = self.signs(wanted)
-    self.owned = wanted - mean
-    return mean.reshape(-1), share.reshape(p.shape)
 
 
 def signs_exchanged(shape):
@@ -155,28 +117,6 @@ def deep(ks, nesterov=False, threshold=None):
   return steps_of
 
 
-def adam_of_signs(warmup_steps):
-  def steps_of(shape):
-    m, v, e = np.zeros(shape[1]), np.zeros(shape[1]), np.zeros(shape)
-    exchange, t = Exchange(shape, l2_signs), 0
-
-    def step(g):
-      nonlocal m, v, e, t
-      if t < warmup_steps:
-        m = 0.9 * m + 0.1 * g.mean(0)
-        v = 0.99 * v + 0.01 * g.mean(0) ** 2
-      else:
-        p = 0.9 * m + 0.1 * g + e
-        m, share = exchange(p)
-        e = p - share
-      t += 1
-      return -RATE * m / (np.sqrt(v) + 1e-8)
-
-    return step
-
-  return steps_of
-
-
 METHODS = {
   "ef_signsgd gathered": (
     lambda axis: methods.ef_signsgd(SGD, axis=axis, wire="gather"),
@@ -206,10 +146,6 @@ METHODS = {
   "dgc warm": (
     lambda axis: methods.dgc(SGD, 1 / 32, axis=axis, steps_per_phase=3),
     deep([8] * 3 + [2] * 3 + [1]),
-  ),
-  "one_bit_adam": (
-    lambda axis: methods.one_bit_adam(RATE, 4, axis=axis, b2=0.99),
-    adam_of_signs(4),
   ),
 }
 
@@ -309,36 +245,6 @@ def test_top_k_with_all_entries_is_plain_averaging():
   found, _ = train(methods.topk_sgd(SGD, 1.0, axis="worker"), targets)
   wanted, _ = train(methods.ssgd(SGD, axis="worker"), targets)
   np.testing.assert_allclose(found, wanted, 1e-6, 1e-6)
-
-
-def test_frozen_adam_in_warm_up_is_adam_without_bias_correction():
-  targets = random_targets(10, WORKERS, *SHAPE)
-  optimizer = methods.one_bit_adam(RATE, 10, axis="worker", eps=1e-3)
-  found, _ = train(optimizer, targets)
-
-  def plain(shape):
-    m, v = 0.0, 0.0
-
-    def step(g):
-      nonlocal m, v
-      m = 0.9 * m + 0.1 * g.mean(0)
-      v = 0.999 * v + 0.001 * g.mean(0) ** 2
-      return -RATE * m / (np.sqrt(v) + 1e-3)
-
-    return step
-
-  np.testing.assert_allclose(found[:, 0], descended(targets, plain), 1e-4, 1e-5)
-
-
-def test_frozen_adam_keeps_parameters_without_gradients():
-  targets = random_targets(8, WORKERS, *SHAPE)
-  targets[:4, :, 0, 0] = 0.0  # Where the parameters begin.
-  optimizer = methods.one_bit_adam(RATE, 4, axis="worker")
-  params, states = train(optimizer, targets)
-  assert not params[:, :, 0, 0].any() and np.isfinite(params).all()
-  told = transforms.sharing(states).state[0]
-  assert told.mu is True and told.nu is True and told.step is True
-  assert told.compression.feedback.residual is False
 
 
 def test_demo_is_the_sign_of_the_fastest_components():

@@ -121,8 +121,6 @@ def late(**options):
     "in (0, 1], got 0.0",
   ),
   ("bits", lambda: methods.qsgd(SGD, 40, axis=None), "an int from 1 to 16"),
-  ("warmup_steps", lambda: methods.one_bit_adam(0.1, 0, axis=None), "int >= 1"),
-  ("b1", lambda: methods.one_bit_adam(0.1, 1, axis=None, b1=1.5), "in [0, 1]"),
   ("momentum", lambda: methods.dgc(SGD, momentum=2.0, axis=None), "in [0, 1]"),
   ("momentum", lambda: methods.signsgd(SGD, -0.5, axis=None), "in [0, 1], got"),
   (
@@ -144,7 +142,6 @@ def test_invalid_arguments_raise(argument, call, rule):
   "make",
   [
     lambda rate: methods.muloco(rate, interval=2, axis=None),
-    lambda rate: methods.one_bit_adam(rate, warmup_steps=1, axis=None),
     lambda rate: methods.diloco(
       optax.sgd(0.1), 2, axis=None, outer_learning_rate=rate
     ),

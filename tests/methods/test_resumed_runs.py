@@ -11,13 +11,12 @@ from tests.transforms._rounds import random_targets
 SGD = optax.sgd(0.1)
 NUM_WORKERS = 4
 # Random numbers, owners' residuals, a shared low rank, a phase of a schedule,
-# a frozen variance, and the middle of a round.
+# and the middle of a round.
 METHODS = {
   "qsgd": lambda axis: methods.qsgd(SGD, block=8, axis=axis),
   "ef_signsgd": lambda axis: methods.ef_signsgd(SGD, axis=axis),
   "powersgd": lambda axis: methods.powersgd(SGD, 1, axis=axis),
   "dgc": lambda axis: methods.dgc(SGD, 0.1, axis=axis, steps_per_phase=2),
-  "one_bit_adam": lambda axis: methods.one_bit_adam(0.1, 3, axis=axis),
   "sparse_loco": lambda axis: methods.sparse_loco(
     SGD, 3, 0.1, axis=axis, chunk=32
   ),

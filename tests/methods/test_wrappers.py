@@ -51,8 +51,8 @@ OPTIONS = {
   "topk_sgd": {"ratio": 0.25},
   "dgc": {"ratio": 0.5},
 }  # fmt: skip
-# These have no optimizer of the user's.
-CLOSED = ("one_bit_adam", "muloco")
+# This has no optimizer of the user's.
+CLOSED = ("muloco",)
 # Each mechanism once; the others are in the slow set.
 QUICK = ("ssgd", "diloco", "msdpu", "streaming_diloco", "powersgd")
 every = pytest.mark.parametrize("name", methods.registry)

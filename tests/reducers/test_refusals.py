@@ -220,11 +220,6 @@ _SCALED = codecs.RandomK(0.1)
     "a `jdist.Compression`",
   ),
   ("compression", lambda: local(_CODEC), "a `jdist.Compression`"),
-  (
-    "compression",
-    lambda: transforms.scale_by_frozen_adam(2, None, _CODEC),
-    "a `jdist.Compression`",
-  ),
 )
 def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)

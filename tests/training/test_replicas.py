@@ -8,7 +8,7 @@ from jdist import methods
 from tests import _processes
 
 _COMPRESSED = (
-  "qsgd", "terngrad", "signsgd", "ef_signsgd", "one_bit_adam", "topk_sgd",
+  "qsgd", "terngrad", "signsgd", "ef_signsgd", "topk_sgd",
   "dgc", "powersgd", "demo", "sparse_loco", "muloco",
 )  # fmt: skip
 # Which need networks that were trained before.

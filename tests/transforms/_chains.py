@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import methods, reducers, transforms
-from tests.transforms import _reducers
+from jdist import methods, transforms
 
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -93,12 +92,6 @@ def clipped(threshold, deviations, rate, *, axis):
 def compressed(rate, compression, *, axis):
   average = transforms.average_gradients(axis, compression)
   return optax.chain(average, optax.sgd(rate, momentum=0.9))
-
-
-def frozen(rate, *, axis):
-  compression = reducers.Compression(_reducers.Owned(0.01), reducers.EF21())
-  adam = transforms.scale_by_frozen_adam(5, axis, compression, eps=0.1)
-  return optax.chain(adam, optax.sgd(rate))
 
 
 class Cut:

@@ -307,8 +307,16 @@ TABLE |= {
 PLAIN = optax.sgd(0.1)
 COARSE = {"whole": True, "bound": True, "rough": True}
 TABLE |= {
-  "frozen": line(
-    _chains.frozen, {"rate": 0.1}, {}, "scale_by_frozen_adam", **COARSE
+  "ef21": line(
+    _chains.compressed,
+    {"rate": 0.1},
+    {
+      "compression": reducers.Compression(
+        _reducers.Owned(0.01), reducers.EF21()
+      )
+    },
+    "average_gradients",
+    **COARSE,
   ),
   "qsgd": line(
     methods.qsgd,
@@ -329,18 +337,6 @@ TABLE |= {
     methods.ef_signsgd,
     {},
     {"optimizer": MOMENTUM, "wire": "gather"},
-    **COARSE,
-  ),
-  "one_bit_adam": line(
-    methods.one_bit_adam,
-    {
-      "learning_rate": 0.1,
-      "b1": 0.9,
-      "b2": 0.999,
-      "eps": 1e-8,
-      "weight_decay": 0.01,
-    },
-    {"warmup_steps": 5},
     **COARSE,
   ),
   "topk_sgd": line(

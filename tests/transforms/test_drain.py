@@ -1,6 +1,7 @@
 """Draining: all stand on the anchor, and nothing that was begun is missing."""
 
 import functools
+from typing import NamedTuple
 
 import chex
 import jax
@@ -336,10 +337,32 @@ CHAIN = optax.chain(
   optax.add_decayed_weights(0.1),
   optax.scale_by_learning_rate(0.1),
 )
+MEAN = reducers.Compression(INT4, reducers.ErrorFeedback())
+
+
+class HeldState(NamedTuple):
+  mu: dict
+  compression: reducers.CompressionState
+
+
+def hold(updates, state, params=None, *, control, **extra):
+  """Holds the mean of all workers, which is no average in front of a chain."""
+  if control.drain == "residuals":
+    memory = MEAN.absorb(state.mu, state.compression, None)
+    return updates, state._replace(compression=memory)
+  mu, memory = MEAN.mean(updates, state.compression, None)
+  return mu, HeldState(mu, memory)
+
+
 HOLDERS = {
   "average_gradients": (CHAIN, lambda state: state[0]),
-  "one_bit_adam": (
-    methods.one_bit_adam(0.1, 2, axis=None, weight_decay=0.1),
+  "one's own": (
+    optax.chain(
+      optax.GradientTransformationExtraArgs(
+        lambda params: HeldState(params, MEAN.init(params, None)), hold
+      ),
+      optax.scale_by_learning_rate(0.1),
+    ),
     lambda state: state[0].compression,
   ),
   # One that does not pass extra arguments on takes a mean.

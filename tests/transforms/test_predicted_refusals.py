@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jdist import codecs, methods, reducers, transforms
+from jdist import methods, transforms
 from tests.transforms._fronts import Cut, PARAMS, predict, THETA, whole
 
 
@@ -132,19 +132,11 @@ def test_part_that_does_not_average_is_refused_where_there_are_workers():
     lambda sgd, axis: optax.inject_hyperparams(
       lambda rate: methods.ssgd(optax.sgd(rate), axis=axis)
     )(rate=0.1),
-    lambda sgd, axis: frozen(axis),
   ],
 )
 def test_any_averaging_front_is_accepted(front):
   state = refuse_or_init(front(optax.sgd(0.1), axis="worker"))
   assert state.anchor["c"].shape == (2, 3)
-
-
-def frozen(axis):
-  adam = transforms.scale_by_frozen_adam(
-    5, axis, reducers.Compression(codecs.Quantize(4))
-  )
-  return optax.chain(adam, optax.sgd(0.1))
 
 
 def test_update_without_parameters_is_refused():

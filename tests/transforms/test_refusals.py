@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import codecs, methods, reducers, states, transforms
+from jdist import methods, reducers, states, transforms
 from jdist.transforms import intervals
 from tests import _refusals
 from tests.transforms import _reducers
@@ -73,11 +73,6 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
     "one PartitionSpec for each leaf",
   ),
   ("overlap", lambda: local(overlap=1), "`transforms.Delayed(...)`"),
-  (
-    "compression",
-    lambda: transforms.scale_by_frozen_adam(1, None, codecs.Sign()),
-    "a `jdist.Compression`",
-  ),
   (
     "overlap",
     lambda: local(overlap=transforms.Delayed),
@@ -268,7 +263,6 @@ OF_FLOATS = {
   "delay_gradients": transforms.delay_gradients(SGD, 1),
   "clip_local": transforms.clip_local(1.0, None),
   "clip_deviations": transforms.clip_deviations(1.0),
-  "scale_by_frozen_adam": transforms.scale_by_frozen_adam(2, None, EXACTLY),
 }
 
 
