@@ -60,6 +60,9 @@ TWINS = {
   ("PyTorch", "torchft DiLoCo quantized"): ("PyTorch", "torchft DiLoCo"),
 }
 
+# Those that send everything in each step.
+_WHOLE = ("SSGD", "DDP", "DDP fp16")
+
 
 def prepare(options):
   """Writes the file that both frameworks read."""
@@ -296,35 +299,39 @@ def measure(options):
     for turn in turns:  # Compiles, and passes what a method does at first.
       turn.take(turn.longest)
       print("ready:", turn.framework, turn.method, flush=True)
-    if options.speed < 1:
-      # The last host is the slow one.
-      slow = [group.processes[-1].pid for group in found.values()]
-      stack.enter_context(slow_network.cpu_quota(slow, options.speed))
-    if options.wait:
-      input("ready to measure")
-    for rate in options.rates:
+    # The last host is the slow one.
+    slow = [group.processes[-1].pid for group in found.values()]
+    for setting in options.settings:
+      rate, _, speed = setting.partition("@")
       slow_network.change_rate(names, rate)
       config = {
-        "hosts": options.hosts, "batch": problem.BATCH, "speed": options.speed,
+        "hosts": options.hosts, "batch": problem.BATCH,
+        "speed": float(speed or 1), "repetitions": options.repetitions,
         "mbit_per_s": float(rate.removesuffix("mbit")),
-        "repetitions": options.repetitions,
       }  # fmt: skip
-      load = os.getloadavg()[0]
-      taken = [[] for _ in turns]
-      for _ in range(options.repetitions):
-        for turn, rows in zip(turns, taken, strict=True):
-          rows.append(turn.take(turn.steps(config["mbit_per_s"])))
-      rows = [
-        turn.row(config, rows, load)
-        for turn, rows in zip(turns, taken, strict=True)
-      ]
+      with contextlib.ExitStack() as quota:
+        if speed:
+          quota.enter_context(slow_network.cpu_quota(slow, float(speed)))
+        rows = measure_setting(turns, config)
       training.append_rows(TIMES, rows)
       for row in rows:
         print(
-          rate, row["framework"], row["method"],
+          setting, row["framework"], row["method"],
           *(f"{1e3 * x:.1f}" for x in row["step_s"]),
           f"{row['interface_bytes'][0] / 1e3:.0f} kB", flush=True,
         )  # fmt: skip
+
+
+def measure_setting(turns, config):
+  """Returns the rows of all methods, which take turns."""
+  load, taken = os.getloadavg()[0], [[] for _ in turns]
+  for _ in range(config["repetitions"]):
+    for turn, found in zip(turns, taken, strict=True):
+      found.append(turn.take(turn.steps(config["mbit_per_s"])))
+  return [
+    turn.row(config, found, load)
+    for turn, found in zip(turns, taken, strict=True)
+  ]
 
 
 class Turn:
@@ -340,7 +347,7 @@ class Turn:
     """Returns the steps of a repetition: whole rounds, about two seconds."""
     if problem.interval(self.method) > 1 or self.method == "alone":
       return self.longest
-    return 2 if mbit_per_s < 50 else 8
+    return 2 if mbit_per_s < 50 and self.method in _WHOLE else 8
 
   def take(self, steps):
     """Runs steps; returns seconds and interface bytes of one step."""
@@ -372,12 +379,9 @@ def main():
   parser.add_argument("--frameworks", nargs="+", default=tuple(FRAMEWORKS),
                       choices=tuple(FRAMEWORKS))  # fmt: skip
   parser.add_argument("--methods", nargs="+", default=())
-  parser.add_argument("--rates", nargs="+", default=("100mbit",))
+  parser.add_argument("--settings", nargs="+", default=("100mbit",),
+                      help="link rates; 100mbit@0.25 slows a host")  # fmt: skip
   parser.add_argument("--repetitions", type=int, default=3)
-  parser.add_argument("--speed", type=float, default=1.0,
-                      help="the last host's share of its core")  # fmt: skip
-  parser.add_argument("--wait", action="store_true",
-                      help="waits for a line before measuring")  # fmt: skip
   options = parser.parse_args()
   if options.what != "prepare" and not options.python:
     parser.error("--python must be a Python with torch, torchft and numpy")
