@@ -9,6 +9,8 @@ import numpy as np
 # Images of a worker's step, local steps of a round, and how often a run is
 # evaluated: at the end of a round.
 BATCH, INTERVAL = 32, 8
+# The first seed chooses the rate.
+SEEDS = (0, 1, 2)
 # Synchronous steps before PyTorch's PowerSGD begins, which need two or more.
 WARMUP = 8
 MOMENTUM = 0.9

@@ -235,6 +235,29 @@ def short_table(found):
   return studies.table(f"framework | method | {titles}", lines)
 
 
+def comparison(found):
+  """Returns the best method of each library, by network."""
+  families = (
+    ("PyTorch", lambda x: x[0] == "PyTorch" and "torchft" not in x[1]),
+    ("torchft", lambda x: "torchft" in x[1]),
+    ("jdist in float32", lambda x: x[0] == "jdist" and "int4" not in x[1]),
+    ("jdist", lambda x: x[0] == "jdist"),
+  )
+  lines = []
+  for cell in found:
+    known = {key: cell.seconds(key) for key in cell.rows}
+    known = {key: x for key, x in known.items() if x is not None}
+    line = [cell.name]
+    for _, belongs in families:
+      own = list(filter(belongs, known))
+      best = min(own, key=known.get) if own else None
+      line.append("-" if best is None else f"{best[1]}: {known[best]:.1f} s")
+    if known:
+      lines.append(line)
+  titles = " | ".join(name for name, _ in families)
+  return studies.table(f"network | {titles}", lines)
+
+
 def steps_table(tuning):
   """Returns a line for each tuned method."""
   return studies.table(
@@ -271,6 +294,26 @@ def same_updates(rows):
         f"{twin[-1][0]} steps; the test accuracies of {len(both)} evaluations "
         f"differ by {100 * most:.1f} points at most."
       )
+  return "\n".join(lines)
+
+
+def flower(rows, found):
+  """Returns what a round of Flower's FedAvg takes."""
+  lines = []
+  for row in rows:
+    mbit = row["config"]["bits_per_s"] / 1e6
+    text = (
+      f"- FedAvg by Flower {row['flower']} at {mbit:g} Mbit/s: a round of "
+      f"{problem.INTERVAL} steps takes "
+      f"{statistics.median(row['round_s']):.1f} s in the median of "
+      f"{len(row['round_s'])}"
+    )
+    key = ("jdist", "Local SGD")
+    for cell in found:
+      if (cell.config["hosts"], cell.speed, cell.mbit) == (2, 1, mbit):
+        ours_s = problem.INTERVAL * cell.step_s(key)
+        text += f", one of jdist's Local SGD {ours_s:.2f} s"
+    lines.append(text + ".")
   return "\n".join(lines)
 
 
@@ -339,8 +382,9 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--check", action="store_true")
   check = parser.parse_args().check
-  steps, times = (
-    training.read_rows(x) if x.exists() else [] for x in (run.STEPS, run.TIMES)
+  steps, times, fed_avg = (
+    training.read_rows(x) if x.exists() else []
+    for x in (run.STEPS, run.TIMES, run.STEPS.with_name("flower.jsonl"))
   )
   tuning = tuned(steps)
   found = cells(times, tuning)
@@ -348,9 +392,12 @@ def main():
     run.FOLDER / "README.md": {
       "verdict": verdict(found), "seconds": short_table(found),
       "steps": steps_table(tuning), "same": same_updates(steps),
-      "setting": setting(steps, times),
+      "flower": flower(fed_avg, found), "setting": setting(steps, times),
     },
     run.FOLDER / "TABLES.md": {"times": times_table(found)},
+    _COMPARISON: {
+      "peers": comparison(found), "flower": flower(fed_avg, found)
+    },
   }  # fmt: skip
   print("\n\n".join(x for parts in pages.values() for x in parts.values()))
   differs = studies.write(pages, check=check)
