@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -44,7 +43,8 @@ def check(part: Any, *, sees_all: bool = True, within: float = 1.3) -> None:
     finite, and others stay visible; it compares by its settings.
   - A method of two workers takes steps towards the targets of both; its state
     has no array of size zero, and the workers agree on their anchor to the bit.
-  - A sync rule, or an outer optimizer, keeps the laws of a method with rounds.
+  - A sync rule, an outer optimizer, or a feedback around two bits, keeps the
+    laws of a method with rounds.
   - A reducer gives all workers one mean, to the bit, in the tree's dtypes; an
     unsent entry is missing in a worker's `own_share`, or in the residuals of
     owners; its state has no array of size zero.
@@ -59,9 +59,9 @@ def check(part: Any, *, sees_all: bool = True, within: float = 1.3) -> None:
 
   Args:
     part: A `codecs.Codec`, `methods.Method`, `transforms.SyncRule`, optimizer
-      of Optax, `reducers.Reducer`, `server.Protocol` or `pipeline.TableEntry`;
-      a model's class or function of `input_shape, num_classes, *, rngs`; or a
-      data set's function of "train" or "test".
+      of Optax, `reducers.Reducer` or `Feedback`, `server.Protocol` or
+      `pipeline.TableEntry`; a model's class or function of `input_shape,
+      num_classes, *, rngs`; or a data set's function of "train" or "test".
     sees_all: Whether a codec must show each entry that is not finite; those
       that send random entries do not.
     within: The largest distance of a method's anchor from the middle of the
@@ -84,6 +84,10 @@ def check(part: Any, *, sees_all: bool = True, within: float = 1.3) -> None:
     _check_table(part)
   elif isinstance(part, transforms.SyncRule | optax.GradientTransformation):
     rounds = functools.partial(transforms.local_steps, rule=part)
+    _check_method(methods.Method("", rounds), within)
+  elif isinstance(part, reducers.Feedback):
+    packed = reducers.Compression(codecs.Quantize(2), part)
+    rounds = functools.partial(transforms.local_steps, compression=packed)
     _check_method(methods.Method("", rounds), within)
   elif isinstance(part, reducers.Reducer):
     _check_reducer(part)
@@ -255,17 +259,13 @@ def _check_table(entry: pipeline.TableEntry) -> None:
 
 
 def _check_protocol(protocol: server.Protocol) -> None:
-  away = {"b": ((3.2, 3.4), (7.1, 20)), "c": ((11, math.inf),), "d": ((0, 5),)}
-  machines = cluster.Cluster(
-    tuple(
-      cluster.Node(
-        name,
-        jitter=jitter,
-        outages=tuple(cluster.Outage(*x) for x in away.get(name, ())),
-      )
-      for name, jitter in (("a", 0.2), ("b", 0.0), ("c", 0.1), ("d", 0.0))
-    )
-  )
+  away = cluster.Outage
+  machines = cluster.Cluster((
+    cluster.Node("a", jitter=0.2),
+    cluster.Node("b", outages=(away(3.2, 3.4), away(7.1, 20.0))),
+    cluster.Node("c", jitter=0.1, outages=(away(11.0),)),
+    cluster.Node("d", outages=(away(0.0, 5.0),)),
+  ))  # fmt: skip
 
   def run(seconds: float) -> server.Simulation:
     costs = cluster.Profile(seconds_per_sample=1 / 64)

@@ -59,6 +59,24 @@ def test_rule_keeps_the_laws(name):
   conformance.check(_RULES[name], within=2.7 if name == "adam" else 1.3)
 
 
+@pytest.mark.parametrize("name", _cases(methods.PARTS["feedbacks"]))
+def test_feedback_keeps_the_laws(name):
+  conformance.check(methods.PARTS["feedbacks"][name])
+
+
+class _Own(reducers.ErrorFeedback):
+  """Gives each worker its own share, in place of the mean."""
+
+  def finish(self, mean, own_share, wanted, state):
+    return own_share, super().finish(mean, own_share, wanted, state)[1]
+
+
+@slow
+def test_feedback_that_takes_no_mean_is_named():
+  with pytest.raises(AssertionError, match="agree on the anchor to the bit"):
+    conformance.check(_Own())
+
+
 @pytest.mark.parametrize("name", _cases(_REDUCERS))
 def test_reducer_keeps_the_laws(name):
   conformance.check(_REDUCERS[name])
