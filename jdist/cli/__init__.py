@@ -7,6 +7,7 @@ import importlib
 import io
 import os
 import pathlib
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -60,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with _interrupts.kept(), _output.warnings_in_a_line():
       status, line = _status(words)
   except BaseException as error:
+    if own := _options.raised_in(error):
+      print(f"jdist: error: {own}", file=sys.stderr)
     if not _among_processes():
       raise
     from jdist import collectives
@@ -135,6 +138,11 @@ def _status(words: list[str]) -> tuple[int, str]:
     picture = getattr(error, "picture", "")
     status = _run_end.AGAIN if again else 2
     return status, f"error: {text}" + (f"\n{picture}" if picture else "")
+  except TypeError as error:
+    # Calls of jdist's own parts fit: this is one of the user's.
+    if not _options.OWN or not _is_ours(error):
+      raise
+    return 2, f"error: {' or '.join(_options.OWN.values())} failed: {error}."
   except _run_end.DivergedError as error:
     return _run_end.DIVERGED, f"diverged: {error}"
   except _run_end.TerminatedError as error:
@@ -163,12 +171,9 @@ def _is_ours(error: BaseException) -> bool:
   """
   if isinstance(error, OSError) and error.filename is not None:
     return True
-  trace = error.__traceback__
-  assert trace is not None
-  while trace.tb_next is not None:
-    trace = trace.tb_next
+  *_, (frame, _) = traceback.walk_tb(error.__traceback__)
   package = pathlib.Path(__file__).parent.parent
-  return pathlib.Path(trace.tb_frame.f_code.co_filename).is_relative_to(package)
+  return pathlib.Path(frame.f_code.co_filename).is_relative_to(package)
 
 
 def _parse(name: str, words: list[str]) -> Any:
@@ -245,24 +250,15 @@ def _check_known(name: str, command: type[Any], words: list[str]) -> None:
 
 
 def _message(box: str) -> str:
-  """Returns tyro's message, without the frame and the help around it."""
-  lines = []
-  for line in box.splitlines():
-    text = line.strip("│ \t")
-    if text.startswith(("╭", "╰")):
-      continue
-    if text.startswith("─"):
-      break
-    lines.append(text)
-  message = " ".join(lines).strip()
+  """Returns tyro's message, without colours, frame and the help around it."""
+  plain = re.sub(r"\x1b\[[\d;]*m|[│╭╮╰╯]", "", box)
+  # A title, the message and help; an ASCII terminal has a line of hyphens.
+  parts = re.split("[─-]{4,}", plain)
+  message = " ".join(" ".join(parts[1:2] or parts).split())
   return message if message.endswith(".") else f"{message}."
 
 
 def _preset(words: list[str]) -> str:
   """Returns the preset among the words, whose defaults the parser needs."""
-  for number, word in enumerate(words):
-    if word == "--preset" and number + 1 < len(words):
-      return words[number + 1]
-    if word.startswith("--preset="):
-      return word.removeprefix("--preset=")
-  return "digits"
+  found = re.search(r"(?:^| )--preset[ =](\S*)", " ".join(words))
+  return found[1] if found else "digits"

@@ -56,6 +56,7 @@ def options(name: str, defaults: Any) -> str:
       form = _options.POSITIONAL.get((name, field))
       if form is None:
         form = f"{_options.word(field)} {_kind(hints[field], field)}"
+        text += _need(type(defaults).__dataclass_fields__, field)
         if (value := getattr(defaults, field)) not in (None, ()):
           text = f"{text} [{_shown(value)}]"
       parts.append(_entry(form, text, width))
@@ -83,6 +84,17 @@ def _listed(command: str) -> tuple[str, dict[str, str]]:
   from jdist import methods
 
   return "methods", {x: y.summary for x, y in methods.registry.items()}
+
+
+def _need(fields: Mapping[str, Any], field: str) -> str:
+  """Returns a sentence about what an option cannot be without."""
+  entry = fields[field].metadata.get("option")
+  need, *values = entry.needs if entry and entry.needs else ("",)
+  if need not in fields or need == "action":  # Texts name the actions.
+    return ""
+  rule = "Not with" if None in values else "Needs"
+  words = [_options.word(need), "|".join(filter(None, values))]
+  return f" {rule} `{' '.join(words).strip()}`."
 
 
 def _lines(texts: Mapping[str, str]) -> Iterator[str]:

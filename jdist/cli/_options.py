@@ -8,6 +8,7 @@ import pathlib
 import shlex
 import sys
 import tomllib
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
@@ -66,6 +67,7 @@ def word(name: str) -> str:
 
 
 IMPORTS: list[str] = []  # The words `--import MODULE` of this command.
+OWN: dict[str, str] = {}  # Modules of the user's own, and what names them.
 
 
 def command_line(options: Any, output: object = None) -> str:
@@ -101,6 +103,7 @@ def check_name(option: str, name: str, known: Iterable[str]) -> None:
   if name not in known:
     raise ValueError(
       f"`{option}` must be one of {', '.join(known)}, got {name!r}."
+      f"{' Put spaces between several.' * (',' in name)}"
     )
 
 
@@ -109,6 +112,7 @@ def load(option: str, name: str, kind: str) -> Any:
   # Unlike `python -m jdist`, the installed command does not look there.
   sys.path.append(os.getcwd())
   module, _, attribute = name.partition(":")
+  OWN[module.partition(".")[0]] = f"`{option} {name}`"
   try:
     found = importlib.import_module(module)
     return found if kind == "a module" else getattr(found, attribute)
@@ -116,6 +120,14 @@ def load(option: str, name: str, kind: str) -> Any:
     raise ValueError(
       f"`{option}` must be {kind} that can be imported, got {name!r}: {error}."
     ) from None
+
+
+def raised_in(error: BaseException) -> str:
+  """Says which module of the user's own has raised an error; else ""."""
+  frames = [x.f_globals for x, _ in traceback.walk_tb(error.__traceback__)]
+  tops = [str(x.get("__name__")).partition(".")[0] for x in frames]
+  end = f" raised {type(error).__name__}, whose traceback follows."
+  return next((OWN[x] + end for x in reversed(tops) if x in OWN), "")
 
 
 def check_names(

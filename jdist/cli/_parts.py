@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ def load(words: Sequence[str]) -> list[str]:
   """
   rest: list[str] = []
   _options.IMPORTS.clear()
+  _options.OWN.clear()
   given = iter(words)
   for word in given:
     if word == "--import" or word.startswith("--import="):
@@ -88,6 +90,10 @@ def _add(kind: str, name: str, part: Any) -> None:
     raise ValueError(
       f"{name!r} of {kind} must be {kinds}, got {type(part).__name__}."
     )
+  try:
+    inspect.signature(part if callable(part) else _add)
+  except ValueError as error:
+    raise ValueError(f"{name!r} of {kind} cannot be used: {error}.") from error
   if _registry(kind).setdefault(name, part) is not part:
     raise ValueError(
       f"{name!r} of {kind} must have another name: there is one already."

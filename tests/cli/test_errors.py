@@ -1,6 +1,7 @@
 """Unusable options are refused in one line, and nothing is written."""
 
 import errno
+import io
 import os
 import pathlib
 import socket
@@ -24,6 +25,10 @@ _BAD = [
   ),
   ("train --method sgd", "`--method` must be one of ssgd"),
   ("compare --methods ssgd sgd", "`--methods` must be one of ssgd"),
+  (
+    "compare --methods ssgd,diloco",
+    "'ssgd,diloco'. Put spaces between several.",
+  ),
   ("compare --methods ssgd ssgd", "`--methods` must be one or more different"),
   ("train --dataset imagenet", "`--dataset` must be one of synthetic, digits"),
   ("train --model vit", "`--model` must be one of mlp"),
@@ -219,6 +224,19 @@ _BAD = [
 @pytest.mark.parametrize(("words", "told"), _BAD, ids=[w for w, _ in _BAD])
 def test_bad_input_is_refused_in_one_line(words, told, refusal):
   assert told in refusal(words)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_message_has_neither_frame_nor_colours(encoding, monkeypatch, refusal):
+  """A terminal's frame is of colours, or of hyphens."""
+  members = {"encoding": encoding, "isatty": lambda self: True}
+  terminal = type("Terminal", (io.StringIO,), members)
+  monkeypatch.setattr(sys, "stdout", terminal())
+  monkeypatch.setenv("TERM", "xterm")
+  assert refusal("train extra") == (
+    "jdist: error: Unrecognized options: extra. `jdist train --help` explains "
+    "the options.\n"
+  )
 
 
 @pytest.mark.smoke

@@ -58,6 +58,19 @@ def test_every_option_is_shown_once_and_explained(command, capsys):
   assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("command", _ALL)
+def test_help_says_what_an_option_needs(command, capsys):
+  text = " ".join(_told(capsys, command, "--help").split())
+  fields = _ALL[command].__dataclass_fields__
+  for name, told in _help.fields(_ALL[command]).items():
+    option = fields[name].metadata.get("option")
+    need, *values = option.needs if option and option.needs else ("",)
+    if need in fields and need != "action":
+      word = _options.word(need)
+      said = f"Not with `{word}`." if None in values else f"Needs `{word}"
+      assert f"{told} {said}" in text, name
+
+
 def test_help_shows_the_defaults_of_the_preset(capsys):
   assert "[30]" in _told(capsys, "train", "--help")
   text = _told(capsys, "train", "--preset", "cifar10-gpu", "--help")

@@ -199,7 +199,32 @@ def test_package_of_the_page_has_a_codec_for_every_command(
     ("--codec os:none", "`--codec` must be MODULE:NAME of one of its codecs"),
     ("--method os:path", "'os:path' of methods must be a `methods.Method`"),
     ("--outer os:none", "`--outer` must be MODULE:NAME of one of its rules"),
+    (
+      "--outer collections:OrderedDict",
+      "'collections:OrderedDict' of rules cannot be used: no signature",
+    ),
+    (
+      "--codec jdist.codecs:Codec",
+      "`--codec jdist.codecs:Codec` failed: Can't instantiate abstract class",
+    ),
+    (
+      "--model re:match",
+      "`--model re:match` failed: match() got an unexpected",
+    ),
   ],
 )
 def test_what_is_no_part_is_refused(words, told, folder, refusal):
   assert told in refusal(f"train {words}")
+
+
+def test_error_inside_a_part_keeps_its_traceback(folder, capsys):
+  broken = _MODULE.replace("jnp.float16), state", "jnp.float17), state")
+  (folder / "outside.py").write_text(broken)
+  words = "train --codec outside:Half --dataset synthetic --steps 1"
+  with pytest.raises(AttributeError, match="float17") as raised:
+    cli.main(words.split())
+  assert pathlib.Path(raised.traceback[-1].path).name == "outside.py"
+  assert capsys.readouterr().err.startswith(
+    "jdist: error: `--codec outside:Half` raised AttributeError, whose "
+    "traceback follows.\n"
+  )
