@@ -213,12 +213,15 @@ def _read_nodes(table: Any, place: str) -> list[_node.Node]:
   if count is not None and (not isinstance(count, int) or count < 1):
     raise ValueError(f"`count` of {place} must be an int >= 1, got {count!r}.")
   memory = table.get("memory_gb")
-  node = _node.Node(
-    name, speed=table.get("speed", 1.0), jitter=table.get("jitter", 0.0),
-    memory_bytes=math.inf if memory is None else 1e9 * memory,
-    slowdowns=_read_times(table, "slowdowns", _node.Slowdown, place),
-    outages=_read_times(table, "outages", _node.Outage, place),
-  )  # fmt: skip
+  try:
+    node = _node.Node(
+      name, speed=table.get("speed", 1.0), jitter=table.get("jitter", 0.0),
+      memory_bytes=math.inf if memory is None else 1e9 * memory,
+      slowdowns=_read_times(table, "slowdowns", _node.Slowdown),
+      outages=_read_times(table, "outages", _node.Outage),
+    )  # fmt: skip
+  except ValueError as error:
+    raise ValueError(f"{place}: {error}") from None
   if count is None:
     return [node]
   # Machines of one table differ in their names alone; their jitter is drawn
@@ -227,11 +230,11 @@ def _read_nodes(table: Any, place: str) -> list[_node.Node]:
 
 
 def _read_times(
-  table: Mapping[str, Any], key: str, kind: Callable[..., Any], place: str
+  table: Mapping[str, Any], key: str, kind: Callable[..., Any]
 ) -> tuple[Any, ...]:
   """Reads slow-downs or outages from a list of tables."""
   times = table.get(key, [])
-  within = f"`{key}` of {place}"
+  within = f"`{key}`"
   if not isinstance(times, list):
     raise ValueError(f"{within} must be a list of tables, got {times!r}.")
   keys = [x.name for x in dataclasses.fields(kind)]  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import random
-from typing import Any
 
 from jdist import signatures
 
@@ -15,21 +14,19 @@ class Slowdown:
 
   Attributes:
     start_s: The beginning.
-    factor: The factor by which the speed is multiplied.
+    factor: The positive factor of the speed, for which 0 is an `Outage`.
     end_s: The end; infinity by default.
 
   Raises:
     ValueError: If a time or the factor is out of its range.
   """
 
-  start_s: float
-  factor: float
+  start_s: signatures.NonNegativeFloat
+  factor: signatures.PositiveFloat
   end_s: float = math.inf
 
   def __post_init__(self) -> None:
-    _check_interval(self)
-    remedy = "Take an `Outage` for a machine that does not compute."
-    _check_positive("factor", self.factor, remedy)
+    _check_end(self)
 
 
 @signatures.checked
@@ -45,11 +42,11 @@ class Outage:
     ValueError: If a time is out of its range.
   """
 
-  start_s: float
+  start_s: signatures.NonNegativeFloat
   end_s: float = math.inf
 
   def __post_init__(self) -> None:
-    _check_interval(self)
+    _check_end(self)
 
 
 @signatures.checked
@@ -76,21 +73,15 @@ class Node:
   """
 
   name: str
-  speed: float = 1.0
-  jitter: float = 0.0
+  speed: signatures.PositiveFloat = 1.0
+  jitter: signatures.NonNegativeFloat = 0.0
   memory_bytes: float = math.inf
   slowdowns: tuple[Slowdown, ...] = ()
   outages: tuple[Outage, ...] = ()
 
   def __post_init__(self) -> None:
-    if not isinstance(self.name, str) or not self.name:
+    if not self.name:
       raise ValueError(f"`name` must be text, got {self.name!r}.")
-    _check_positive("speed", self.speed, f"The machine is {self.name!r}.")
-    if not 0 <= self.jitter < math.inf:
-      raise ValueError(
-        f"`jitter` must be finite and not negative, got {self.jitter} for "
-        f"{self.name!r}."
-      )
     if not self.memory_bytes > 0:
       raise ValueError(
         f"`memory_bytes` must be positive, got {self.memory_bytes} for "
@@ -149,18 +140,7 @@ class Node:
     return not any(o.start_s <= now_s < o.end_s for o in self.outages)
 
 
-def _check_positive(name: str, value: Any, remedy: str) -> None:
-  if not 0 < value < math.inf:
-    raise ValueError(
-      f"`{name}` must be positive and finite, got {value}. {remedy}"
-    )
-
-
-def _check_interval(interval: Slowdown | Outage) -> None:
-  if not 0 <= interval.start_s < math.inf:
-    raise ValueError(
-      f"`start_s` must be finite and not negative, got {interval.start_s}."
-    )
+def _check_end(interval: Slowdown | Outage) -> None:
   if not interval.end_s > interval.start_s:
     raise ValueError(
       f"`end_s` must lie after `start_s`, got {interval.end_s} after "

@@ -83,7 +83,7 @@ WRONG = {
     FILE.replace("= 10.0", "= -10.0"),
     "`bandwidth_bits_per_s` must be in",
   ),
-  "speed of 0": (FILE.replace("8.0", "0.0"), "`speed` must be positive"),
+  "speed of 0": (FILE.replace("8.0", "0.0"), "number 1: `speed` must be in"),
   "speed in words": (FILE.replace("8.0", "'fast'"), "`speed` of .* a number"),
   "count": (FILE.replace("count = 2", "count = 0"), "`count` of"),
   "no route": (FILE.replace('"slow", "switch"', '"slow", "swich"'), "no way"),

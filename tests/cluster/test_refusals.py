@@ -8,15 +8,14 @@ OUTAGES = (cluster.Outage(1.0, 3.0), cluster.Outage(2.0))
 
 
 @_refusals.table(
-  ("speed", lambda: cluster.Node("a", speed=0.0), "positive"),
-  ("jitter", lambda: cluster.Node("a", jitter=-1.0), "and not negative"),
-  ("jitter", lambda: cluster.Node("a", jitter=float("inf")), "be finite"),
-  ("speed", lambda: cluster.Node("a", speed=float("inf")), "and finite"),
-  ("factor", lambda: cluster.Slowdown(0.0, 0.0), "Take an `Outage`"),
+  ("speed", lambda: cluster.Node("a", speed=0.0), "in (0, inf]"),
+  ("jitter", lambda: cluster.Node("a", jitter=-1.0), "in [0, inf]"),
+  ("jitter", lambda: cluster.Node("a", jitter=float("inf")), "a finite number"),
+  ("speed", lambda: cluster.Node("a", speed=float("inf")), "a finite number"),
   ("name", lambda: cluster.Node(""), "text"),
   ("memory_bytes", lambda: cluster.Node("a", memory_bytes=0), "positive"),
-  ("factor", lambda: cluster.Slowdown(0.0, 0.0), "positive"),
-  ("start_s", lambda: cluster.Outage(-1.0), "finite and not negative"),
+  ("factor", lambda: cluster.Slowdown(0.0, 0.0), "in (0, inf]"),
+  ("start_s", lambda: cluster.Outage(-1.0), "in [0, inf]"),
   ("end_s", lambda: cluster.Outage(1.0, 1.0), "after `start_s`"),
   (
     "outages",

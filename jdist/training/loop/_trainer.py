@@ -34,6 +34,7 @@ Batches = Callable[[int], Iterator[PyTree]]
 _SENT_BYTES, _HISTORY = "sent_bytes", "jdist.history"
 
 
+@signatures.checked
 class Trainer:
   """Runs a step over batches; compiles once, for any number of `fit` calls.
 
@@ -50,8 +51,8 @@ class Trainer:
     stream_steps: Sequence[int] = (),
     host_rounds: bool | None = None,
     independent: bool = False,
-    max_shapes: int = 8,
-    timeout_s: float = 900.0,
+    max_shapes: signatures.PositiveInt = 8,
+    timeout_s: signatures.PositiveFloat = 900.0,
   ):
     """Prepares the program.
 
@@ -77,12 +78,7 @@ class Trainer:
         message. Compiling, evaluating and saving may take four times as long.
     """
     collectives.Workers.check(workers)
-    checks.check_function("step", step, "a state and a batch")
-    checks.check_choice("host_rounds", host_rounds, (None, True, False))
-    checks.check_choice("independent", independent, (True, False))
-    timeout_s = checks.check_number("timeout_s", timeout_s, open_low=True)
     self.workers = workers
-    max_shapes = checks.check_int("max_shapes", max_shapes, 1)
     self._step = _training_run.CompiledStep(workers, step, max_shapes)
     self.interrupted: (
       tuple[_train_state.TrainState, list[_record.Record]] | None

@@ -1,6 +1,7 @@
 """A process's way to Ray: import, token, address, signals."""
 
 import contextlib
+import functools
 import os
 import pathlib
 import secrets
@@ -11,6 +12,8 @@ import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
+
+from jdist import checks
 
 MODE, TOKEN, _TOKEN_PATH = (
   "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
@@ -41,20 +44,7 @@ def set_token() -> None:
 _SET: set[str] = set()
 
 
-def import_ray() -> Any:
-  """Imports Ray.
-
-  Raises:
-    ImportError: If it is missing; the message says how to install it.
-  """
-  try:
-    import ray
-  except ImportError:
-    raise ImportError(
-      '`driver` ray needs Ray: `pip install ".[ray]"` in a clone, or '
-      "`pip install 'jdist[ray]'`."
-    ) from None
-  return ray
+import_ray = functools.partial(checks.import_extra, "ray", "ray")
 
 
 def check_address(address: str | None) -> None:
