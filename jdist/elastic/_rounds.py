@@ -1,5 +1,6 @@
 """Methods with rounds between workers that come and go."""
 
+import dataclasses
 import functools
 import queue
 import threading
@@ -121,7 +122,7 @@ class Rounds:
 
   Args:
     method: The transformation of a method with rounds, for instance
-      `methods.diloco(optimizer, 8, axis=None)`; its axis is not used.
+      `methods.diloco(optimizer, 8, axis=None)`.
     params: The first parameters.
     workers: The names of all workers that may take part.
     samples: Samples of a worker's local step, or an allocation such as
@@ -155,8 +156,6 @@ class Rounds:
     model_state: signatures.Arrays = None,
     seed: signatures.Seed = 0,
   ):
-    if not workers:
-      raise ValueError("`workers` must be one name at least, got none.")
     parts = self._parts = _parts_of(method, params)
     assert isinstance(method, transforms.RoundTransformation)
     self.workers, self._optimizer = tuple(workers), method.parts.optimizer
@@ -182,7 +181,9 @@ class Rounds:
       weights="samples",
       timeout_s=timeout_s,
     )
-    self.protocol.init(self.workers)  # It checks their names.
+    self._plan = server.LivePlan(
+      workers=self.workers, versions=server.versions()
+    )
 
   def syncer(self, *, shared: bool = True) -> server.FragmentSyncer:
     """Returns the server's learner; `shared` is that of the samples."""
@@ -263,9 +264,7 @@ class Rounds:
       shared: Whether all workers take from one stream of samples.
       **options: Those of `server.LiveSession`.
     """
-    plan = server.LivePlan(
-      workers=self.workers, record=record, versions=server.versions()
-    )
+    plan = dataclasses.replace(self._plan, record=record)
     works = {x: functools.partial(_call, work, x) for x in self.workers}
     return server.LiveSession(
       engine, functools.partial(self._serve, shared), works, plan,
@@ -291,6 +290,8 @@ def _parts_of(method: Any, params: PyTree) -> _Parts:
       "`server.BSP()`."
     )
   parts, outer, codec = method.parts, method.outer, None
+  if parts.axis is not None:
+    raise ValueError(f"`axis` must be None with a server, got {parts.axis!r}.")
   if parts.policy.constant is None:
     raise ValueError(
       "`interval` must be a number with a server, which gives tasks of as many "

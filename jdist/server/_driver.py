@@ -17,14 +17,8 @@ _MAX_REFUSED = 3
 
 
 def environment(now_s: float = 0.0) -> Any:
-  """Returns SimPy's clock, or raises an ImportError with the remedy."""
-  try:
-    import simpy
-  except ImportError:
-    raise ImportError(
-      "A server's clock needs SimPy. " + checks.install({"simpy": "sim"})
-    ) from None
-  return simpy.Environment(now_s)
+  """Returns SimPy's clock."""
+  return checks.import_extra("simpy", "sim").Environment(now_s)
 
 
 @dataclasses.dataclass
@@ -107,7 +101,7 @@ class Driver:
     self.refused: collections.Counter[str] = collections.Counter()
     self.pulled_bytes = self.pushed_bytes = 0.0
     self._tasks: dict[int, TaskGiven] = {}
-    self._last_s = 0.0
+    self._last_s, self._expired = 0.0, 0
     self._refused_in_a_row: collections.Counter[str] = collections.Counter()
 
   # Methods that a driver overrides.
@@ -223,6 +217,15 @@ class Driver:
           self._discard(action.task)
       else:
         self.wait(action)
+    if gone and isinstance(message, _messages.Expired):
+      self._expired += 1
+      if self._expired > 10 * len(self.nodes):
+        raise _learner.RefusedError(
+          "timeout",
+          "`timeout_s` must be longer than a task takes, got "
+          f"{self.protocol.timeout_s:g}: {self._expired} tasks in a row "
+          "expired without an update. Take ten times the seconds of a task.",
+        )
     for number in gone:
       # A timer that has expired may leave its worker a member.
       if number not in self.state.tasks:
@@ -281,6 +284,7 @@ class Driver:
     # Before the counts: an update that fails must not be counted.
     if self._learner is not None:
       self._learner.apply(update)
+    self._expired = 0
     for number, stale in zip(update.tasks, update.staleness, strict=True):
       task = self._tasks.pop(number)
       node = self.nodes[task.worker]

@@ -30,6 +30,9 @@ def streaming(delay_steps):
 
 
 METHODS = {
+  "an axis": (
+    methods.diloco(SGD, 4, axis="worker"), "`axis` must be None",
+  ),
   "gradients in every step": (
     methods.ssgd(SGD, axis=None), "`method` must be one with rounds",
   ),

@@ -64,6 +64,13 @@ def run(
     engine.stop()
 
 
+def test_run_whose_tasks_all_expire_is_refused():
+  """It would never end: each push comes after its worker has left."""
+  protocol = server.ASP(batches=server.FixedBatches(4), timeout_s=1e-9)
+  with pytest.raises(ValueError, match="`timeout_s` must be longer"):
+    run(protocol, 4)
+
+
 class Hand:
   """A server whose workers are this test: one message after the other."""
 

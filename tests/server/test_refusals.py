@@ -3,6 +3,7 @@
 import math
 
 import jax.numpy as jnp
+import optax
 
 from jdist import cluster, codecs, data, reducers, server
 from jdist.server import _allocation
@@ -68,6 +69,7 @@ def without_learner():
 
 make = simulation.simulation
 shares = _allocation.largest_remainder
+LOOKAHEAD = optax.lookahead(optax.sgd(0.1), 2, 0.5)
 TREE = {name: {"w": jnp.ones((8, 8))} for name in "abc"}
 STATE = server.ASP().init("a")
 MESSAGE = reducers.MessageCodec(codecs.Cast("bfloat16"))
@@ -169,6 +171,14 @@ SCALED = codecs.RandomK(0.1, shared=False)
   ("optimizer", lambda: learner(optimizer=0.1), "an Optax transformation"),
   ("compensation", lambda: learner(compensation=-1.0), "in [0, inf]"),
   ("workers", lambda: learner(workers=["a", "a"]), "different names"),
+  ("workers", lambda: server.LivePlan(workers=("a", "a")), "different names"),
+  ("workers", lambda: server.LivePlan(workers=()), "one or more"),
+  ("optimizer", lambda: learner(optimizer=LOOKAHEAD), "neither pairs"),
+  (
+    "outer",
+    lambda: server.FragmentSyncer(TREE, workers=["a"], outer=LOOKAHEAD),
+    "neither pairs",
+  ),
   ("seed", lambda: learner(seed=-1), "an int from 0"),
   ("seed", lambda: worker(seed=-1), "an int from 0"),
   ("plans", lambda: learner(plans=server.BitPlans()), "of the parameters' 4"),

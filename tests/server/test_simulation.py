@@ -45,6 +45,21 @@ def noting():
   return server.Pair(Noting(), dict.fromkeys(names, server.EmptyWorker()))
 
 
+def test_run_whose_tasks_all_expire_is_refused():
+  """It would never end: each push comes after its worker has left."""
+  late = server.ASP(batches=FIVE, timeout_s=1e-9)
+  with pytest.raises(ValueError, match="`timeout_s` must be longer"):
+    simulation(protocol=late).run(updates=1)
+
+
+def test_slow_machine_may_expire_while_others_train():
+  """Its tasks take a second, and those of the other one a tenth."""
+  late = server.ASP(batches=FIVE, timeout_s=0.9)
+  run = simulation((5.0, 0.5), late)
+  run.run(updates=200)
+  assert run.state.version == 200 and run.nodes["worker1"].updates == 0
+
+
 def simulation(speeds=(2.0, 1.0), protocol=None, **arguments):
   machines = arguments.pop("machines", None) or cluster.workers(
     speeds,

@@ -45,12 +45,12 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
   (
     "rule",
     lambda: step(local(interval=1, rule=optax.polyak_sgd(0.5))),
-    "an optimizer that needs neither losses nor pairs",
+    "an optimizer that needs neither pairs of parameters",
   ),
   (
     "rule",
     lambda: step(local(interval=1, rule=optax.lookahead(SGD, 2, 0.5))),
-    "an optimizer that needs neither losses nor pairs",
+    "an optimizer that needs neither pairs of parameters",
   ),
   ("interval", lambda: local(interval=0), "an int >= 1"),
   ("interval", lambda: local(interval=True), "an int >= 1"),

@@ -80,6 +80,8 @@ class FragmentSyncer(_gradient_server.ServerLedger):
       jnp.array(states.wide(jnp.asarray(x)), copy=True) for x in leaves
     ]
     self._opt_states = [outer.init(self.part(p)) for p in self._fragments]
+    trial = self.part(0), self._opt_states[0], self.part(0)
+    jax.eval_shape(transforms.lenient(outer, "outer").update, *trial)
     self._outer_step = _outer_step(outer)
     model_state = {} if model_state is None else model_state
     self.model_state = jax.tree.map(jnp.array, model_state)

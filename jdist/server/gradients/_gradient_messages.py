@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks, reducers, states, training
+from jdist import checks, reducers, signatures, states, training
 from jdist.server.gradients import _learner, _merge
 from jdist.server.gradients._merge import Pushed
 from jdist.server.h_ps import _bit_plans, _local_step, _plan_codecs
@@ -43,6 +43,7 @@ class MessagePlans(NamedTuple):
       )
 
 
+@signatures.checked
 def message_plans(
   push_codec: reducers.MessageCodec | None = None,
   plans: _bit_plans.BitPlans | None = None,
@@ -57,16 +58,8 @@ def message_plans(
   Raises:
     ValueError: If plans and a codec are given, or one is of another type.
   """
-  if push_codec is not None:
-    checks.check_type(
-      "push_codec",
-      push_codec,
-      reducers.MessageCodec,
-      "a `reducers.MessageCodec`",
-    )
   if plans is None:
     return MessagePlans((push_codec,), (None,))
-  checks.check_type("plans", plans, _bit_plans.BitPlans, "a `server.BitPlans`")
   if push_codec is not None:
     raise ValueError(
       "`plans` must be given without `push_codec`, in whose place they are."
@@ -80,14 +73,6 @@ def message_plans(
     (None, *pull[1:]),
     plans.sizes,
   )
-
-
-def check_names(workers: Sequence[Any]) -> None:
-  """Raises a ValueError unless workers have names, each its own."""
-  if len(set(workers)) < len(workers) or not workers:
-    raise ValueError(
-      f"`workers` must be one or more different names, got {workers!r}."
-    )
 
 
 def first_state(codec: Codec, like: PyTree, stream: int) -> PyTree:

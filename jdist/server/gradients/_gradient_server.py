@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, signatures, states, transforms
+from jdist import signatures, states, transforms
 from jdist.server import _messages
 from jdist.server.gradients import _gradient_messages, _learner, _merge
 from jdist.server.gradients._merge import Pushed
@@ -54,7 +54,7 @@ class ServerLedger:
     shared: bool,
     codecs: Sequence[_gradient_messages.Codec],
   ):
-    _gradient_messages.check_names(workers)
+    _messages.check_names(workers)
     self._shared, self._codecs = shared, codecs
     self.num_workers = len(workers)
     self._numbers = {name: i for i, name in enumerate(workers)}
@@ -215,19 +215,16 @@ class GradientServer(ServerLedger):
 
   def __init__(
     self,
-    optimizer: optax.GradientTransformation,
+    optimizer: signatures.Optimizer,
     params: signatures.Arrays,
     plans: _gradient_messages.MessagePlans,
     *,
     workers: Sequence[_messages.Worker],
     shared: bool = True,
     model_state: signatures.Arrays = None,
-    seed: int = 0,
-    compensation: float = 0.0,
+    seed: signatures.Seed = 0,
+    compensation: signatures.NonNegativeFloat = 0.0,
   ):
-    checks.check_optimizer("optimizer", optimizer)
-    checks.check_number("compensation", compensation)
-    checks.check_seed(seed)
     super().__init__(workers, shared, plans.push)
     plans.check_fits(params)
     self.model = _learner.ServerModel(
@@ -235,6 +232,11 @@ class GradientServer(ServerLedger):
       jax.tree.map(jnp.array, params),
       optimizer.init(params),
       jax.tree.map(jnp.array, {} if model_state is None else model_state),
+    )
+    # Refused here, and not by a first update that fails.
+    step = transforms.lenient(optimizer).update
+    jax.eval_shape(
+      step, params, self.model.opt_state, params, loss=0.0, value=0.0
     )
     # A mask that is infinite at the beginning stays so.
     self.laws = states.exceptions(self.model.model_state)

@@ -62,10 +62,6 @@ class GradientWorker:
   ):
     for size in sizes or ():
       checks.check_int("sizes", size, 1)
-    if local_step is not None:
-      checks.check_type(
-        "local_step", local_step, _local_step.LocalStep, "a `server.LocalStep`"
-      )
     self._plans, self._samples, self._number = plans, samples, number
     self._sizes = None if sizes is None else sorted(set(sizes))
     self._loss_fn = loss_fn

@@ -6,7 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jdist import cluster, training
+from jdist import cluster, signatures, training
+from jdist.server import _messages
 
 Unit = Literal["updates", "samples", "seconds"]
 REFUSED = "the server had to refuse the pushes of all workers"
@@ -31,6 +32,7 @@ class RunPlan:
   identity: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LivePlan(RunPlan):
   """Settings of a live server, except its protocol and learner.
@@ -49,6 +51,9 @@ class LivePlan(RunPlan):
   machines: cluster.Cluster | None = None
   record: str | None = None
   versions: dict[str, str] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self) -> None:
+    _messages.check_names(self.workers)
 
 
 class Mark(NamedTuple):

@@ -229,6 +229,8 @@ class LiveServer:
     try:
       while not self._stopping.is_set():
         self._step()
+    except _learner.RefusedError as error:
+      self._error = str(error)
     except Exception as error:
       _log.exception("The server has failed.")
       self._error = f"The server has failed: {type(error).__name__}: {error}"

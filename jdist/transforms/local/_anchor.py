@@ -8,6 +8,7 @@ after the cast to the dtype in which the worker holds them.
 """
 
 import collections
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -265,9 +266,9 @@ def by_fast(updates: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def lenient(
-  optimizer: optax.GradientTransformation,
+  optimizer: optax.GradientTransformation, argument: str = "optimizer"
 ) -> optax.GradientTransformationExtraArgs:
-  """Withholds the extra arguments that an optimizer's update does not know."""
+  """Withholds arguments that an update does not know; refuses missing ones."""
   optimizer = optax.with_extra_args_support(optimizer)
 
   def update(
@@ -275,13 +276,18 @@ def lenient(
   ) -> tuple[PyTree, PyTree]:
     try:
       return optimizer.update(updates, state, params, **extra_args)
-    except TypeError as error:
+    except (AttributeError, TypeError) as error:
       # `optax.contrib.sam`, for instance, takes one, and no others.
       for name in extra_args:
         if f"unexpected keyword argument '{name}'" in str(error):
           left = {k: x for k, x in extra_args.items() if k != name}
           return update(updates, state, params, **left)
-      raise
+      if not re.search("required keyword-only|attribute '?fast", str(error)):
+        raise
+      raise ValueError(
+        f"`{argument}` must be an optimizer that needs neither pairs of "
+        f"parameters nor arguments of its own, but its update fails: {error}."
+      ) from error
 
   return optax.GradientTransformationExtraArgs(optimizer.init, update)
 

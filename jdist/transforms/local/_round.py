@@ -340,7 +340,7 @@ class OuterStep(SyncRule):
 
   def __init__(self, optimizer: optax.GradientTransformation):
     optimizer = checks.check_optimizer("outer", optimizer)
-    self.optimizer = optax.with_extra_args_support(optimizer)
+    self.optimizer = _anchor.lenient(optimizer, "rule")
 
   def init(self, anchor: PyTree) -> PyTree:
     return self.optimizer.init(anchor)
@@ -349,13 +349,7 @@ class OuterStep(SyncRule):
     self, end: Round, mean: PyTree, exact: PyTree, relative: bool
   ) -> Round:
     del exact, relative
-    try:
-      updates, memory = self.optimizer.update(mean, end.memory, end.anchor)
-    except (AttributeError, TypeError) as error:
-      raise ValueError(
-        "`rule` must be an optimizer that needs neither losses nor pairs of "
-        f"parameters, as `optax.sgd` does, but its update failed: {error}."
-      ) from error
+    updates, memory = self.optimizer.update(mean, end.memory, end.anchor)
     anchor = jax.tree.map(_anchor.moved, end.anchor, updates)
     return end._replace(anchor=anchor, memory=memory)
 
