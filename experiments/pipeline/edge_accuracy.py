@@ -53,7 +53,8 @@ PRESETS = {
   "digits": Config(),
   "text": Config(
     model="transformer", dataset="tiny_shakespeare", batch_size=32, epochs=1,
-    steps=200, learning_rate=3e-3, codes=("none", "int8", "int4"),
+    steps=60, microbatches=2, learning_rate=3e-3,
+    codes=("none", "int8", "int4"),
   ),
 }  # fmt: skip
 

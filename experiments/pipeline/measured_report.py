@@ -230,6 +230,20 @@ def edge_accuracy_table(rows: list[Row]) -> str:
   )
 
 
+def low_rank_table(rows: list[Row]) -> str:
+  """Returns what two codes of equal size leave of what crosses a cut."""
+  return studies.table(
+    "data | cut | what | rank | of channels | left by the best factors "
+    "| left by 4 bits",
+    [
+      f"{row['config']['dataset']} | {row['cut']} | {row['what']} "
+      f"| {row['rank']} | {row['channels']} | {100 * row['low_rank']:.1f} % "
+      f"| {100 * row['int4']:.1f} %"
+      for row in rows
+    ],
+  )
+
+
 def draw_adaptive(row: Row, path: pathlib.Path) -> None:
   """Draws throughput over steps, with moves and the fresh plan."""
   config, rates = row["config"], row["samples_per_s"]
@@ -272,6 +286,8 @@ def main() -> None:
   print(f"\n{slow_edges_table(edges)}")
   coded = training.read_rows(folder / "edge_accuracy.jsonl")
   print(f"\n{edge_accuracy_table(coded)}")
+  ranks = training.read_rows(folder / "low_rank_edges.jsonl")
+  print(f"\n{low_rank_table(ranks)}")
   every = training.read_rows(folder / "every_table.jsonl")
   print(f"\n{every_table(every)}")
   adaptive = training.read_rows(folder / "measured_adaptive.jsonl")

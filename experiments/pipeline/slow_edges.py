@@ -56,8 +56,8 @@ class Config:
 PRESETS = {
   "sleeping": Config(),
   "computing": Config(
-    stages=2, layers=4, microbatches=8, samples=1024, width=256, repeats=3,
-    tables=("1f1b",), turns=3,
+    stages=2, layers=4, microbatches=8, samples=1024, width=256, repeats=2,
+    tables=("1f1b",), turns=2,
   ),
 }  # fmt: skip
 
