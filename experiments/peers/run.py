@@ -195,19 +195,24 @@ def _rank(row):
 
 
 def tune(options):
-  """Finds each method's rate, and its steps to the target by seed."""
+  """Tunes all methods without a network."""
   with groups(options) as found:
-    everything = [
-      Tuning(options, framework, method, group)
-      for framework, group in found.items()
-      for method in wanted(options, framework)
-    ]
-    for run in everything:
-      if run.key not in TWINS:
-        run.tune()
-    for run in everything:
-      if run.key in TWINS:
-        run.confirm(Tuning(options, *TWINS[run.key], None))
+    tune_all(options, found)
+
+
+def tune_all(options, found):
+  """Finds each method's rate, and its steps to the target by seed."""
+  everything = [
+    Tuning(options, framework, method, group)
+    for framework, group in found.items()
+    for method in wanted(options, framework)
+  ]
+  for run in everything:
+    if run.key not in TWINS:
+      run.tune()
+  for run in everything:
+    if run.key in TWINS:
+      run.confirm(Tuning(options, *TWINS[run.key], None))
 
 
 class Tuning:
@@ -319,6 +324,9 @@ def measure(options):
           *(f"{1e3 * x:.1f}" for x in row["step_s"]),
           f"{row['interface_bytes'][0] / 1e3:.0f} kB", flush=True,
         )  # fmt: skip
+    if options.tune:  # With what is compiled already: no link changes it.
+      slow_network.change_rate(names, "1000mbit")
+      tune_all(options, found)
 
 
 def measure_setting(turns, config):
@@ -381,6 +389,8 @@ def main():
   parser.add_argument("--settings", nargs="+", default=("100mbit",),
                       help="link rates; 100mbit@0.25 slows a host")  # fmt: skip
   parser.add_argument("--repetitions", type=int, default=3)
+  parser.add_argument("--tune", action="store_true",
+                      help="tunes afterwards by the same")  # fmt: skip
   options = parser.parse_args()
   if options.what != "prepare" and not options.python:
     parser.error("--python must be a Python with torch, torchft and numpy")
