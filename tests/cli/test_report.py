@@ -213,9 +213,12 @@ def test_page_of_two_hundred_rows_is_small_and_opens_at_once(folder):
   assert (folder / "report.html").stat().st_size < 5e6
   with _browser() as browser:
     page = browser.new_page()
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable")
     page.goto((folder / "report.html").as_uri())
     page.wait_for_selector("#chart[data-drawn]")
-    loaded_ms = page.evaluate(
-      "performance.getEntriesByName('drawn')[0].startTime"
-    )
-    assert loaded_ms < 2000
+    found = session.send("Performance.getMetrics")["metrics"]
+    # The page's own time, which other programs do not lengthen.
+    (own_s,) = (x["value"] for x in found if x["name"] == "ThreadTime")
+    assert own_s < 2
+    assert page.locator("*").count() < 6000
