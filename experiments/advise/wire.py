@@ -214,7 +214,7 @@ def count_server(options):
   rows, engine = [], server.RayEngine(1, address=address)
   try:
     for name in ("plain", "int4"):
-      codec = CODECS[name] and server.MessageCodec(CODECS[name])
+      codec = CODECS[name] and reducers.MessageCodec(CODECS[name])
       plans, file = server.message_plans(codec), folder / f"{name}.json"
       session = server.LiveSession(
         engine,
