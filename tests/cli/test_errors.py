@@ -76,6 +76,10 @@ _BAD = [
   ("train --checkpoint-every-epochs 0", "`--checkpoint-every-epochs` must be"),
   ("train --momentum 1", "`--momentum` must be in [0, 1)"),
   ("train --weight-decay -1", "`--weight-decay` must be at least 0, got -1"),
+  (
+    "train --protocol h_ps --local-rate -1",
+    "`--local-rate` must be at least 0, got -1",
+  ),
   ("train --alpha 0", "`alpha` must be in (0, inf], got 0"),
   ("train --method diloco --outer-momentum 2", "`--outer-momentum` must be in"),
   ("train --carry 2", "`carry` must be in [0, 1]"),

@@ -54,7 +54,7 @@ class ProtocolOptions:
   error_limit: float = _option(0.02, "plans")
   """Largest relative error of a tensor that h_ps sends with fewer bits."""
 
-  local_rate: float | None = _option(None, "local_step")
+  local_rate: float | None = _option(None, "local_step", within=NOT_NEGATIVE)
   """Highest learning rate of the step by which a worker of h_ps anticipates the
   server's next update, on the server's schedule; 0 for no such step (default:
   the server's)."""
