@@ -10,7 +10,7 @@ them, with these variables in its environment:
     JDIST_COORDINATOR   address and port of host 0, for `jax.distributed`
     JDIST_PROCESS       the host's number
     JDIST_PROCESSES     how many there are
-    JDIST_BITS_PER_S    the rate of every link, where there is a limit
+    JDIST_BITS_PER_S    the rate of the last link, where there is a limit
 
 Needs root, `ip` and `tc`.  All that it makes it removes again, and it touches
 no other namespace: nothing is routed out of these.
@@ -46,6 +46,11 @@ def _bytes_per_s(rate: str) -> float:
   raise SystemExit(
     f"`--rate` must be a number with gbit, mbit or kbit, got {rate!r}."
   )
+
+
+def _of(rates: str, number: int) -> str:
+  own = rates.split(",")
+  return own[min(number, len(own) - 1)]
 
 
 def _limit(
@@ -155,9 +160,10 @@ def network(
       _call(*host, "link", "set", "eth0", "up")
       _call("ip", "-n", switch, "link", "set", f"port{i}", "master", "bridge")
       _call("ip", "-n", switch, "link", "set", f"port{i}", "up")
-      if rate != "none":
-        _limit(name, "eth0", rate, delay_ms)
-        _limit(switch, f"port{i}", rate, delay_ms)
+      own = _of(rate, i)
+      if own != "none":
+        _limit(name, "eth0", own, delay_ms)
+        _limit(switch, f"port{i}", own, delay_ms)
     yield names
   finally:
     for name in (*names, switch):
@@ -176,9 +182,9 @@ def run(
 ) -> int:
   """Runs a command on all hosts; the highest exit status."""
   started = []
-  limit = {}
-  if rate != "none":
-    limit = {"JDIST_BITS_PER_S": f"{8 * _bytes_per_s(rate):.0f}"}
+  limit, last = {}, _of(rate, len(names))
+  if last != "none":
+    limit = {"JDIST_BITS_PER_S": f"{8 * _bytes_per_s(last):.0f}"}
   for i, name in enumerate(names):
     environment = (
       os.environ
@@ -216,7 +222,9 @@ def main() -> None:
   )
   parser.add_argument("--hosts", type=int, default=2)
   parser.add_argument(
-    "--rate", default="100mbit", help="of every link, or none"
+    "--rate",
+    default="100mbit",
+    help="of every link, or none; or RATE,RATE of the first ones and the rest",
   )
   parser.add_argument(
     "--delay-ms", type=float, default=0.0, help="one way; needs netem"

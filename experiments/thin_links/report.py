@@ -192,6 +192,31 @@ def _carries(connection):
   return max(connection["sent"], connection["received"]) > 5e6
 
 
+def of_shards(rows):
+  """Returns the updates a second of one server and of its shards."""
+  rates = {x["config"]["shards"]: x["updates_per_s"] for x in rows}
+  lines, wanted = [], {2: 1.8, 4: 3.2}
+  for row in sorted(rows, key=lambda x: x["config"]["shards"]):
+    config = row["config"]
+    num, factor = config["shards"], row["updates_per_s"] / rates[1]
+    aim = wanted.get(num)
+    # A part goes to each server, and one comes from it, for each update.
+    part = 4 * config["tensors"] * config["entries"] / num
+    ceiling = config["bits_per_s"] / 8 / part
+    lines.append((
+      num, config["workers"], row["commit"][:7], row["updates"],
+      f"{row['counted_s']:.1f}", f"{row['updates_per_s']:.3f}",
+      f"{100 * row['updates_per_s'] / ceiling:.0f}", f"{factor:.2f}",
+      "-" if aim is None else f"{aim:g}: {_met(factor >= aim)}",
+      f"{row['staleness']:.1f}",
+    ))  # fmt: skip
+  return studies.table(
+    "servers | workers | commit | updates | in s | updates a second "
+    "| of what the links carry, % | times one server | aim | staleness",
+    lines,
+  )
+
+
 def setting(rows):
   """Returns what the rows were made with."""
   config = of(rows, "late")[0]["config"]
@@ -212,10 +237,13 @@ def main():
   parser.add_argument("--check", action="store_true")
   check = parser.parse_args().check
   rows = studies.read(run.ROWS)
+  divided = studies.read(run.FOLDER / "results" / "shards.jsonl")
   parts = {
     "verdict": verdict(rows), "runs": table(rows), "sockets": sockets(rows),
     "setting": setting(rows),
   }  # fmt: skip
+  if divided:
+    parts["shards"] = of_shards(divided)
   print("\n\n".join(parts.values()))
   page = run.FOLDER / "README.md"
   return int(studies.write({page: parts}, check=check) and check)

@@ -275,7 +275,7 @@ def wait_for(path: pathlib.Path) -> None:
     time.sleep(0.1)
 
 
-def _ray(*words: str) -> None:
+def start_ray(*words: str) -> None:
   """Starts this host's node, with directories of its own."""
   _RAY.mkdir(exist_ok=True)
   for place in (_RAY, "/dev/shm"):
@@ -309,7 +309,7 @@ def start_nodes(folder: pathlib.Path, workers: int) -> str | None:
   if int(os.environ["JDIST_PROCESS"]):
     wait_for(up)
     # There is room for one worker here.
-    _ray("--address", address, "--num-cpus", "1")
+    start_ray("--address", address, "--num-cpus", "1")
     (folder / "joined").touch()
     while not (folder / "end").exists():
       if (folder / "over").exists() and not (folder / "sockets.json").exists():
@@ -319,8 +319,10 @@ def start_nodes(folder: pathlib.Path, workers: int) -> str | None:
     return None
   token.touch(0o600)
   token.write_text(secrets.token_hex(32))
-  _ray("--head", "--port", "6379", "--num-cpus", str(1 + workers),
-       "--node-ip-address", host, "--include-dashboard", "false")  # fmt: skip
+  start_ray(
+    "--head", "--port", "6379", "--num-cpus", str(1 + workers),
+    "--node-ip-address", host, "--include-dashboard", "false",
+  )  # fmt: skip
   up.touch()
   wait_for(folder / "joined")
   return address

@@ -40,6 +40,7 @@ class MessageCodec:
     feedback: `reducers.ErrorFeedback`, whose residual is e,
       `MomentumCorrection`, or None.
     seed: Seed of codecs that draw random numbers.
+    first: Number of the first leaf, from which its random numbers follow.
 
   Raises:
     ValueError: If an argument is of another kind, or the receiver would need
@@ -55,6 +56,7 @@ class MessageCodec:
   codec: codecs.Codec | tuple[codecs.Codec, ...]
   feedback: Any = None
   seed: int = 0
+  first: int = 0
 
   def __post_init__(self) -> None:
     own = self.codec if isinstance(self.codec, tuple) else (self.codec,)
@@ -84,6 +86,12 @@ class MessageCodec:
     """Whether a message does not depend on the ones before it."""
     own = self.codec if isinstance(self.codec, tuple) else (self.codec,)
     return self.feedback is None and all(each.key == "none" for each in own)
+
+  def part(self, first: int, end: int) -> "MessageCodec":
+    """Returns the codec of some leaves, which draws the same random numbers."""
+    codec = self.codec
+    own = codec[first:end] if isinstance(codec, tuple) else codec
+    return dataclasses.replace(self, codec=own, first=self.first + first)
 
   def init(self, like: PyTree) -> MessageState:
     """Returns a sender's first state for trees like `like`."""
@@ -115,7 +123,7 @@ class MessageCodec:
     ):
       own = None
       if codec.key != "none":
-        own = jax.random.fold_in(key, number)
+        own = jax.random.fold_in(key, self.first + number)
       payloads.append(codec.encode(leaf, codec.init(leaf), own)[0])
     # An integer code cannot hold a NaN: a flag of each leaf says so, and the
     # server can then refuse the push.

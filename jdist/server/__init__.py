@@ -36,6 +36,7 @@ from jdist.server.decoupled._fragment_runner import (
 from jdist.server.decoupled._fragment_syncer import (
   FragmentSyncer as FragmentSyncer,
 )
+from jdist.server.gradients._division import divide as divide
 from jdist.server.gradients._empty_gradient import EmptyServer as EmptyServer
 from jdist.server.gradients._empty_gradient import EmptyWorker as EmptyWorker
 from jdist.server.gradients._gradient_learner import (

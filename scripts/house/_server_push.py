@@ -90,7 +90,7 @@ def _follow() -> dict[str, Any]:
     learner,
     server.LivePlan(workers=("a",), unit="updates", marks=(_UPDATES,)),
   )
-  engine.serve(lambda: live)
+  engine.serve(lambda channel: live)
   engine.spawn("a", work)
   _wait_for(lambda: live.status()["here"])
   live.start()

@@ -129,3 +129,31 @@ def test_clock_and_threads_train_alike(train, tmp_path):
   for one, other in zip(clock["curve"], threads["curve"], strict=True):
     assert one["step"] == other["step"]
     assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+LINKS = """
+[[links]]
+between = ["worker*", "switch"]
+bandwidth_gbit_per_s = 1.0
+
+[[links]]
+between = ["server", "switch"]
+bandwidth_gbit_per_s = 0.01
+"""
+
+
+@pytest.mark.slow
+def test_shards_train_to_the_bits_of_one_server(train, tmp_path):
+  with open(tmp_path / "cluster.toml", "a") as file:
+    file.write("pull_bytes = 1e5\npush_bytes = 1e5\n" + LINKS)
+  runs = [(x, y) for x in ("clock", "threads") for y in ("1", "2")]
+  for driver, shards in runs:
+    kept = str(tmp_path / f"{driver}{shards}")
+    more = ("--driver", driver, "--shards", shards, "--checkpoints", kept)
+    assert train(*more) == 0
+  rows = training.read_rows(tmp_path / "out" / "rows.jsonl")
+  curves = [[(x["step"], x["loss"]) for x in row["curve"]] for row in rows]
+  assert curves[0] == curves[1] and curves[2] == curves[3]
+  # The server's link is the ceiling, and two shards have one each.
+  one, two, *_ = (row["curve"][-1]["train_s"] for row in rows)
+  assert two < one

@@ -244,6 +244,14 @@ def test_decoupled_diloco_takes_local_steps(words, tmp_path):
     ),
     (["--protocol", "os:getcwd"], "`os:getcwd` must be a `server.Protocol`"),
     (["--batch-size", "65"], "`--batch-size` must divide evenly"),
+    (["--shards", "0"], "`--shards` must be at least 1, got 0"),
+    (["--shards", "x"], "--shards"),
+    (["--shards", "9"], "`shards` must leave each a tensor, got 9 for 4"),
+    (
+      ["--shards", "2", "--protocol", "decoupled_diloco"],
+      "`--shards` must be left out for decoupled_diloco",
+    ),
+    (["--shards", "-1"], "`--shards` must be at least 1, got -1"),
     (["--no-paced"], "`--paced` must be left out without `--driver ray`"),
     (
       ["--driver", "threads", "--address", "a:1"],
@@ -274,7 +282,9 @@ def test_user_defined_protocol_trains(words, tmp_path):
   assert row["accuracy"] > 0.5 and row["method"].endswith(":damped")
 
 
-@pytest.mark.parametrize("more", (["--owned"], ["--bound", "1"]))
+@pytest.mark.parametrize(
+  "more", (["--owned"], ["--bound", "1"], ["--shards", "2"])
+)
 def test_server_options_need_a_protocol(more, capsys):
   assert cli.main(["train", *more]) == 2
   assert "without `--protocol`" in capsys.readouterr().err

@@ -35,7 +35,9 @@ def gradient_worker(plans, name, local_step=None):
   )  # fmt: skip
 
 
-def run(protocol, plans, path, updates=10, local_step=None):
+def run(
+  protocol, plans, path, updates=10, local_step=None, shards=1, **options
+):
   engine = server.ThreadEngine()
 
   def work(name, channel):
@@ -49,7 +51,9 @@ def run(protocol, plans, path, updates=10, local_step=None):
       lambda plan: server.LiveServer(protocol, gradient_server(plans), plan),
       {name: functools.partial(work, name) for name in NAMES},
       updates,
-      plan=server.LivePlan(workers=NAMES, record=str(path)),
+      plan=server.LivePlan(workers=NAMES, record=str(path), shards=shards),
+      model=(MODEL.params, {}),
+      **options,
     )
   finally:
     engine.stop()

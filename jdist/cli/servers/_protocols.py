@@ -25,6 +25,8 @@ def _takes(factory: Any, options: Any) -> set[str]:
   found = {"worker_optimizer", *inspect.signature(factory).parameters}
   if factory is server.DecoupledDiLoCo:
     found |= {"rule", "outer_learning_rate", "outer_momentum"}
+  else:
+    found.add("shards")
   if factory is server.h_ps and "bits" not in options.parts:
     found.discard("plans")
   if factory is server.h_ps:

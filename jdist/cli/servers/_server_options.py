@@ -126,6 +126,10 @@ class ServerOptions(ProtocolOptions):
   record: _groups.File = option(None, needs=_LIVE)
   """File for all messages, which `server.replay` reads."""
 
+  shards: int = _option(1, "shards", within=COUNT)
+  """Servers over which the parameters are divided, by whole tensors of about
+  equal bytes; on the clock the server's link is that of all of them."""
+
   owned: bool = _option(False)
   """Give each worker a part of the samples of its own, as `--alpha` does. By
   default all workers take from one stream."""

@@ -17,6 +17,7 @@ from jdist import (
   models,
   reducers,
   server,
+  states,
   training,
   transforms,
 )
@@ -255,6 +256,28 @@ def batch_sizes(protocol: server.Protocol, name: str) -> tuple[int, ...]:
   return tuple(dict.fromkeys(math.ceil(most * i / 8) for i in _EIGHTHS))
 
 
+def shared_links(parts: Parts) -> cluster.Cluster:
+  """Returns the machines, the server's link as fast as those of its shards."""
+  machines, num = parts.machines, parts.options.shards
+  if num == 1:
+    return machines
+  # Refused before an engine starts, if the parameters cannot be divided.
+  _, learner = _server_learner(parts)
+  sizes = [states.num_bytes(x["params"]) for x in server.divide(learner, num)]
+  if machines.topology is None:
+    return machines
+  links = {
+    ends: dataclasses.replace(
+      link,
+      bandwidth_bits_per_s=link.bandwidth_bits_per_s * sum(sizes) / max(sizes),
+    )
+    if machines.server in ends
+    else link
+    for ends, link in machines.topology.links.items()
+  }
+  return dataclasses.replace(machines, topology=cluster.Topology(links))
+
+
 def simulation(parts: Parts) -> server.Simulation:
   """Builds the server and its workers on the virtual clock."""
   protocol, learner = _server_learner(parts)
@@ -268,7 +291,7 @@ def simulation(parts: Parts) -> server.Simulation:
     size = plain if codec is None else codec.num_bytes(params)
     profile = dataclasses.replace(profile, push_bytes=size)
   return server.Simulation(
-    parts.machines,
+    shared_links(parts),
     protocol,
     profile,
     seed=parts.options.seed,

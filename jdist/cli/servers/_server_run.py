@@ -144,6 +144,7 @@ def _print_event(event: dict[str, Any]) -> None:
 def _session(parts: _server_parts.Parts) -> Iterator[Any]:
   """Yields the server and its workers on the engine that the options name."""
   options, names = parts.options, parts.machines.names
+  machines = _server_parts.shared_links(parts)
   if options.driver == "clock":
     yield server.ClockSession(_server_parts.simulation(parts))
     return
@@ -151,8 +152,9 @@ def _session(parts: _server_parts.Parts) -> Iterator[Any]:
   made = options, parts.plans
   plan = server.LivePlan(
     workers=names,
-    machines=None if options.cluster is None else parts.machines,
+    machines=None if options.cluster is None else machines,
     record=options.record,
+    shards=options.shards,
     versions=server.versions(),
   )
   try:

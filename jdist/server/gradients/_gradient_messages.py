@@ -33,6 +33,14 @@ class MessagePlans(NamedTuple):
   pull: tuple[Codec, ...]
   sizes: tuple[int, ...] | None = None
 
+  def part(self, first: int, end: int) -> "MessagePlans":
+    """Returns the codecs of some leaves, in the order of the tree."""
+    push, pull = (
+      tuple(codec and codec.part(first, end) for codec in codecs)
+      for codecs in self[:2]
+    )
+    return MessagePlans(push, pull, self.sizes and self.sizes[first:end])
+
   def check_fits(self, params: PyTree) -> None:
     """Raises a ValueError unless plans of bits are of these parameters."""
     sizes = tuple(int(np.size(leaf)) for leaf in jax.tree.leaves(params))

@@ -226,6 +226,10 @@ class GradientServer(ServerLedger):
     compensation: signatures.NonNegativeFloat = 0.0,
   ):
     super().__init__(workers, shared, plans.push)
+    self._options: dict[str, Any] = {
+      "optimizer": optimizer, "workers": workers, "shared": shared,
+      "seed": seed, "compensation": compensation,
+    }  # fmt: skip
     plans.check_fits(params)
     self.model = _learner.ServerModel(
       # A copy: the caller may overwrite or donate its own arrays.
@@ -257,6 +261,16 @@ class GradientServer(ServerLedger):
     self._sent: dict[int, PyTree] = {}
     self._settled: dict[int, int] = {}
     self._update = _update_program(optimizer, compensation)
+
+  def part(self, first: int, end: int, model_state: PyTree) -> dict[str, Any]:
+    """Returns the arguments of a server of some leaves; others are None."""
+    leaves, structure = jax.tree.flatten(self.model.params)
+    kept = [x if first <= i < end else None for i, x in enumerate(leaves)]
+    return self._options | {
+      "params": jax.tree.unflatten(structure, kept),
+      "plans": self.plans.part(first, end),
+      "model_state": model_state,
+    }
 
   def _like(self, kind: int) -> tuple[PyTree, PyTree]:
     del kind

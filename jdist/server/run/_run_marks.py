@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jdist import cluster, signatures, training
+from jdist import checks, cluster, signatures, training
 from jdist.server import _messages
 
 Unit = Literal["updates", "samples", "seconds"]
@@ -45,14 +45,22 @@ class LivePlan(RunPlan):
     record: A file for all messages of a run from its beginning. A run that is
       resumed records nothing.
     versions: Versions of Python, JAX and jdist that workers must have, too.
+    shards: Servers over which a `GradientServer`'s parameters are divided, by
+      whole tensors; another one decides for all of them.
+    shard: The number of a shard, from 1; 0 is the server that decides.
+    channel: That server's connections, from the engine.
   """
 
   workers: tuple[str, ...]
   machines: cluster.Cluster | None = None
   record: str | None = None
   versions: dict[str, str] = dataclasses.field(default_factory=dict)
+  shards: int = 1
+  shard: int = 0
+  channel: Any = None
 
   def __post_init__(self) -> None:
+    checks.check_int("shards", self.shards, 1)
     _messages.check_names(self.workers)
 
 
@@ -135,6 +143,8 @@ def is_finite(learner: Any) -> bool:
   model = getattr(learner, "model", None)
   if model is None:
     return True
+  if hasattr(learner, "finite"):  # The model is elsewhere.
+    return bool(learner.finite)
   # Pushes that wait for an update were refused unless they were finite.
   laws = getattr(getattr(learner, "server", learner), "laws", ())
   return bool(

@@ -34,6 +34,8 @@ class LostRunError(RuntimeError):
 
 # A header that JSON can hold, and a payload, uint8 [bytes].
 Message = tuple[dict[str, Any], np.ndarray]
+# Builds a server in its process, from a channel to others.
+Make = Callable[[Any], Any]
 
 
 class Channel(Interface):
@@ -62,8 +64,12 @@ class Channel(Interface):
 class Engine(Interface):
   """Starts a server and workers, and notices when one is lost."""
 
-  def serve(self, make: Callable[[], Any]) -> None:
-    """Starts, or restarts, the server that `make` returns."""
+  def serve(self, make: Make, *shards: Make) -> None:
+    """Starts, or restarts, the server that `make` returns, and its shards.
+
+    Each function is given a channel, whose `shard(number)` is that of a shard,
+    from 1.
+    """
 
   def spawn(self, name: str, work: Callable[[Channel], None]) -> None:
     """Starts a worker that does `work`, or restarts a lost one."""
@@ -94,13 +100,16 @@ class ThreadEngine:
 
   def __init__(self) -> None:
     self.server: Any = None
+    self.shards: list[Any] = []
     self._lost: list[tuple[str, str]] = []
     self._call: Callable[[str, str], None] = lambda name, reason: None
     self._threads: dict[str, threading.Thread] = {}
 
-  def serve(self, make: Callable[[], Any]) -> None:
+  def serve(self, make: Make, *shards: Make) -> None:
     """Starts the server."""
-    self.server = make()
+    channel = _ThreadChannel(self)
+    self.shards = [each(channel) for each in shards]
+    self.server = make(channel)
 
   def spawn(self, name: str, work: Callable[[Channel], None]) -> None:
     """Starts a worker."""
@@ -133,20 +142,31 @@ class ThreadEngine:
 
   def stop(self) -> None:
     """Ends server and workers."""
-    if self.server is not None:
-      self.server.stop()
+    for each in (self.server, *self.shards):
+      if each is not None:
+        each.stop()
     for thread in self._threads.values():
       thread.join(timeout=5.0)
 
 
 class _ThreadChannel:
-  def __init__(self, engine: ThreadEngine):
-    self._engine = engine
+  def __init__(self, engine: ThreadEngine, number: int = 0):
+    self._engine, self._number = engine, number
+
+  def shard(self, number: int) -> "_ThreadChannel":
+    return _ThreadChannel(self._engine, number)
+
+  def ask(self, method: str, *args: Any) -> Any:
+    return getattr(self._server, method)(*args)
+
+  @property
+  def _server(self) -> Any:
+    return [self._engine.server, *self._engine.shards][self._number]
 
   def push(
     self, header: dict[str, Any], payload: np.ndarray | None = None
   ) -> dict[str, Any]:
-    return self._engine.server.push(header, payload)
+    return self._server.push(header, payload)
 
   def pull(self, worker: str, life: int) -> Message:
-    return self._engine.server.pull(worker, life).result()
+    return self._server.pull(worker, life).result()

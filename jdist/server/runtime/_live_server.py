@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from jdist import signatures
+from jdist import checks, signatures
 from jdist.server import _protocol
-from jdist.server.gradients import _learner
+from jdist.server.gradients import _division, _gradient_server, _learner
 from jdist.server.run import _run_marks
-from jdist.server.runtime import _engine, _server_core
+from jdist.server.runtime import _engine, _server_core, _shards
 from jdist.server.runtime.transport import _mailboxes
 
 _log = logging.getLogger(__name__)
@@ -63,6 +63,17 @@ class LiveServer:
     plan: _run_marks.LivePlan,
   ):
     self.plan = plan
+    if plan.shards > 1:
+      if not isinstance(learner, _gradient_server.GradientServer):
+        raise ValueError(
+          "`shards` must be 1 unless the learner is a `server.GradientServer`, "
+          f"got {plan.shards} for {checks.show(learner)}."
+        )
+      if plan.shard:
+        parts = _division.divide(learner, plan.shards)
+        self.shard = _shards.Shard(parts[plan.shard - 1])
+        return
+      learner = _shards.ShardedServer(learner, plan)
     self._core = _server_core.ServerCore(protocol, learner, plan)
     # Lives begin at the time of day, so that those of a restarted server are
     # later than all that it gave before.
@@ -73,6 +84,7 @@ class LiveServer:
     self._inbox: queue.Queue[_server_core.Item] = queue.Queue(bound)
     self._busy_s = 0.0
     self._error: str | None = None
+    self._lost: _engine.LostServerError | None = None
     self._stopping = threading.Event()
     self._thread = threading.Thread(
       target=self._run, name="jdist-server", daemon=True
@@ -104,7 +116,9 @@ class LiveServer:
         life = self._core.boxes[worker].life = self._lives
       header = header | {"life": life}
       self._put(kind, worker, header, payload)
-      return {"life": life, "now_s": self._core.wall_s}
+      receipt = {"life": life, "now_s": self._core.wall_s}
+      told = getattr(self._core.learner, "told", None)
+      return receipt if told is None else receipt | {"shards": told}
     # A process that was replaced may push once more, after its successor.
     if header.get("life") != self._core.boxes[worker].life:
       return {"refused": "stale"}
@@ -154,6 +168,8 @@ class LiveServer:
   def status(self) -> dict[str, Any]:
     """Returns the progress of the run, in a form that JSON can hold."""
     core = self._core
+    if self._lost is not None:
+      raise self._lost
     found, delivery = core.marks.checkpoints.found, core.delivery
     state = None if delivery is None else delivery.state
     return {
@@ -231,13 +247,16 @@ class LiveServer:
         self._step()
     except _learner.RefusedError as error:
       self._error = str(error)
+    except _engine.LostServerError as error:
+      # A shard is lost.  The workers wait for the servers to begin again.
+      self._lost = error
+      return
     except Exception as error:
       _log.exception("The server has failed.")
       self._error = f"The server has failed: {type(error).__name__}: {error}"
-    finally:
-      self._stopping.set()
-      self._answer_pulls()
-      self._core.close()
+    self._stopping.set()
+    self._answer_pulls()
+    self._core.close()
 
   def _step(self) -> None:
     core, item = self._core, None

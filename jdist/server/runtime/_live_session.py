@@ -148,7 +148,15 @@ class LiveSession:
 
   def _serve(self) -> None:
     # The server's process gets the plan pickled, together with what builds it.
-    self.engine.serve(functools.partial(self._make_server, self._plan))
+    shards = self._plan.shards
+    self.engine.serve(
+      *(
+        functools.partial(
+          _make, self._make_server, dataclasses.replace(self._plan, shard=i)
+        )
+        for i in range(shards + 1 if shards > 1 else 1)
+      )
+    )
 
   def _ask_status(self) -> dict[str, Any]:
     self._status = self.engine.ask("status")
@@ -223,3 +231,13 @@ class LiveSession:
     raise _engine.LostRunError(
       f"The server was lost {_MAX_TRIES} times before it returned: {reason}"
     )
+
+
+def _make(
+  make_server: Callable[[_run_marks.LivePlan], Any],
+  plan: _run_marks.LivePlan,
+  channel: Any,
+) -> Any:
+  """Builds a server in its process, to which an engine gives its channel."""
+  made = make_server(dataclasses.replace(plan, channel=channel))
+  return getattr(made, "shard", made)

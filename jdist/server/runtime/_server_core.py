@@ -205,7 +205,8 @@ class ServerCore:
 
   def _on_push(self, item: Item) -> None:
     """Takes a push once modelled links, if there are any, have carried it."""
-    size = len(item.payload)
+    # Its parts may have gone to shards.
+    size = item.header.get("size", len(item.payload))
     self.marks.pushed_bytes += size
     if self._links is None:
       self._take(item)
@@ -263,7 +264,7 @@ class ServerCore:
       for worker in before - set(delivery.state.members):
         self.boxes[str(worker)].take_tasks()
     for each in sent:
-      if self._recorder is not None:
+      if self._recorder is not None and "size" not in each.more:
         self._recorder.sent(each.reply.task, each.payload)
       # Of now: a later message may take the task back before it is sent.
       generation = self.boxes[str(each.reply.worker)].generation
@@ -299,6 +300,7 @@ class ServerCore:
     }
     message = _mailboxes.word("task", sent.payload, **header)
     size = 0 if sent.payload is None else len(sent.payload)
+    size = sent.more.get("size", size)
     self.marks.pulled_bytes += size
     if self._links is None:
       self._arrive(box, generation, message)

@@ -19,7 +19,7 @@ import numpy as np
 
 from jdist import _version, cluster
 from jdist.server.gradients import _gradient_messages, _learner
-from jdist.server.runtime import _engine
+from jdist.server.runtime import _engine, _shards
 
 # Time between two attempts to reach a server that does not answer.
 _AGAIN_S = 0.25
@@ -98,7 +98,10 @@ class WorkerLoop:
       receipt = self._hello()
       if receipt is None:
         return
-      session = _Session(self._channel, self._name, receipt, self._depth)
+      channel = self._channel
+      if "shards" in receipt:
+        channel = _shards.ShardedChannel(channel, receipt["shards"])
+      session = _Session(channel, self._name, receipt, self._depth)
       # A restarted server gives a saved state to new processes only: this one
       # has a newer state than its checkpoint.
       self._fresh = False
@@ -158,6 +161,7 @@ class WorkerLoop:
     over_s = self._wait(header, arrived_s, start_s)
     push = {
       "task": header["task"],
+      "plan": header["push_plan"],
       "samples": header["samples"],
       "compute_s": time.monotonic() - start_s,
       "waited_s": start_s - arrived_s,

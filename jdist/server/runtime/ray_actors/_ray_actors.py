@@ -4,7 +4,6 @@ import asyncio
 import concurrent.futures
 import importlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,24 +24,26 @@ class ServerActor:
   def __init__(self) -> None:
     self._server: Any = None
 
-  async def serve(self, make: Callable[[], Any]) -> None:
+  async def serve(self, make: _engine.Make) -> None:
     before, self._server = self._server, None
     if before is not None:
       await asyncio.to_thread(before.stop)
-    self._server = await asyncio.to_thread(make)
+    self._server = await asyncio.to_thread(make, _RayChannel())
 
   # Asynchronous methods, so that the pulls of all workers can wait at once.
   async def push(self, message: np.ndarray) -> dict[str, Any]:
     if self._server is None:
       raise _engine.LostServerError("The server has not begun.")
     # A stranger's bytes are refused here, before anything reads them.
-    return self._server.push(*_envelope.unpack(message))
+    # A shard computes before it answers.
+    header, payload = _envelope.unpack(message)
+    return await asyncio.to_thread(self._server.push, header, payload)
 
   async def pull(self, worker: str, life: int) -> np.ndarray:
     if self._server is None:
       raise _engine.LostServerError("The server has not begun.")
-    found = await asyncio.wrap_future(self._server.pull(worker, life))
-    return _envelope.pack(*found)
+    future = await asyncio.to_thread(self._server.pull, worker, life)
+    return _envelope.pack(*await asyncio.wrap_future(future))
 
   async def ask(self, method: str, args: tuple[Any, ...]) -> Any:
     return await asyncio.to_thread(getattr(self._server, method), *args)
@@ -82,11 +83,17 @@ def _load(modules: tuple[str, ...]) -> None:
 
 
 class _RayChannel:
-  """The way from a worker's process to the server, by the server's name."""
+  """The way from a process to the server, or a shard, by its name."""
 
-  def __init__(self) -> None:
-    self._ray = _ray_access.import_ray()
+  def __init__(self, name: str = SERVER) -> None:
+    self._ray, self._name = _ray_access.import_ray(), name
     self._server: Any = None
+
+  def ask(self, method: str, *args: Any) -> Any:
+    return self._call("ask", method, args)
+
+  def shard(self, number: int) -> "_RayChannel":
+    return _RayChannel(f"{SERVER}-{number}")
 
   def push(
     self, header: dict[str, Any], payload: np.ndarray | None = None
@@ -100,7 +107,7 @@ class _RayChannel:
     ray, server = self._ray, self._server
     try:
       if server is None:
-        server = self._server = ray.get_actor(SERVER)
+        server = self._server = ray.get_actor(self._name)
       call = getattr(server, method).remote(*args)
       # An answer may be lost with its connection, which only a sender notices.
       # The call is not repeated: a hello begins a new life, and the server

@@ -120,7 +120,8 @@ class RayEngine:
     self._workers: dict[str, tuple[Any, Any]] = {}
     self._idle: dict[str, Any] = {}
     self._spares: list[Any] = []
-    self._server: Any = None
+    # The actors of the server and its shards, by name.
+    self._servers: dict[str, Any] = {}
     self._call: Callable[[str, str], None] = lambda name, reason: None
     self._namespace = f"jdist-{secrets.token_hex(4)}"
     try:
@@ -175,26 +176,40 @@ class RayEngine:
     except Exception as error:
       raise kind(f"{what}: {_ray_actors.one_line(error)}") from None
 
-  def serve(self, make: Callable[[], Any]) -> None:
-    """Starts the server: in the process that there is, if it answers."""
-    if self._server is not None:
-      with contextlib.suppress(_engine.LostServerError):
-        self._get(self._server.serve.remote(make), 300.0)
-        return
-      self._kill(self._server)
+  def serve(self, make: _engine.Make, *shards: _engine.Make) -> None:
+    """Starts the server: in the processes that there are, if all answer."""
+    names = [f"{_ray_actors.SERVER}-{i + 1}" for i in range(len(shards))]
+    # The server is the last one, as it asks its shards.
+    makes = dict(zip(names, shards, strict=True)) | {_ray_actors.SERVER: make}
+    needed = (self._num + len(makes) + self._num_spares) * self._cpus
+    _check_cpus(needed, self._ray.cluster_resources().get("CPU", 0.0))
+    if self._servers:
+      if self._servers.keys() == makes.keys():
+        with contextlib.suppress(_engine.LostServerError):
+          self._serve(makes)
+          return
+      # One version for all: if one is lost, all begin again.
+      for actor in self._servers.values():
+        self._kill(actor)
+    self._servers = {name: self._server_actor(name) for name in makes}
+    self._serve(makes)
+
+  def _serve(self, makes: dict[str, _engine.Make]) -> None:
+    for name, make in makes.items():
+      self._get(self._servers[name].serve.remote(make), 300.0)
+
+  def _server_actor(self, name: str, **options: Any) -> Any:
     actor = self._ray.remote(_ray_actors.ServerActor).options(
-      name=_ray_actors.SERVER, num_cpus=self._cpus
+      name=name, num_cpus=self._cpus, **options
     )
     until = time.monotonic() + 30.0
     while True:
       try:
-        self._server = actor.remote()
-        break
+        return actor.remote()
       except ValueError:  # The name of a lost actor is still taken.
         if time.monotonic() > until:
           raise
         time.sleep(0.1)
-    self._get(self._server.serve.remote(make), 300.0)
 
   def spawn(self, name: str, work: Callable[[_engine.Channel], None]) -> None:
     """Starts a worker: in its process of before, if that was sent home."""
@@ -215,9 +230,9 @@ class RayEngine:
     pickled = self._ray.cloudpickle.dumps(work)
     self._workers[name] = (actor, actor.work.remote(pickled))
 
-  def _worker_actor(self) -> Any:
+  def _worker_actor(self, **options: Any) -> Any:
     actor = self._ray.remote(_ray_actors.WorkerActor)
-    options: dict[str, Any] = {"num_cpus": self._cpus}
+    options["num_cpus"] = self._cpus
     if self._gpus:
       options["num_gpus"] = self._gpus
       if not self._own:
@@ -232,13 +247,14 @@ class RayEngine:
       self._ray.kill(actor, no_restart=True)
 
   def process_of(self, name: str) -> int:
-    """Returns the process id of a worker, or of the server for `"server"`."""
-    found = self._server if name == "server" else self._workers[name][0]
+    """Returns the process id of a worker, `server`, or a shard, `server-1`."""
+    found = self._servers.get(f"jdist-{name}") or self._workers[name][0]
     return int(self._get(found.process.remote(), 30.0))
 
   def ask(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
     """Calls a method of the server."""
-    return self._get(self._server.ask.remote(method, args), timeout_s)
+    server = self._servers[_ray_actors.SERVER]
+    return self._get(server.ask.remote(method, args), timeout_s)
 
   def _get(self, reference: Any, timeout_s: float) -> Any:
     exceptions = self._ray.exceptions
@@ -289,7 +305,7 @@ class RayEngine:
     ray = self._ray
     if ray.is_initialized():
       actors = [actor for actor, _ in self._workers.values()]
-      actors += [*self._idle.values(), *self._spares, self._server]
+      actors += [*self._idle.values(), *self._spares, *self._servers.values()]
       for actor in actors:
         self._kill(actor)
     # A start that failed halfway has left processes, too.
@@ -314,7 +330,7 @@ class RayEngine:
 def _check_cpus(needed: float, available: float) -> None:
   if needed > available + 1e-9:
     raise ValueError(
-      f"The server and the workers need {needed:g} CPUs, and Ray has "
+      f"The servers and the workers need {needed:g} CPUs, and Ray has "
       f"{available:g}: add nodes, take fewer workers, or give each fewer "
       f"(`cpus_per_worker`), as those may have that mostly sleep."
     )
