@@ -198,7 +198,6 @@ ROOMS = {
     "Footprint": {},
     "LayerCost": {},
     "Peers": {"device": 0, "connections": {}},
-    "Replanner": {"plan": PLAN, "costs": COSTS, "machines": FOUR},
     "StageTimes": {},
     "Table": {
       "name": "a", "devices": TABLE.devices, "num_stages": 4,
@@ -248,11 +247,6 @@ ROOMS = {
     "StageProcess": {
       "stages": pipeline.cut_layers(LAYERS, 1), "loss": loss_fn,
       "table": pipeline.make_table("1f1b", 1, 2), "microbatch": MICROBATCH,
-    },
-    "AdaptiveRun": {
-      "make_process": lambda plan: None,
-      "replanner": pipeline.Replanner(PLAN, COSTS, FOUR),
-      "optimizer": calls.DILOCO,
     },
   },
   "reducers": {"MessageCodec": {"codec": codecs.Quantize(4)}},

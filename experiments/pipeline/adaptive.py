@@ -18,6 +18,7 @@ import jax
 import launch
 import numpy as np
 import optax
+import replanning
 import timed_layers
 import tyro
 
@@ -116,10 +117,10 @@ def _maker(
 
 def _run(
   config: Config, make: Any, machines: cluster.Cluster, patience: int
-) -> pipeline.AdaptiveRun:
+) -> replanning.AdaptiveRun:
   costs = _costs(config)
   plan = pipeline.partition(costs, machines)
-  replanner = pipeline.Replanner(
+  replanner = replanning.Replanner(
     plan,
     costs,
     machines,
@@ -127,10 +128,10 @@ def _run(
     threshold=config.threshold,
     decay=config.decay,
   )
-  return pipeline.AdaptiveRun(make, replanner, _optimizer())
+  return replanning.AdaptiveRun(make, replanner, _optimizer())
 
 
-def _ended(run: pipeline.AdaptiveRun, state: pipeline.ProcessState) -> Any:
+def _ended(run: replanning.AdaptiveRun, state: pipeline.ProcessState) -> Any:
   """Returns all parameters, and how often this process has updated them."""
   (kept,) = state.opt_state.values()
   params, _ = run.process.gather(state)

@@ -15,6 +15,7 @@ from typing import Any
 
 import config
 import methods
+import replanning
 import run
 import simpy
 import tyro
@@ -56,7 +57,7 @@ def _simulated(
 
 
 def _moved(
-  cell: methods.Cell, proposal: pipeline.Proposal
+  cell: methods.Cell, proposal: replanning.Proposal
 ) -> tuple[float, float]:
   """Returns the bytes that move, and the seconds that they take together."""
   environment = simpy.Environment()
@@ -89,7 +90,7 @@ def result(cell: methods.Cell, slowed: int) -> dict[str, Any]:
   )
   during = _simulated(cell, chosen, plan, machines)
   report = pipeline.check_table(chosen.made)
-  replanner = pipeline.Replanner(
+  replanner = replanning.Replanner(
     plan,
     cell.costs,
     cell.machines,

@@ -12,12 +12,10 @@ from jdist.pipeline.planning._placement import place as place
 from jdist.pipeline.planning._plan import Footprint as Footprint
 from jdist.pipeline.planning._plan import Plan as Plan
 from jdist.pipeline.planning._plan_search import plan as plan
-from jdist.pipeline.planning._replanner import Proposal as Proposal
-from jdist.pipeline.planning._replanner import Replanner as Replanner
 from jdist.pipeline.planning._simulator import PipelineTimes as PipelineTimes
 from jdist.pipeline.planning._simulator import simulate as simulate
-from jdist.pipeline.processes._adaptive_run import AdaptiveRun as AdaptiveRun
 from jdist.pipeline.processes._device_part import ProcessState as ProcessState
+from jdist.pipeline.processes._layer_moves import move_layers as move_layers
 from jdist.pipeline.processes._peers import connect as connect
 from jdist.pipeline.processes._peers import Peers as Peers
 from jdist.pipeline.processes._stage_process import StageProcess as StageProcess

@@ -27,6 +27,15 @@ def enter(name, monkeypatch):
     del sys.modules[path.stem]
 
 
+def alone(name, path):
+  """Imports a program that imports no other one, for a whole file of tests."""
+  spec = importlib.util.spec_from_file_location(name, FOLDER / path)
+  # Its dataclasses look for their module.
+  module = sys.modules[name] = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
 def shared(name):
   """Imports a package that several experiments share."""
   if str(FOLDER) not in sys.path:

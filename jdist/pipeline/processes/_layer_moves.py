@@ -5,10 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from jdist import states
-from jdist.pipeline.processes import _device_part, _peers, _stage_updates
+from jdist import signatures, states
+from jdist.pipeline.processes import (
+  _device_part,
+  _peers,
+  _stage_process,
+  _stage_updates,
+)
 from jdist.pipeline.runtime._stages import by_path
 from jdist.storage import hashes
 
@@ -20,13 +24,14 @@ _REMEDY = (
 )
 
 
+@signatures.checked
 def move_layers(
   state: _device_part.ProcessState,
-  before: Any,
-  after: Any,
-  optimizer: optax.GradientTransformation,
+  before: _stage_process.StageProcess,
+  after: _stage_process.StageProcess,
+  optimizer: signatures.Optimizer,
 ) -> _device_part.ProcessState:
-  """Moves a run's state to other cuts of the same layers.
+  """Moves the state of a run to other cuts of the same layers.
 
   Every process calls it between two calls of `run`, when no work is in
   progress.  A leaf moves with its parameter, as raw bytes; a leaf that a
@@ -35,6 +40,19 @@ def move_layers(
   separately.  All other leaves, such as counts, must be equal in all stages.
   The state of an optimizer that decides by all leaves moves as a whole to the
   first stage's device.
+
+  Args:
+    state: The state, as `before.run` has returned it.
+    before: The `StageProcess` with the old cuts.
+    after: The one with the new cuts, of the same layers, table and peers.
+    optimizer: The optimizer of the state.
+
+  Returns:
+    The state for `after.run`.
+
+  Raises:
+    ValueError: If the layers differ, or a leaf of the optimizer's state belongs
+      to no parameter and is no count.
   """
   # A single stage has all leaves, so the two may differ.
   whole = any(

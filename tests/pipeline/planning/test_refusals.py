@@ -51,10 +51,6 @@ def simulate(costs=_COSTS[:4], machines=_FOUR, **change):
   return pipeline.simulate(table, costs, machines, **change)
 
 
-def replanner(**options):
-  return pipeline.Replanner(part(), _COSTS, _TWO, **options)
-
-
 def windows(number):
   return plan(tables=["2bw"], num_microbatches=[number])
 
@@ -69,7 +65,6 @@ def windows(number):
   ),
   ("optimizer_copies", lambda: plan(optimizer_copies=-1.0), "in [0, inf]"),
   ("optimizer_copies", lambda: footprint(optimizer_copies=-5), "in [0, inf]"),
-  ("threshold", lambda: replanner(threshold="x"), "a finite number"),
   (
     "evaluations",
     lambda: pipeline.place(_COSTS, _TWO, evaluations="x"),
@@ -111,11 +106,6 @@ def windows(number):
     "each of the table's 4 devices",
   ),
   # Changes of a plan.
-  ("threshold", lambda: replanner(threshold=-0.1), "in"),
-  ("decay", lambda: replanner(decay=1.0), "in"),
-  ("patience", lambda: replanner(patience=0), "int >= 1"),
-  ("backoff", lambda: replanner(backoff=0.5), "in"),
-  ("gain", lambda: replanner(gain=1.0), "in"),
 )
 def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import cluster, collectives, models, pipeline
+from jdist import collectives, models, pipeline
 from tests import _refusals
 from tests.pipeline.runtime import _small_models as small
 
@@ -96,14 +96,6 @@ def _run(batches, state=None):
 def _connect(**change):
   given = {"device": 0, "addresses": [("127.0.0.1", 0)], "token": "x"}
   return pipeline.connect(**(given | change))
-
-
-def _adaptive():
-  costs = [pipeline.LayerCost(x, 1.0, 2.0) for x in "ab"]
-  machines = cluster.workers([1.0, 1.0])
-  plan = pipeline.partition(costs, machines)
-  replanner = pipeline.Replanner(plan, costs, machines)
-  return pipeline.AdaptiveRun(None, replanner, optax.sgd(0.1))
 
 
 def _cut(cuts):
@@ -289,7 +281,6 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
     lambda: _two(table=_TWO_STAGES).times(lambda op, stage: 1.0, -1.0),
     "in [0, inf], got -1",
   ),
-  ("make_process", _adaptive, "a function of a `pipeline.Plan`"),
   ("device", lambda: _connect(device=2), "less than the 1 addresses, got 2"),
   ("token", lambda: _connect(token=""), "empty"),
   ("timeout_s", lambda: _connect(timeout_s=0), "in (0, inf]"),

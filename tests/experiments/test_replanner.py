@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 
 from jdist import cluster, pipeline
-from jdist.pipeline.planning import _replanner
+from tests.experiments import _loading
+
+replanning = _loading.alone("replanning", "pipeline/replanning.py")
 
 _COSTS = [pipeline.LayerCost(f"{i}", 1.0, 2.0) for i in range(6)]
 
@@ -16,7 +18,7 @@ class _Run:
   def __init__(self, number=2, **options):
     machines = cluster.workers([1.0] * number)
     plan = pipeline.partition(_COSTS, machines)
-    self.replanner = pipeline.Replanner(plan, _COSTS, machines, **options)
+    self.replanner = replanning.Replanner(plan, _COSTS, machines, **options)
     self.speeds = dict.fromkeys(machines.names, 1.0)
     self.extra_s = 0.0
 
@@ -43,7 +45,7 @@ def test_slow_machine_gives_a_layer_away():
   *before, proposal = run.steps(3)
   assert before == [None, None] and not proposal.returns
   assert proposal.plan.cuts == (4,) and proposal.plan.bottleneck_s == 12.0
-  assert proposal.moves == (_replanner.LayerMove(3, "worker1", "worker0"),)
+  assert proposal.moves == (replanning.LayerMove(3, "worker1", "worker0"),)
   assert run.replanner._before is not None
   # The new plan reaches 1 / 12 samples a second instead of 1 / 18.
   assert run.steps(20) == [None] * 20 and run.replanner._before is None
@@ -51,7 +53,7 @@ def test_slow_machine_gives_a_layer_away():
   run.speeds["worker1"] = 1.0
   (proposal,) = [x for x in run.steps(3) if x]
   assert proposal.plan.cuts == (3,)
-  assert proposal.moves == (_replanner.LayerMove(3, "worker0", "worker1"),)
+  assert proposal.moves == (replanning.LayerMove(3, "worker0", "worker1"),)
 
 
 def test_replanning_comes_close_to_a_fresh_plan():
@@ -89,7 +91,7 @@ def test_plan_that_is_no_faster_is_undone():
   none, back = run.steps(2)
   assert len(first) == 1 and none is None and back.returns
   assert back.plan.cuts == (3,) and run.replanner.patience == 4
-  assert back.moves == (_replanner.LayerMove(3, "worker0", "worker1"),)
+  assert back.moves == (replanning.LayerMove(3, "worker0", "worker1"),)
   # Equal speeds cause no other plan.
   assert run.steps(20) == [None] * 20
   run.speeds["worker1"] = 0.25
@@ -117,7 +119,7 @@ def test_machines_change_their_order_if_that_is_better():
   plan = pipeline.partition(costs, machines)
   found = []
   for reorder in (True, False):
-    replanner = pipeline.Replanner(
+    replanner = replanning.Replanner(
       plan, costs, machines, patience=1, reorder=reorder
     )
     found.append(replanner.observe([10.0, 3 / 4], 1.0))
@@ -134,7 +136,9 @@ def test_another_order_must_gain_as_much_as_a_move():
   machines = cluster.workers([1.0, 1.0])
   plan = pipeline.partition(costs, machines)
   for gain, number in ((0.05, 1), (0.01, 3)):
-    replanner = pipeline.Replanner(plan, costs, machines, patience=1, gain=gain)
+    replanner = replanning.Replanner(
+      plan, costs, machines, patience=1, gain=gain
+    )
     proposal = replanner.observe([22.0, 5.7], 1.0)
     assert len(proposal.moves) == number
 
@@ -151,7 +155,7 @@ def test_plan_that_recovers_part_of_the_loss_stays():
   # and 32 by the new plan: below the mean of the first two, above the second.
   machines = cluster.workers([1.0, 1.0])
   plan = pipeline.partition(_COSTS, machines)
-  replanner = pipeline.Replanner(plan, _COSTS, machines)
+  replanner = replanning.Replanner(plan, _COSTS, machines)
   for _ in range(5):
     assert replanner.observe([9.0, 9.0], 100.0) is None
   *_, proposal = (replanner.observe([36.0, 9.0], 25.0) for _ in range(3))

@@ -5,10 +5,12 @@ import numpy as np
 import optax
 
 from jdist import cluster, pipeline
-from jdist.pipeline.processes import _adaptive_run
+from tests.experiments import _loading
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
+
+replanning = _loading.alone("replanning", "pipeline/replanning.py")
 
 _MICRO = 2
 _COSTS = [pipeline.LayerCost(f"{i}", 1.0, 2.0) for i in range(4)]
@@ -55,12 +57,12 @@ def _train(peers, phases, moved):
   clock = [(1.0, 1.0), 0.0]
   optimizer = optax.sgd(0.1, momentum=0.9)
   plan = pipeline.partition(_COSTS, _MACHINES)
-  replanner = pipeline.Replanner(
+  replanner = replanning.Replanner(
     plan, _COSTS, _MACHINES, patience=2, decay=0.0, reorder=False
   )
   if not moved:
     phases = [(sum(x for x, _, _ in phases), (1.0, 1.0), 0.0)]
-  run = pipeline.AdaptiveRun(
+  run = replanning.AdaptiveRun(
     lambda plan: _Clocked(plan, peers, clock), replanner, optimizer
   )
   state, cuts, losses = run.init_state(seed=1), [], []
@@ -113,7 +115,7 @@ def test_seconds_are_medians_of_both_passes():
     ("U/0", 99, 200),
   ):  # fmt: skip
     trace.add("device", name, start, end)
-  found = _adaptive_run.stage_seconds(_TABLE, trace)
+  found = replanning.stage_seconds(_TABLE, trace)
   assert found == [1 + 47, 3 + 1]
 
 
@@ -124,6 +126,6 @@ def test_throughput_does_not_depend_on_clock_offsets():
     trace.add("device 0", "B0", 4.0, 6.0)
     trace.add("device 1", "F0/1", ahead_s + 1.0, ahead_s + 2.0)
     trace.add("device 1", "B0/1", ahead_s + 2.0, ahead_s + 4.0)
-    return _adaptive_run._longest_s(trace)
+    return replanning._longest_s(trace)
 
   assert longest(0.0) == longest(86400.0) == 6.0

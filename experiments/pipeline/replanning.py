@@ -1,12 +1,21 @@
-"""The decision when to cut a running pipeline again."""
+"""A pipeline that is cut again during training when its machines change.
+
+`Replanner` decides, and `AdaptiveRun` moves layers by `pipeline.move_layers`.
+Copy it to change its rules: which drift is worth a move depends on machines.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdist import checks, cluster, signatures
-from jdist.pipeline.planning import _bottleneck, _costs, _placement
-from jdist.pipeline.planning._plan import Footprint, Plan
+import jax
+import optax
+
+from jdist import cluster, pipeline
+from jdist.pipeline.planning import _bottleneck
+
+PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +44,11 @@ class Proposal:
       faster.
   """
 
-  plan: Plan
+  plan: pipeline.Plan
   moves: tuple[LayerMove, ...]
   returns: bool = False
 
 
-@signatures.checked
 class Replanner:
   r"""Follows measured seconds and proposes plans when machines have changed.
 
@@ -60,15 +68,15 @@ class Replanner:
 
   def __init__(
     self,
-    plan: Plan,
-    costs: Sequence[_costs.LayerCost],
+    plan: pipeline.Plan,
+    costs: Sequence[pipeline.LayerCost],
     machines: cluster.Cluster,
     *,
-    footprint: Footprint | None = None,
+    footprint: pipeline.Footprint | None = None,
     num_microbatches: int = 1,
-    threshold: signatures.NonNegativeFloat = 0.2,
+    threshold: float = 0.2,
     decay: float = 0.5,
-    patience: signatures.PositiveInt = 3,
+    patience: int = 3,
     backoff: float = 2.0,
     gain: float = 0.05,
     reorder: bool = True,
@@ -92,10 +100,10 @@ class Replanner:
     Raises:
       ValueError: If an argument is out of its range.
     """
-    checks.check_number("backoff", backoff, low=1.0)
+    if backoff < 1.0:
+      raise ValueError(f"`backoff` must be at least 1, got {backoff}.")
     for name, value in (("decay", decay), ("gain", gain)):
-      checks.check_number(name, value)
-      if value >= 1.0:
+      if not 0 <= value < 1:
         raise ValueError(f"`{name}` must be in [0, 1), got {value}.")
     if len(plan.nodes) != plan.num_stages:
       raise ValueError(
@@ -115,7 +123,7 @@ class Replanner:
     nodes = tuple(machines.node(x) for x in plan.nodes)
     self.machines = dataclasses.replace(machines, nodes=nodes)
     # The plan before the one on trial, and its samples per second.
-    self._before: tuple[Plan, float] | None = None
+    self._before: tuple[pipeline.Plan, float] | None = None
     self._restart()
 
   def _restart(self) -> None:
@@ -170,7 +178,7 @@ class Replanner:
       self._rate = samples_per_s
     return None if self._count < self.patience else self._replan()
 
-  def _judge(self, before: Plan, rate: float) -> Proposal | None:
+  def _judge(self, before: pipeline.Plan, rate: float) -> Proposal | None:
     """Keeps a plan on trial, or restores the previous one."""
     self._count += 1
     if self._count < self.patience:
@@ -199,12 +207,12 @@ class Replanner:
     # The current plan is judged by the measured speeds, too.
     chain = _bottleneck.Chain(self._costs, self.machines, **self._options)
     now = chain.plan(self.plan.nodes, self.plan.cuts)
-    found = _bottleneck.partition(
+    found = pipeline.partition(
       self._costs, self.machines, nodes=self.plan.nodes, **self._options
     )
     less = 1 - self._gain
     if self._reorder:
-      other = _placement.place(self._costs, self.machines, **self._options)
+      other = pipeline.place(self._costs, self.machines, **self._options)
       # Another order moves whole stages, so it must be clearly better.
       if other.bottleneck_s < found.bottleneck_s * less:
         found = other
@@ -213,7 +221,7 @@ class Replanner:
     self._before = self.plan, self._rate
     return self._take(found)
 
-  def _take(self, plan: Plan, returns: bool = False) -> Proposal:
+  def _take(self, plan: pipeline.Plan, returns: bool = False) -> Proposal:
     moves = []
     for layer in range(len(self._costs)):
       source, target = (x.nodes[x.stage_of(layer)] for x in (self.plan, plan))
@@ -222,3 +230,124 @@ class Replanner:
     self.plan = plan
     self._restart()
     return Proposal(plan, tuple(moves), returns)
+
+
+class AdaptiveRun:
+  """One process of a pipeline whose layers move to where they run fastest.
+
+  After each call of `run` no work is in progress.  Then all processes exchange
+  their timelines and feed the same seconds to a `Replanner` each, so that all
+  of them reach the same decision without another message.  Layers move with
+  their optimizer state; if throughput does not rise, they move back.  A process
+  keeps its compiled programs.  The first run with new cuts compiles and is not
+  measured.
+
+  Attributes:
+    process: The process with the current cuts.
+    history: The proposals so far, each with the step after which it was made.
+    stage_s: The seconds of both passes of a micro-batch in each stage, as
+      medians over the last run.
+    samples_per_s: The throughput of the last run.
+  """
+
+  def __init__(
+    self,
+    make_process: Callable[[pipeline.Plan], Any],
+    replanner: Replanner,
+    optimizer: optax.GradientTransformation,
+  ):
+    """Makes the process of the first plan.
+
+    Args:
+      make_process: Returns a `StageProcess` of a plan's cuts, with
+        `timeline=True`, and always of the same layers and peers.
+      replanner: A replanner with the same plan, costs and options in all
+        processes.
+      optimizer: An optimizer whose state has a part for each parameter, and
+        otherwise counts only; or one that decides by all leaves.
+    """
+    self._make, self._replanner = make_process, replanner
+    self._optimizer = optimizer
+    self._processes: dict[Any, Any] = {}
+    self._compiled: set[Any] = set()
+    self.history: list[tuple[int, Proposal]] = []
+    self.stage_s: list[float] = []
+    self.samples_per_s = 0.0
+    self.process = self._process_of(replanner.plan)
+
+  @property
+  def plan(self) -> pipeline.Plan:
+    """The current plan."""
+    return self._replanner.plan
+
+  def init_state(self, *args: Any, **options: Any) -> pipeline.ProcessState:
+    """Makes the initial state, as `StageProcess.init_state` does."""
+    return self.process.init_state(self._optimizer, *args, **options)
+
+  def run(
+    self, state: pipeline.ProcessState, batches: Sequence[PyTree]
+  ) -> tuple[pipeline.ProcessState, list[dict[str, float]]]:
+    """Runs the table as `StageProcess.run`, then moves layers if necessary.
+
+    Args:
+      state: The state from `init_state` or an earlier run.
+      batches: The batches of one measurement.  Several runs of the table make
+        it less noisy.
+
+    Returns:
+      The state, perhaps of other cuts, and loss and metrics of each iteration.
+    """
+    batches = list(batches)
+    state, metrics = self.process.run(state, batches)
+    # This also empties the timeline, so no later run counts these seconds.
+    trace = self.process.trace()
+    # The slowest device limits the pipeline.
+    samples = len(batches) * len(jax.tree.leaves(batches[0])[0])
+    self.samples_per_s = samples / _longest_s(trace)
+    self.stage_s = stage_seconds(self.process.table, trace)
+    # This run has compiled its programs if these cuts are new.
+    key = self.plan.cuts, self.plan.nodes
+    if key not in self._compiled:
+      self._compiled.add(key)
+      return state, metrics
+    proposal = self._replanner.observe(self.stage_s, self.samples_per_s)
+    if proposal is not None:
+      self.history.append((state.step, proposal))
+      before, self.process = self.process, self._process_of(proposal.plan)
+      state = pipeline.move_layers(state, before, self.process, self._optimizer)
+    return state, metrics
+
+  def _process_of(self, plan: pipeline.Plan) -> Any:
+    key = plan.cuts, plan.nodes
+    if key not in self._processes:
+      self._processes[key] = self._make(plan)
+    return self._processes[key]
+
+
+def stage_seconds(table: pipeline.Table, trace: cluster.Trace) -> list[float]:
+  """Returns the median seconds of both passes of a micro-batch in each stage.
+
+  Time spent waiting for messages is not included.
+  """
+  parts: dict[tuple[int, pipeline.Op], list[float]] = {}
+  actions: dict[str, pipeline.Action] = {str(x): x for x in table}
+  for span in trace:
+    action = actions[span.name]
+    if action.op != pipeline.Op.UPDATE:
+      key = action.stage, action.op
+      parts.setdefault(key, []).append(span.seconds)
+  found = [0.0] * table.num_stages
+  for (stage, _), seconds in parts.items():
+    # A median, as a single hiccup of the machine must not move layers.
+    found[stage] += statistics.median(seconds)
+  return found
+
+
+def _longest_s(trace: cluster.Trace) -> float:
+  """Returns the longest time from a device's first action to its last."""
+  # Each device is measured by its own clock, as clocks of several machines are
+  # not aligned.
+  times: dict[str, list[float]] = {}
+  for span in trace:
+    times.setdefault(span.resource, []).extend((span.start_s, span.end_s))
+  return max(max(each) - min(each) for each in times.values())
