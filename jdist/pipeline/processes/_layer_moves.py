@@ -6,13 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist import signatures, states
-from jdist.pipeline.processes import (
-  _device_part,
-  _peers,
-  _stage_process,
-  _stage_updates,
-)
+from jdist import checks, signatures, states
+from jdist.pipeline.processes import _device_part, _peers, _stage_updates
 from jdist.pipeline.runtime._stages import by_path
 from jdist.storage import hashes
 
@@ -27,8 +22,8 @@ _REMEDY = (
 @signatures.checked
 def move_layers(
   state: _device_part.ProcessState,
-  before: _stage_process.StageProcess,
-  after: _stage_process.StageProcess,
+  before: Any,
+  after: Any,
   optimizer: signatures.Optimizer,
 ) -> _device_part.ProcessState:
   """Moves the state of a run to other cuts of the same layers.
@@ -54,6 +49,12 @@ def move_layers(
     ValueError: If the layers differ, or a leaf of the optimizer's state belongs
       to no parameter and is no count.
   """
+  for name, process in (("before", before), ("after", after)):
+    if not hasattr(process, "stages"):
+      raise ValueError(
+        f"`{name}` must be a `pipeline.StageProcess`, got "
+        f"{checks.show(process)}."
+      )
   # A single stage has all leaves, so the two may differ.
   whole = any(
     _stage_updates.sees_all(optimizer, x.stages) for x in (before, after)

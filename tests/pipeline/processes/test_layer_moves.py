@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from jdist import models, pipeline
-from jdist.pipeline.processes import _layer_moves, _peers
+from jdist.pipeline.processes import _peers
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
@@ -56,10 +56,10 @@ def test_training_continues_with_the_same_numbers():
       state = first.init_state(_optimizer())
       state, found = first.run(state, batches[:2])
       # Layers go from the second process to the first, and back.
-      state = _layer_moves.move_layers(state, first, second, _optimizer())
+      state = pipeline.move_layers(state, first, second, _optimizer())
       assert len(state.params[peers.device]) == (3, 1)[peers.device]
       state, more = second.run(state, batches[2:4])
-      state = _layer_moves.move_layers(state, second, first, _optimizer())
+      state = pipeline.move_layers(state, second, first, _optimizer())
       state, rest = first.run(state, batches[4:])
       return (
         _model(first, kept),
@@ -86,9 +86,9 @@ def test_moved_layers_keep_their_bits():
     state = first.init_state(_optimizer())
     state, _ = first.run(state, _batches()[:1])
     before = jax.device_get((state.params, state.opt_state, state.model_state))
-    state = _layer_moves.move_layers(state, first, second, _optimizer())
+    state = pipeline.move_layers(state, first, second, _optimizer())
     assert list(state.params) == [1 - peers.device]
-    state = _layer_moves.move_layers(state, second, first, _optimizer())
+    state = pipeline.move_layers(state, second, first, _optimizer())
     after = jax.device_get((state.params, state.opt_state, state.model_state))
     # Stages of one device share no array that an update donates.
     state, _ = first.run(state, _batches()[:1])
@@ -113,7 +113,7 @@ def test_tied_parameters_move_to_each_stage_that_has_them():
     first, second = found
     state, _ = first.run(first.init_state(_optimizer()), [batch])
     with unittest.mock.patch.object(peers, "send", wraps=peers.send) as send:
-      moved = _layer_moves.move_layers(state, first, second, _optimizer())
+      moved = pipeline.move_layers(state, first, second, _optimizer())
       sent = [call.args[1:] for call in send.mock_calls]
     moved, _ = second.run(moved, [batch])
     trained, _ = first.run(first.init_state(_optimizer()), [batch] * 2)
@@ -163,9 +163,9 @@ def test_state_of_an_optimizer_of_all_leaves_moves_to_the_first_stage():
       kept, losses = first.run(first.init_state(_all_leaves()), batches)
       state, found = first.run(first.init_state(_all_leaves()), batches[:2])
       # The first move takes layers alone, the second one the first stage, too.
-      state = _layer_moves.move_layers(state, first, second, _all_leaves())
+      state = pipeline.move_layers(state, first, second, _all_leaves())
       state, more = second.run(state, batches[2:4])
-      state = _layer_moves.move_layers(state, second, third, _all_leaves())
+      state = pipeline.move_layers(state, second, third, _all_leaves())
       assert list(state.params) == [1 - peers.device]
       state, rest = third.run(state, batches[4:])
       return (
@@ -201,18 +201,27 @@ def test_indivisible_optimizer_state_raises():
   first, second = _alone(cuts=[1]), _alone(cuts=[3])
   state = first.init_state(_flat())
   with pytest.raises(ValueError, match="leaves besides those of parameters"):
-    _layer_moves.move_layers(state, first, second, _flat())
+    pipeline.move_layers(state, first, second, _flat())
   state = first.init_state(_optimizer())
   other = state.opt_state[0][1]._replace(count=jnp.int32(7))
   wrong = dict(state.opt_state) | {0: (state.opt_state[0][0], other)}
   with pytest.raises(ValueError, match="others in stages 0 and 1"):
-    _layer_moves.move_layers(
+    pipeline.move_layers(
       state._replace(opt_state=wrong), first, second, _optimizer()
     )
   with pytest.raises(ValueError, match="the same layers and peers"):
     renamed = small.layers(_SIZES, statistics=True)
     renamed[3] = dataclasses.replace(renamed[3], name="other")
-    _layer_moves.move_layers(state, first, _alone(renamed), _optimizer())
+    pipeline.move_layers(state, first, _alone(renamed), _optimizer())
+
+
+@pytest.mark.parametrize("name", ("before", "after"))
+def test_processes_of_another_type_raise(name):
+  process = _alone(small.layers(_SIZES, statistics=True))
+  state = process.init_state(_optimizer())
+  given = {"before": process, "after": process} | {name: "process"}
+  with pytest.raises(ValueError, match=f"`{name}` must be a `pipeline.Stage"):
+    pipeline.move_layers(state, optimizer=_optimizer(), **given)
 
 
 def test_layers_without_names_raise():
@@ -226,4 +235,4 @@ def test_layers_without_names_raise():
   process = _alone(layers)
   state = process.init_state(_optimizer())
   with pytest.raises(ValueError, match="must have dicts of parameters"):
-    _layer_moves.move_layers(state, process, process, _optimizer())
+    pipeline.move_layers(state, process, process, _optimizer())
