@@ -194,11 +194,12 @@ def _carries(connection):
 
 def of_shards(rows):
   """Returns the updates a second of one server and of its shards."""
-  rates = {x["config"]["shards"]: x["updates_per_s"] for x in rows}
+  ordered = {(x["config"]["seconds"], x["config"]["shards"]): x for x in rows}
   lines, wanted = [], {2: 1.8, 4: 3.2}
-  for row in sorted(rows, key=lambda x: x["config"]["shards"]):
+  for (seconds, num), row in sorted(ordered.items()):
     config = row["config"]
-    num, factor = config["shards"], row["updates_per_s"] / rates[1]
+    one = ordered[seconds, 1]["updates_per_s"]
+    factor = row["updates_per_s"] / one
     aim = wanted.get(num)
     # A part goes to each server, and one comes from it, for each update.
     part = 4 * config["tensors"] * config["entries"] / num

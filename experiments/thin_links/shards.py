@@ -45,7 +45,7 @@ class Setting:
   tensors: int = 4
   entries: int = 250_000
   skipped_s: float = 10.0
-  seconds: float = 45.0
+  seconds: float = 150.0
 
   @property
   def names(self) -> tuple[str, ...]:
@@ -191,7 +191,11 @@ def main() -> None:
   if "JDIST_COORDINATOR" not in os.environ:
     raise SystemExit("Start it by scripts/slow_network.py.")
   known = training.read_rows(ROWS) if ROWS.exists() else []
-  left = {1, 2, 4} - {x["config"]["shards"] for x in known}
+  left = {1, 2, 4} - {
+    x["config"]["shards"]
+    for x in known
+    if x["config"]["seconds"] == Setting.seconds
+  }
   folder = pathlib.Path(tempfile.gettempdir(), f"jdist-thin-{os.getppid()}")
   folder.mkdir(exist_ok=True)
   address = start(folder, int(os.environ["JDIST_PROCESSES"]) - 1)
