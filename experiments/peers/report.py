@@ -418,8 +418,8 @@ def main():
   found = cells(times, tuning)
   pages = {
     run.FOLDER / "README.md": {
-      "verdict": verdict(found), "seconds": short_table(found),
-      "warm-up": warm_up(found), "flower": flower(fed_avg, found),
+      "verdict": f"{verdict(found)}\n{warm_up(found)}",
+      "seconds": short_table(found), "flower": flower(fed_avg, found),
       "setting": setting(steps, times),
     },
     run.FOLDER / "TABLES.md": {
