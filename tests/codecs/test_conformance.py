@@ -108,7 +108,7 @@ class Broken(codecs.Dense):
     ("dtype", "bfloat16.* is .*float32"),
     ("finite", "finite entries stay finite"),
     ("visible", "nan stays visible"),
-    ("vmap", "`vmap` gives what a loop gives"),
+    ("vmap", "`vmap` gives the results of a loop"),
   ],
 )
 def test_broken_law_is_named(law, told):

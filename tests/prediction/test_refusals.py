@@ -110,7 +110,7 @@ def evaluate(of=None, network=None, samples=None, images=0, **options):
     for x in (3, None, "ab")
   ),
   *(
-    ("metadata", lambda x=x: collect(metadata=x), "what JSON can hold")
+    ("metadata", lambda x=x: collect(metadata=x), "a value of JSON")
     for x in ({"x": np.ones(2)}, {"x": {1, 2}}, {("a", 1): 2})
   ),
   ("metadata", lambda: collect(metadata=3), "a dict"),

@@ -76,7 +76,7 @@ def test_unusable_parameters_are_not_saved(change, message, tmp_path):
     )
   _, found = prediction.load_predictor(tmp_path)
   assert_same_bits(found, params)
-  with _refusals.refused("about", "what JSON can hold"):
+  with _refusals.refused("about", "a value of JSON"):
     prediction.save_predictor(
       tmp_path / "b", predictor(), params, {"accuracy": np.float32(0.5)}
     )

@@ -91,7 +91,7 @@ def loss_alone(found):
     "function of a `training.Record`",
   ),
   ("metadata", lambda: fit(metadata="text"), "a dict or None"),
-  ("metadata", lambda: fit(metadata={"a": jnp.ones(1)}), "what JSON can hold"),
+  ("metadata", lambda: fit(metadata={"a": jnp.ones(1)}), "a value of JSON"),
   ("metadata", lambda: fit(metadata={"sent_bytes": 1}), "must not have"),
   ("num_steps", lambda: fit(num_steps=5.5), "an int >= 1"),
   ("num_steps", lambda: fit(num_steps=0), "an int >= 1"),
