@@ -329,7 +329,7 @@ def same_updates(rows):
         f"{twin[-1][0]} steps; the test accuracies of {len(both)} evaluations "
         f"differ by {100 * most:.1f} points at most."
       )
-  return "\n".join(lines)
+  return "\n".join(lines or ["- No such pair of runs was made."])
 
 
 def flower(rows, found):
