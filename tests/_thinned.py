@@ -691,7 +691,7 @@ EVERY = {
     "test_update_first_is_synchronous_sgd": 12,
   },
   "zoo/test_zoo.py": {
-    "test_form_trains_as_in_plain_jax": 40,
+    "test_form_trains_as_in_plain_jax": 57,
   },
 }
 

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import optax
+import pytest
 
 from jdist import cluster, pipeline
 from tests.experiments import _loading
@@ -91,6 +92,7 @@ def _both(phases):
   return cuts, history
 
 
+@pytest.mark.slow
 def test_layers_move_from_a_slow_machine_without_losing_an_update():
   phases = [(3, (1.0, 1.0), 0.0), (6, (1.0, 0.4), 0.0)]
   cuts, history = _both(phases)
@@ -99,6 +101,7 @@ def test_layers_move_from_a_slow_machine_without_losing_an_update():
   assert history == [(5, False)]
 
 
+@pytest.mark.slow
 def test_layers_move_back_if_throughput_does_not_rise():
   phases = [(3, (1.0, 1.0), 0.0), (2, (1.0, 0.4), 0.0), (5, (1.0, 0.4), 99.0)]
   cuts, history = _both(phases)

@@ -52,6 +52,7 @@ def test_method_matches_numpy(method):
   assert transforms.sharing(states).params is True
 
 
+@pytest.mark.slow
 def test_warm_up_is_adam_without_bias_correction(method):
   targets = random_targets(10, WORKERS, *SHAPE)
   optimizer = method(RATE, 10, axis="worker", eps=1e-3)
@@ -71,6 +72,7 @@ def test_warm_up_is_adam_without_bias_correction(method):
   np.testing.assert_allclose(found[:, 0], descended(targets, plain), 1e-4, 1e-5)
 
 
+@pytest.mark.slow
 def test_parameters_without_gradients_stay(method):
   targets = random_targets(8, WORKERS, *SHAPE)
   targets[:4, :, 0, 0] = 0.0  # Where the parameters begin.

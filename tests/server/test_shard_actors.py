@@ -142,6 +142,7 @@ class ActorEngine(server.ThreadEngine):
     self.ask("stop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", (True, False))
 def test_all_servers_begin_again_where_a_shard_is_lost(
   kept, tmp_path, monkeypatch

@@ -93,8 +93,13 @@ def push_of(plans, plan, number):
   return _gradient_messages.tree_bytes((grads, change))
 
 
+# Random rounding compiles for longer.
 @pytest.mark.parametrize(
-  "options", ({}, {"plans": BITS}), ids=("exact", "bits")
+  "options",
+  [
+    pytest.param({}, id="exact"),
+    pytest.param({"plans": BITS}, id="bits", marks=pytest.mark.slow),
+  ],
 )
 def test_shards_send_and_update_the_bits_of_one_server(options):
   plans = server.message_plans(**options)
