@@ -112,10 +112,10 @@ class Run:
 class Synchronous(Run):
   """DistributedDataParallel, with a hook if one is given."""
 
-  def __init__(self, process, seed, rate, hook=None):
+  def __init__(self, process, seed, rate, hook=None, bucket_mb=None):
     super().__init__(process, seed, rate)
     self.model = nn.parallel.DistributedDataParallel(
-      self.net, gradient_as_bucket_view=True
+      self.net, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
     )
     if hook is not None:
       self.model.register_comm_hook(*hook())
@@ -225,7 +225,9 @@ METHODS = {
   "DDP fp16": functools.partial(
     Synchronous, hook=lambda: (None, default_hooks.fp16_compress_hook)
   ),
-  "PowerSGD": functools.partial(Synchronous, hook=power),
+  # One bucket: with two, the hook's callbacks start their sums in any order,
+  # and gloo ends the processes.
+  "PowerSGD": functools.partial(Synchronous, hook=power, bucket_mb=100),
   "averaging": Averaged,
   "torchft Local SGD": functools.partial(Elastic, wrap=torchft_local),
   "torchft DiLoCo": _elastic(),
