@@ -142,14 +142,15 @@ class Turn:
     self.batch = workers.place(
       jax.tree.map(lambda x: np.stack([x] * len(workers.local_workers)), batch)
     )
-    step = training.make_step(loss_fn, optimizer, axis=workers.axis)
+    self.step = training.make_step(loss_fn, optimizer, axis=workers.axis)
 
     @functools.cache
     def program(control):
-      return workers.jit(functools.partial(step, control=control))
+      return workers.jit(functools.partial(self.step, control=control))
 
     streams = transforms.streams(self.state.opt_state)
     self.program = program
+    self.controls = []  # Those of all steps so far.
     self.host = training.RoundHost(
       workers,
       self.state.opt_state,
@@ -160,7 +161,8 @@ class Turn:
     """Runs a round of the longest interval; returns a step's seconds."""
     started_s = time.perf_counter()
     for _ in range(INTERVAL):
-      program = self.program(self.host.control())
+      self.controls.append(self.host.control())
+      program = self.program(self.controls[-1])
       self.state, metrics = program(self.state, self.batch)
       self.host.follow(self.state.opt_state)
       jax.block_until_ready(metrics)

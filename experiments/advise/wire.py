@@ -12,7 +12,6 @@ needs Ray, and makes a node of it on each host.
 
 import argparse
 import functools
-import importlib.util
 import json
 import os
 import pathlib
@@ -35,13 +34,11 @@ from jdist import (
   reducers,
   server,
   training,
-  transforms,
 )
 
 _EXPERIMENTS = pathlib.Path(__file__).resolve().parents[1]
 ROWS = run.RESULTS / "wire.jsonl"
 _SHAPE = (28, 28, 1)
-_STREAM_STEPS = (1, 2, 4, 8)
 CODECS = {"plain": None, "int8": codecs.Quantize(8), "int4": codecs.Quantize(4)}
 REDUCERS = {
   "ssgd": reducers.Exact(),
@@ -52,15 +49,14 @@ REDUCERS = {
 }
 
 
-def chain_of(name, axis):
-  """Returns the chain, its reducer and the steps of a round."""
+def make_chain(name, axis):
+  """Returns the chain of a method."""
   if name == "msdpu streamed":
-    return run.msdpu(axis), REDUCERS["ssgd"], run.INTERVAL
-  reducer = REDUCERS[name]
+    return run.msdpu(axis)
   compression = None
   if name != "ssgd":
-    compression = jdist.Compression(reducer, reducers.ErrorFeedback())
-  return methods.ssgd(run.sgd(), axis=axis, compression=compression), reducer, 1
+    compression = jdist.Compression(REDUCERS[name], reducers.ErrorFeedback())
+  return methods.ssgd(run.sgd(), axis=axis, compression=compression)
 
 
 def interface():
@@ -105,51 +101,37 @@ def count_methods(options):
   model, loss_fn = build()
   random = np.random.default_rng(0)
   batch = {
-    "image": random.normal(size=(1, 8, *_SHAPE)).astype(np.float32),
-    "label": random.integers(0, 10, (1, 8)).astype(np.int32),
+    "image": random.normal(size=(8, *_SHAPE)).astype(np.float32),
+    "label": random.integers(0, 10, 8).astype(np.int32),
   }
-  batch = workers.place(batch)
   rows = []
   for name in (*REDUCERS, "msdpu streamed"):
-    chain, reducer, interval = chain_of(name, workers.axis)
-    state = training.init_state(workers, chain, model.params, model.state)
-    step = training.make_step(loss_fn, chain, axis=workers.axis)
-    program = functools.cache(
-      lambda control, step=step: workers.jit(
-        functools.partial(step, control=control)
-      )
-    )
-    streams = transforms.streams(state.opt_state)
-    host = training.RoundHost(
-      workers, state.opt_state, stream_steps=_STREAM_STEPS if streams else ()
-    )
-    controls = []
-
-    def take(steps):
-      nonlocal state
-      for _ in range(steps):
-        controls.append(host.control())  # noqa: B023
-        state, metrics = program(controls[-1])(state, batch)  # noqa: B023
-        host.follow(state.opt_state)  # noqa: B023
-      jax.block_until_ready((state, metrics))
-
-    take(2 * run.INTERVAL)  # A late method's messages begin in its next round.
-    controls.clear()
+    reducer, interval = REDUCERS.get(name), 1
+    if reducer is None:
+      reducer, interval = REDUCERS["ssgd"], run.INTERVAL
+    make = functools.partial(make_chain, name)
+    turn = run.Turn(workers, make, model, loss_fn, batch)
+    for _ in range(2):  # A late method's messages begin in its next round.
+      turn.take()
+    turn.controls.clear()
     before = interface()
-    take(options.steps)
+    for _ in range(options.steps // run.INTERVAL):
+      turn.take()
     counts = counted_since(before)
     traced = compiled = 0.0
-    for control in set(controls):
-      times, one = controls.count(control), of_one((state, batch))
+    for control in set(turn.controls):
+      times = turn.controls.count(control)
       found = collectives.traffic(
-        functools.partial(step, control=control), *one, axis=workers.axis,
-        num_workers=options.hosts,
+        functools.partial(turn.step, control=control),
+        *of_one((turn.state, turn.batch)),
+        axis=workers.axis, num_workers=options.hosts,
       ).collectives  # fmt: skip
       traced += times * sum(x.wire_bytes for x in found)
-      text = program(control).lower(state, batch).compile()
-      found = profiling.read_collectives(text)
+      program = turn.program(control).lower(turn.state, turn.batch).compile()
+      found = profiling.read_collectives(program)
       compiled += times * sum(x.wire_bytes for x in found)
-    bits = reducer.num_bits(of_one(state.params), options.hosts).sent
+    params = of_one(turn.state.params)
+    bits = reducer.num_bits(params, options.hosts).sent
     rows.append(
       training.make_row(
         vars(options), 0, name=name, counts=counts,
@@ -200,14 +182,13 @@ def count_edges(options):
 
 def count_server(options):
   """Counts the bytes between a server and its worker on another host."""
-  spec = importlib.util.spec_from_file_location(
-    "thin_links", _EXPERIMENTS / "thin_links" / "run.py"
-  )
-  nodes = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(nodes)
+  # Its `run.py` is another one than this folder's.
+  sys.path.append(str(_EXPERIMENTS / "thin_links"))
+  import nodes
+
   folder = pathlib.Path(tempfile.gettempdir(), f"jdist-wire-{os.getppid()}")
   folder.mkdir(exist_ok=True)
-  address = nodes.start_nodes(folder, workers=0)
+  address = nodes.start(folder, cpus=1)
   if address is None:
     return [], 1
   model, _ = build()
@@ -286,7 +267,8 @@ def main():
   }  # fmt: skip
   parser.add_argument("what", choices=tuple(counts))
   parser.add_argument("--hosts", type=int, default=2)
-  parser.add_argument("--steps", type=int, default=32)
+  parser.add_argument("--steps", type=int, default=32,
+                      help="a multiple of 8")  # fmt: skip
   options = parser.parse_args()
   rows, number = counts[options.what](options)
   if number:

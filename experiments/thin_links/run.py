@@ -17,12 +17,7 @@ import functools
 import json
 import os
 import pathlib
-import re
-import secrets
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,6 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import nodes
 import numpy as np
 import optax
 
@@ -50,8 +46,6 @@ from jdist import (
 FOLDER = pathlib.Path(__file__).resolve().parent
 ROWS = FOLDER / "results" / "rows.jsonl"
 Row = dict[str, Any]
-# Ray's nodes keep their sockets and logs here.
-_RAY = pathlib.Path(tempfile.gettempdir(), "ray")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,107 +224,10 @@ class Heartbeats(threading.Thread):
     self.join()
 
 
-def connections() -> list[dict[str, Any]]:
-  """Returns this host's connections to the other one, with their bytes."""
-  listed = _told("ss", "-tnpiOH", "state", "established")
-  found = []
-  for line in listed.splitlines():
-    words = line.split()
-    near, far = (x.rpartition(":") for x in words[2:4])
-    users = re.findall(r'"([^"]+)",pid=(\d+)', line)
-    if not users or near[0] == far[0]:
-      continue
-    title = pathlib.Path(f"/proc/{users[0][1]}/cmdline").read_bytes()
-    sent, received = (
-      int((re.findall(rf"bytes_{x}:(\d+)", line) or [0])[0])
-      for x in ("acked", "received")
-    )
-    found.append({
-      "process": re.split(r"[\0 ]", title.decode())[0].rpartition("/")[2],
-      "near": int(near[2]), "far": int(far[2]), "sent": sent,
-      "received": received,
-    })  # fmt: skip
-  return found
-
-
-def missed_checks() -> int:
-  """Returns how often Ray's own health check had no answer."""
-  logs = (_RAY / "session_latest" / "logs").glob("gcs_server*")
-  return sum(
-    len(re.findall("[Hh]ealth check failed", x.read_text(errors="replace")))
-    for x in logs
-  )
-
-
-def _told(*words: str) -> str:
-  done = subprocess.run(words, capture_output=True, text=True)
-  if done.returncode:
-    raise SystemExit(f"{' '.join(words)}: {done.stderr[-2000:]}")
-  return done.stdout
-
-
-def wait_for(path: pathlib.Path) -> None:
-  """Waits until a file exists."""
-  while not path.exists():
-    time.sleep(0.1)
-
-
-def start_ray(*words: str) -> None:
-  """Starts this host's node, with directories of its own."""
-  _RAY.mkdir(exist_ok=True)
-  for place in (_RAY, "/dev/shm"):
-    _told("mount", "-t", "tmpfs", "tmpfs", str(place))
-  os.environ.setdefault("RAY_worker_niceness", "0")  # By default it is 15.
-  program = pathlib.Path(sys.executable).parent / "ray"
-  command = (
-    str(program), "start", "--object-store-memory", "200000000",
-    "--disable-usage-stats", "--include-log-monitor", "false", *words,
-  )  # fmt: skip
-  for _ in range(10):
-    # Ray ends a node whose agents start slowly, as they do on a busy machine.
-    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0:
-      return
-    listed = _told("ip", "netns", "pids", socket.gethostname())
-    for process in {*map(int, listed.split())} - {os.getpid()}:
-      with contextlib.suppress(ProcessLookupError):
-        os.kill(process, signal.SIGKILL)
-  raise SystemExit("Ray did not start.")
-
-
-def start_nodes(folder: pathlib.Path, workers: int) -> str | None:
-  """Starts a node of Ray on each host; host 0 has the server and `workers`.
-
-  Returns:
-    The address on host 0. Host 1 returns None when the folder has `end`.
-  """
-  host = os.environ["JDIST_COORDINATOR"].rpartition(":")[0]
-  address, token, up = f"{host}:6379", folder / "token", folder / "up"
-  os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-  if int(os.environ["JDIST_PROCESS"]):
-    wait_for(up)
-    # There is room for one worker here.
-    start_ray("--address", address, "--num-cpus", "1")
-    (folder / "joined").touch()
-    while not (folder / "end").exists():
-      if (folder / "over").exists() and not (folder / "sockets.json").exists():
-        (folder / "sockets.part").write_text(json.dumps(connections()))
-        (folder / "sockets.part").rename(folder / "sockets.json")
-      time.sleep(0.1)
-    return None
-  token.touch(0o600)
-  token.write_text(secrets.token_hex(32))
-  start_ray(
-    "--head", "--port", "6379", "--num-cpus", str(1 + workers),
-    "--node-ip-address", host, "--include-dashboard", "false",
-  )  # fmt: skip
-  up.touch()
-  wait_for(folder / "joined")
-  return address
-
-
 def elastic_run(run: Run, seed: int, folder: pathlib.Path) -> Row | None:
   """Trains by Local SGD; host 0 returns the row."""
-  address = start_nodes(folder, workers=1)
+  # The server and a worker are on this host, and the other worker on host 1.
+  address = nodes.start(folder, cpus=2)
   if address is None:
     return None
   dataset, test = data.load("digits"), data.load("digits", "test")
@@ -354,11 +251,11 @@ def elastic_run(run: Run, seed: int, folder: pathlib.Path) -> Row | None:
     heartbeats.end()
     summary = session.summary()
     for name in ("worker0", "worker1"):
-      wait_for(folder / f"{name}.json")
-    sockets = connections()
+      nodes.wait_for(folder / f"{name}.json")
+    sockets = nodes.connections()
     (folder / "over").touch()
-    wait_for(folder / "sockets.json")
-    missed = missed_checks()
+    nodes.wait_for(folder / "sockets.json")
+    missed = nodes.missed_checks()
   finally:
     engine.stop()
   times = [

@@ -13,11 +13,11 @@ import dataclasses
 import functools
 import os
 import pathlib
-import secrets
 import tempfile
 from typing import Any
 
 import jax.numpy as jnp
+import nodes
 import numpy as np
 import optax
 import run as thin
@@ -104,7 +104,7 @@ def work(setting: Setting, name: str, channel: Any) -> None:
 class Placed(server.RayEngine):
   """Starts the servers with parameters on the hosts with a slow link."""
 
-  # Of the run: one server has parameters, and the coordinator of several none.
+  # Shards of the run: a single server has parameters, a coordinator has none.
   num = 1
 
   def _server_actor(self, name: str) -> Any:
@@ -129,33 +129,6 @@ class Rate:
       self._began_s = now_s
     if self._began_s and now_s > self._began_s + self._setting.skipped_s:
       self.counts.append((now_s, status["updates"]))
-
-
-def start(folder: pathlib.Path, far: int) -> str | None:
-  """Starts this host's node of Ray; host 0 returns the cluster's address."""
-  host = os.environ["JDIST_COORDINATOR"].rpartition(":")[0]
-  number = int(os.environ["JDIST_PROCESS"])
-  token, up = folder / "token", folder / "up"
-  os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-  if number:
-    thin.wait_for(up)
-    # There is room for one server here, and for no worker.
-    thin.start_ray("--address", f"{host}:6379", "--num-cpus", "1",
-                   "--resources", '{"far": 1}')  # fmt: skip
-    (folder / f"joined{number}").touch()
-    thin.wait_for(folder / "end")
-    return None
-  token.touch(0o600)
-  token.write_text(secrets.token_hex(32))
-  thin.start_ray(
-    "--head", "--port", "6379", "--num-cpus", str(Setting(1).workers + 1),
-    "--node-ip-address", host, "--include-dashboard", "false", "--resources",
-    '{"near": 1}',
-  )  # fmt: skip
-  up.touch()
-  for i in range(far):
-    thin.wait_for(folder / f"joined{i + 1}")
-  return f"{host}:6379"
 
 
 def measure(setting: Setting, engine: Placed) -> dict[str, Any]:
@@ -198,7 +171,10 @@ def main() -> None:
   }
   folder = pathlib.Path(tempfile.gettempdir(), f"jdist-thin-{os.getppid()}")
   folder.mkdir(exist_ok=True)
-  address = start(folder, int(os.environ["JDIST_PROCESSES"]) - 1)
+  address = nodes.start(
+    folder, Setting(1).workers + 1, far=int(os.environ["JDIST_PROCESSES"]) - 1,
+    resources=("near", "far"),
+  )  # fmt: skip
   if address is not None:
     engine = Placed(Setting(1).workers, address=address)
     try:
