@@ -1,6 +1,5 @@
 """Runs jdist's methods as one process of several, by requests; see run.py."""
 
-import argparse
 import functools
 import os
 import platform
@@ -246,12 +245,5 @@ class Alone:
     return 0
 
 
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  problem.add_options(parser)
-  process = Process(parser.parse_args())
-  problem.serve(process.answer)
-
-
 if __name__ == "__main__":
-  main()
+  problem.main(__doc__, Process)

@@ -1,5 +1,6 @@
 """The problem that both frameworks are given; it needs only NumPy."""
 
+import argparse
 import json
 import os
 import sys
@@ -28,14 +29,6 @@ def interval(method):
   if method in _EVERY_STEP:
     return 1
   return 2 * INTERVAL if method.endswith("H=16") else INTERVAL
-
-
-def add_options(parser):
-  """Adds the options of a process."""
-  parser.add_argument("--problem", required=True)
-  parser.add_argument("--address", required=True, help="host 0's, with a port")
-  parser.add_argument("--host", type=int, required=True)
-  parser.add_argument("--hosts", type=int, required=True)
 
 
 class Problem:
@@ -72,11 +65,21 @@ class Problem:
     return self.arrays["test_images"][part], self.arrays["test_labels"][part]
 
 
-def serve(answer):
+def main(about, make):
   """Answers requests, one JSON object a line, until there are no more.
 
-  What libraries print goes to stderr: only answers are on stdout.
+  Libraries print to stderr here: only answers are on stdout.
+
+  Args:
+    about: A docstring.
+    make: A function from the process's options to an object with `answer`.
   """
+  parser = argparse.ArgumentParser(description=about.splitlines()[0])
+  parser.add_argument("--problem", required=True)
+  parser.add_argument("--address", required=True, help="host 0's, with a port")
+  parser.add_argument("--host", type=int, required=True)
+  parser.add_argument("--hosts", type=int, required=True)
+  answer = make(parser.parse_args()).answer
   out = os.fdopen(os.dup(1), "w")
   os.dup2(2, 1)
   print(json.dumps({"ready": True}), file=out, flush=True)

@@ -59,7 +59,7 @@ TWINS = {
   ("PyTorch", "torchft DiLoCo quantized"): ("PyTorch", "torchft DiLoCo"),
 }
 
-# Those that send everything in each step.
+# These methods send everything in each step.
 _WHOLE = ("SSGD", "DDP", "DDP fp16")
 
 
@@ -181,7 +181,7 @@ def steps_of(row):
 def best_rate(rows):
   """Returns the rate of the fewest steps, and whether it is inside the grid.
 
-  Of two equal ones it is that which was the more accurate at the end.
+  If two are equal, the more accurate one at the end is returned.
   """
   ordered = sorted(rows, key=lambda row: row["config"]["rate"])
   best = min(ordered, key=_rank)["config"]["rate"]

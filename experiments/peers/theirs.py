@@ -3,7 +3,6 @@
 It needs Python with torch, torchft and numpy, and nothing of jdist.
 """
 
-import argparse
 import datetime
 import functools
 import platform
@@ -289,12 +288,5 @@ class Process:
     return {"seconds": time.perf_counter() - started_s}
 
 
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  problem.add_options(parser)
-  process = Process(parser.parse_args())
-  problem.serve(process.answer)
-
-
 if __name__ == "__main__":
-  main()
+  problem.main(__doc__, Process)
