@@ -1,4 +1,4 @@
-"""What a code of low rank would leave of outputs and gradients at edges.
+"""The error that a code of low rank would leave at edges.
 
     python experiments/pipeline/low_rank_edges.py digits
     python experiments/pipeline/low_rank_edges.py text [FILE]

@@ -50,7 +50,7 @@ class Config:
   tables: tuple[str, ...] = ("1f1b", "zb_h2")
   rates: tuple[str, ...] = ("10gbit", "100mbit")
   turns: int = 1
-  """How often each rate is measured."""
+  """The number of measurements of each rate."""
 
 
 PRESETS = {

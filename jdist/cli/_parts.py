@@ -91,7 +91,7 @@ def _add(kind: str, name: str, part: Any) -> None:
       f"{name!r} of {kind} must be {kinds}, got {type(part).__name__}."
     )
   try:
-    inspect.signature(part if callable(part) else _add)
+    _ = callable(part) and inspect.signature(part)
   except ValueError as error:
     raise ValueError(f"{name!r} of {kind} cannot be used: {error}.") from error
   if _registry(kind).setdefault(name, part) is not part:

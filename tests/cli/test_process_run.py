@@ -64,7 +64,7 @@ def test_processes_of_stages_leave_one_row(table, tmp_path, capsys):
   [
     "ssgd",
     "powersgd",
-    "qsgd --wire gather",
+    "qsgd",
     "msdpu --interval 3",
     "diloco --interval 3 --codec int4 --feedback error",
   ],
@@ -115,11 +115,10 @@ def _wait_for(saved, step, process):
 @pytest.mark.parametrize("ended", ["SIGTERM", "stage killed"])
 def test_resumed_processes_train_to_the_same_bits(ended, tmp_path, capsys):
   words = (
-    f"{_CUT} {_PROCESSES} --steps 60 --momentum 0.9 --evaluate-every-epochs 1 "
-    "--checkpoint-every-epochs 0.05"
+    f"{_CUT} {_PROCESSES} --steps 60 --momentum 0.9 --evaluate-every-epochs 1"
   )
   saved = tmp_path / "saved"
-  kept = f"{words} --checkpoints {saved}"
+  kept = f"{words} --checkpoints {saved} --checkpoint-every-epochs 0.05"
   launch = ("launch", "-n", "2", "--backoff-s", "0", "--")
   process = _start(
     tmp_path / "a", kept, *(launch if ended == "stage killed" else ())

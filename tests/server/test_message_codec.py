@@ -80,3 +80,14 @@ def test_receiver_sees_nan_where_a_leaf_is_not_finite(bad):
   assert jnp.isfinite(found["b"]["c"].astype(jnp.float32)).all()
   for x in jax.tree.leaves(state.feedback.residual):
     assert jnp.isfinite(x).all()
+
+
+def test_part_of_a_codec_draws_the_numbers_of_the_whole():
+  codec = reducers.MessageCodec(codecs.Quantize(4, rounding="stochastic"))
+  leaves = [jnp.linspace(-1.0, 1.0, 64) * (i + 1) for i in range(3)]
+  whole, _ = codec.encode(leaves, codec.init(leaves))
+  wanted = codec.decode(whole, leaves)
+  for first, end in ((0, 1), (1, 3), (2, 3)):
+    part, own = codec.part(0, 3).part(first, end), leaves[first:end]
+    found, _ = part.encode(own, part.init(own))
+    chex.assert_trees_all_equal(part.decode(found, own), wanted[first:end])

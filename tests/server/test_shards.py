@@ -160,6 +160,24 @@ def test_parameters_that_cannot_be_divided_are_refused(arguments, count, rule):
     server.divide(one, count)
 
 
+@pytest.mark.parametrize(
+  ("sizes", "count", "owners"),
+  [
+    # A leaf belongs to the part with its middle byte: 1.5, 3.5 and 6 of 8.
+    ((3, 1, 4), 2, [0, 0, 1]),
+    ((1, 4, 3), 2, [0, 0, 1]),
+    ((1, 5, 2), 2, [0, 0, 1]),
+    ((1, 1, 1, 1), 4, [0, 1, 2, 3]),
+  ],
+)
+def test_leaves_belong_to_the_part_of_their_middle_byte(sizes, count, owners):
+  params = {f"{i}": jnp.ones(size) for i, size in enumerate(sizes)}
+  parts = server.divide(whole(server.message_plans(), params=params), count)
+  found = [i for i, x in enumerate(parts) for _ in jax.tree.leaves(x["params"])]
+  assert found == owners
+  assert [x["model_state"] for x in parts[:-1]] == [{}] * (count - 1)
+
+
 @pytest.mark.parametrize("shards", (0, -1, 1.5, "2", None))
 def test_number_of_shards_is_checked_when_a_plan_is_made(shards):
   with pytest.raises(ValueError, match="`shards` must be"):

@@ -119,7 +119,7 @@ class _Link:
     self._thread.submit(self._flush)
 
   def _flush(self) -> None:
-    # What has come together while the shard answered is one message.
+    # Commands that came while the shard answered are one message.
     commands = [self._commands.popleft() for _ in range(len(self._commands))]
     try:
       if commands and self._lost is None:
@@ -147,7 +147,7 @@ class ShardedServer(_gradient_server.GradientServer):
     none = whole.part(0, 0, {}) | {"optimizer": optax.identity()}
     super().__init__(**none)
     found = _division.divide(whole, plan.shards)
-    # What workers are told about the parts of messages.
+    # Workers split and join messages by it.
     self.told: dict[str, Any] = {"whole": plan.record is not None}
     for name in ("push", "pull"):
       self.told[name] = [
@@ -200,7 +200,7 @@ class ShardedServer(_gradient_server.GradientServer):
 
   @property
   def finite(self) -> bool:
-    """Whether the parts and their states are finite."""
+    """Returns whether the parts and their states are finite."""
     return all(self._ask("is_finite"))
 
   def snapshot(self) -> np.ndarray:
