@@ -41,7 +41,7 @@ def test_three_counts_agree():
       sys.executable, "-m", "jdist", "bytes", "--model", "mlp",
       "--workers", "4", "--methods",
       "ssgd", "qsgd", "powersgd", "local_sgd", "sparse_loco",
-      "dgc", "--warmup-steps", "100", "mp2", "--steps", "600", "--cut", "1",
+      "dgc", "mp2", "--warmup-steps", "100", "--steps", "600", "--cut", "1",
     ],
     env=_processes.environment(), capture_output=True, text=True, timeout=600,
   )  # fmt: skip

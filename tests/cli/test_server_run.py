@@ -216,7 +216,7 @@ def test_decoupled_diloco_takes_local_steps(words, tmp_path):
       "`--interval-policy` must be left out with `--protocol`",
     ),
     (["--protocol", "asap"], "`--protocol` must be one of bsp"),
-    (["--protocol", "nowhere:it"], "`--protocol` must be MODULE:NAME of a"),
+    (["--protocol", "nowhere:it"], "`--protocol` must be MODULE:NAME of one"),
     (["--cluster", "nowhere.toml"], "There is no file"),
     (
       ["--protocol", "h_ps", "--codec", "int4"],
