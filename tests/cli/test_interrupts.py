@@ -171,7 +171,8 @@ def test_interrupted_command_leaves_a_page(words, saved, way, tmp_path):
       if (folder / "status.json").exists():
         status = json.loads((folder / "status.json").read_text())
         kept = [*(tmp_path / "c").glob("step_*.json")]
-        if kept if "--checkpoints" in words else "simulate" in words or status.get("row"):
+        at_once = "simulate" in words or status.get("row")
+        if kept if "--checkpoints" in words else at_once:
           break
       time.sleep(0.05)
     for _ in range(2):  # The second one must not cut off what is saved.
