@@ -1,8 +1,9 @@
 """A whole loop of one's own, in Flax NNX, from the first step to a resume.
 
-It has mixed precision, batch normalization, dropout, clipping, a schedule, an
-average of the parameters, epochs that are no multiple of the interval, a last
-batch of another size, evaluation, and checkpoints:
+It trains by DiLoCo in four bits, and has mixed precision, batch normalization,
+dropout, clipping, a schedule, an average of the parameters (EMA), epochs that
+are no multiple of the interval, a last batch of another size, evaluation, and
+checkpoints:
 
     python experiments/own_models/whole_loop.py DIRECTORY
 """
@@ -17,7 +18,7 @@ import optax
 from flax import nnx
 
 import jdist
-from jdist import collectives, training, transforms
+from jdist import codecs, collectives, reducers, training, transforms
 
 CLASSES, FEATURES, SAMPLES = 10, 32, 1000  # The samples of one worker.
 BATCH, INTERVAL, EPOCHS = 64, 10, 6
@@ -63,11 +64,18 @@ def batches(own: dict, epoch: int) -> Iterator[dict]:
     yield {name: x[:, rows] for name, x in own.items()}
 
 
-def optimize(axis: collectives.Axis) -> optax.GradientTransformation:
-  """Returns the method; its schedule counts a worker's local steps."""
+def optimize() -> optax.GradientTransformation:
+  """Returns a worker's optimizer; its schedule counts local steps."""
   rate = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 20, EPOCHS * STEPS)
-  inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
-  return jdist.local_sgd(inner, INTERVAL, axis=axis)
+  return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
+
+
+def distribute(
+  inner: optax.GradientTransformation, axis: collectives.Axis
+) -> optax.GradientTransformation:
+  """Returns the method: rounds of `INTERVAL` steps, sent in four bits."""
+  four_bits = jdist.Compression(codecs.Quantize(4), reducers.ErrorFeedback())
+  return jdist.diloco(inner, INTERVAL, axis=axis, compression=four_bits)
 
 
 def main(
@@ -78,7 +86,7 @@ def main(
 ) -> tuple[list[float], dict[str, float]]:
   """Trains up to an epoch; returns the losses, and the test's accuracies."""
   workers = jdist.workers(num_workers)
-  optimizer = optimize(workers.axis)
+  optimizer = distribute(optimize(), workers.axis)
   graph, params, stats, rest = nnx.split(
     Network(dtype, nnx.Rngs(0)), nnx.Param, nnx.BatchStat, ...
   )

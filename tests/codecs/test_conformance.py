@@ -106,7 +106,7 @@ class Broken(codecs.Dense):
   [
     ("bits", "bytes by `num_bits`"),
     ("dtype", "bfloat16.* is .*float32"),
-    ("finite", "finite entries stay finite"),
+    ("finite", "entries of 3e38 stay finite: clip them"),
     ("visible", "nan stays visible"),
     ("vmap", "`vmap` gives the results of a loop"),
   ],
