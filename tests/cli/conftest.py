@@ -3,7 +3,12 @@
 import jax
 import pytest
 
-from jdist import cli
+from jdist import cli, data, methods, models, pipeline, server
+
+_REGISTRIES = (
+  *methods.PARTS.values(), methods.registry, models.MODELS, data.DATASETS,
+  server.PROTOCOLS, pipeline.TABLES,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -16,6 +21,16 @@ def _standard_promotion():
   """As a user has it: Optax's schedules and optimizers mix dtypes."""
   with jax.numpy_dtype_promotion("standard"):
     yield
+
+
+@pytest.fixture(autouse=True)
+def _parts_are_forgotten():
+  """Parts of a user's own stay in the registries until the process ends."""
+  before = [dict(x) for x in _REGISTRIES]
+  yield
+  for registry, entries in zip(_REGISTRIES, before, strict=True):
+    registry.clear()
+    registry.update(entries)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import tomllib
 import jax.numpy as jnp
 import pytest
 
-from jdist import cli, data, methods, models, pipeline, server, training
+from jdist import cli, methods, server, training
 from jdist.cli import _methods
 
 _MODULE = '''
@@ -77,10 +77,6 @@ data.DATASETS["few"] = few
 server.PROTOCOLS["mine"] = Mine
 pipeline.TABLES["order"] = order
 """
-_REGISTRIES = (
-  *methods.PARTS.values(), methods.registry, models.MODELS, data.DATASETS,
-  server.PROTOCOLS, pipeline.TABLES,
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -88,11 +84,7 @@ def folder(tmp_path, monkeypatch):
   """An empty current directory; what is imported from it is forgotten."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, "path", [x for x in sys.path if x])
-  before = [dict(x) for x in _REGISTRIES]
   yield tmp_path
-  for registry, entries in zip(_REGISTRIES, before, strict=True):
-    registry.clear()
-    registry.update(entries)
   for name in ("outside", "outside_parts", "powers_of_two", "test_powers"):
     sys.modules.pop(name, None)
 
