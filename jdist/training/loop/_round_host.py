@@ -65,7 +65,6 @@ class RoundHost:
       ValueError: If the optimizer streams nothing although `stream_steps` is
         given, or if no host can end its rounds although `host_rounds` is True.
     """
-    self._workers = workers
     self._choices = _programs.Programs(stream_steps, host_rounds).for_state(
       opt_state
     )
@@ -87,7 +86,8 @@ class RoundHost:
       return transforms.Control()
     place = self._places[0]
     if isinstance(place, jax.Array):
-      place = np.asarray(self._workers.view(place))
+      # All workers have it. A view would start a program in each step.
+      place = np.asarray(place.addressable_shards[0].data)[0]
     return self._choices.choose(place).control
 
   def follow(self, opt_state: PyTree) -> None:
