@@ -59,10 +59,15 @@ def _limit(
   """A token bucket on one end of a link, and half of the delay."""
   words = ("ip", "netns", "exec", namespace, "tc", "qdisc", what, "dev")
   per_s = _bytes_per_s(rate)
-  # Twice the largest packet that TCP hands to a network card, 64 KiB, which is
-  # cut up there.  Through a smaller bucket the kernel cuts it up, and both ends
-  # wake many times as often: work of these cores that no host would do.
-  burst, queue = max(131072, int(per_s / 500)), max(262144, int(per_s / 20))
+  # TCP hands packets of up to 64 KiB to a network card, which cuts them up, and
+  # a bucket lets two of them through at once. Both may hold two milliseconds of
+  # the link, as a larger bucket fills while hosts compute and hides messages.
+  # On fast links they keep their size: with smaller ones both ends wake many
+  # times as often, work of these cores that no host would do.
+  packet = min(65536, max(1514, int(per_s / 1000)))
+  burst, queue = int(2.2 * packet), max(262144, int(per_s / 20))
+  _call("ip", "-n", namespace, "link", "set", device, "gso_max_size",
+        str(packet))  # fmt: skip
   _call(
     *words, device, "root", "handle", "1:", "tbf", "rate", rate,
     "burst", str(burst), "limit", str(queue),

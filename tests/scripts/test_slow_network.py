@@ -77,14 +77,41 @@ def test_steps_of_a_comparison_are_measured_over_links(tmp_path):
   assert list(named) == ["ssgd", "ssgd again", "int4 + feedback", "computation"]
   assert {(row["hosts"], row["bits_per_s"]) for row in rows} == {(2, 1e6)}
   # One of the hosts told, and nothing is faster than its bytes allow: a link
-  # lets 128 KiB through at once, less than the eight steps of a block.
+  # lets two packets through at once, less than the eight steps of a block.
   assert done.stdout.count("ssgd again") == 1
   assert named["computation"]["sent_bytes"] == 0
   synchronous, other = named["ssgd"], named["int4 + feedback"]
   block = 8 * synchronous["sent_bytes"]
   assert block > 2**18
-  assert 8 * synchronous["step_s"] >= 8 * (block - 2**17) / 1e6
+  assert 8 * synchronous["step_s"] >= 8 * (block - 2**12) / 1e6
   assert other["step_s"] < 0.7 * synchronous["step_s"]
+
+
+_LINK = """
+import os
+from jdist import advice, collectives
+number = int(os.environ["JDIST_PROCESS"])
+collectives.start_processes(
+  os.environ["JDIST_COORDINATOR"], 2, number, cpu_devices_per_process=1
+)
+found = advice.measure_link(collectives.workers(2), num_bytes=2**20)
+if not number:
+  print("link", found.bandwidth_bits_per_s / 1e6, 1e3 * found.latency_s)
+"""
+
+
+@pytest.mark.slow
+def test_measured_link_has_the_rate_of_the_network():
+  if not _can():
+    pytest.skip("needs root and network namespaces")
+  words = ("--hosts", "2", "--rate", "10mbit", "--")
+  done = _network(*words, sys.executable, "-c", _LINK)
+  assert done.returncode == 0, done.stderr[-2000:]
+  (line,) = (x for x in done.stdout.splitlines() if x.startswith("link"))
+  _, rate, latency_ms = line.split()
+  # Headers take a twentieth of the rate.
+  assert 8 < float(rate) < 10.5
+  assert float(latency_ms) < 10
 
 
 def test_a_command_must_be_given():
