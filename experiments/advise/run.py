@@ -7,7 +7,7 @@ r"""Predicts step times by `advice.advise`, and measures them over links.
     python experiments/advise/report.py
 
 `predict` runs before any measurement, and writes what each method costs a
-worker. All hosts run it at once, without a message between them, because a core
+worker of the first host. The others compute the step meanwhile, because a core
 is slower while its neighbour computes. `measure` measures the link by a few
 means, and the steps of all methods in turns. Each host has one core.
 """
@@ -17,6 +17,8 @@ import dataclasses
 import functools
 import os
 import pathlib
+import select
+import socket
 import statistics
 import time
 
@@ -107,17 +109,43 @@ def take_core():
   return number
 
 
+def keep_computing(place, model, loss_fn, batch):
+  """Computes a worker's step until the first host has measured its costs."""
+  workers = jdist.workers(1)
+  state = training.init_state(workers, sgd(), model.params, model.state)
+  step = workers.jit(training.make_step(loss_fn, sgd(), axis=workers.axis))
+  batch = workers.place(jax.tree.map(lambda x: x[None], batch))
+  state, _ = step(state, batch)
+  while True:
+    try:
+      first = socket.create_connection((place[0], int(place[1])))
+      break
+    except ConnectionRefusedError:
+      time.sleep(0.1)
+  first.sendall(b"1")
+  while not select.select([first], [], [], 0)[0]:  # It is closed in the end.
+    state, _ = jax.block_until_ready(step(state, batch))
+
+
 def predict(options):
-  """Measures one worker's costs on one core, as each host does."""
+  """Measures one worker's costs on one core, while other hosts compute."""
   number = take_core()
   model, loss_fn, batch = problem(options)
+  place = os.environ["JDIST_COORDINATOR"].split(":")
+  if number:
+    keep_computing(place, model, loss_fn, batch)
+    return
+  server = socket.create_server((place[0], int(place[1])))
+  others = [server.accept()[0] for _ in range(options.hosts - 1)]
+  for other in others:
+    other.recv(1)  # It has compiled its step.
   found = advice.advise(
     loss_fn, model.params, batch, CHAINS, cluster.Link(1e9),
     num_workers=options.hosts, optimizer=sgd(), model_state=model.state,
     limit_s=options.limit_s,
   )  # fmt: skip
-  if number:
-    return
+  for other in others:
+    other.close()
   rows = [
     training.make_row(vars(options), 0, method=name, costs=costs._asdict())
     for name, costs in found.costs.items()
@@ -178,8 +206,9 @@ def measure(options):
     cpu_devices_per_process=1,
   )  # fmt: skip
   workers = jdist.workers(options.hosts)
-  link = advice.measure_link(workers)
   model, loss_fn, batch = problem(options)
+  size = sum(x.nbytes for x in jax.tree.leaves(model.params))
+  link = advice.measure_link(workers, num_bytes=size)
   turns = {
     name: Turn(workers, make, model, loss_fn, batch)
     for name, (make, _) in CHAINS.items()

@@ -58,6 +58,16 @@ def test_step_is_computation_and_what_is_not_hidden():
   assert slow.seconds("late")[1] == pytest.approx(0.44)
 
 
+def test_interval_is_wider_than_the_profile_but_what_pays_is_not():
+  shorter = NOT_LATE._replace(step_s=(0.1,) * 3, round_bytes=0.95e6)
+  found = advice.Advice(
+    {"base": NOT_LATE, "shorter": shorter}, cluster.Link(8e6)
+  )
+  # A step of a tenth of a second sends for a second.
+  assert found.seconds("base") == pytest.approx((0.99, 1.1, 1.21))
+  assert found.pays("shorter") and found.best == "shorter"
+
+
 @pytest.mark.parametrize(
   ("interval", "late"), [(1, 1), (2, 1), (4, 1), (8, 2), (16, 5), (32, 6)]
 )
