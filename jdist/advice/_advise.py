@@ -216,11 +216,16 @@ def advise(
   if not chains:
     raise ValueError("`chains` must have a method at least, got none.")
   started_s = time.monotonic()
-  alone = _steps(loss_fn, optimizer, params, model_state, batch)
+  one_worker = collectives.workers(1)
+  step = training.make_step(loss_fn, optimizer, axis=one_worker.axis)
+  alone = _steps(
+    one_worker.jit(step),
+    training.init_state(one_worker, optimizer, params, model_state),
+    one_worker.place(jax.tree.map(lambda x: np.asarray(x)[None], batch)),
+  )
   alone(1)
-  state = {} if model_state is None else model_state
-  gradient = training.make_gradient(loss_fn)
-  grads = gradient(params, state, batch, jax.random.key(0)).grads
+  gradient, key = training.make_gradient(loss_fn), jax.random.key(0)
+  grads = gradient(params, model_state or {}, batch, key).grads
   # As many workers as fit run their updates on this device.
   size = sum(x.nbytes for x in jax.tree.leaves(grads))
   held = max(2, min(num_workers, _MEASURED_BYTES // max(1, 8 * size)))
@@ -253,18 +258,8 @@ def advise(
   return Advice(costs, link, slowdown)
 
 
-def _steps(
-  loss_fn: Callable[..., Any],
-  optimizer: optax.GradientTransformation,
-  params: PyTree,
-  model_state: PyTree,
-  batch: PyTree,
-) -> Callable[[int], float]:
+def _steps(step: Any, state: PyTree, batch: PyTree) -> Callable[[int], float]:
   """Returns a function that takes steps, as a loop of training does."""
-  team = collectives.workers(1)
-  state = training.init_state(team, optimizer, params, model_state)
-  batch = team.place(jax.tree.map(lambda x: np.asarray(x)[None], batch))
-  step = team.jit(training.make_step(loss_fn, optimizer, axis=team.axis))
 
   def seconds(count: int) -> float:
     nonlocal state
@@ -275,13 +270,6 @@ def _steps(
     return (time.perf_counter() - started_s) / count
 
   return seconds
-
-
-def _seconds(function: Callable[..., Any], given: Any, count: int) -> float:
-  started_s = time.perf_counter()
-  for _ in range(count):
-    jax.block_until_ready(function(*given))
-  return (time.perf_counter() - started_s) / count
 
 
 class _Updates:
@@ -370,6 +358,12 @@ def _sent(
   return num_bytes, messages
 
 
+def _seconds(function: Callable[..., Any], given: Any) -> float:
+  started_s = time.perf_counter()
+  jax.block_until_ready(function(given))
+  return time.perf_counter() - started_s
+
+
 @signatures.checked
 def measure_link(
   workers: collectives.Workers,
@@ -405,8 +399,7 @@ def measure_link(
 
   def program(size: int, count: int = 1) -> Callable[[], float]:
     rows = np.zeros((len(workers.local_workers), size), np.float32)
-    given = (workers.place(rows),)
-    return lambda: _seconds(jitted[count], given, 1)
+    return functools.partial(_seconds, jitted[count], workers.place(rows))
 
   jitted = {n: workers.jit(functools.partial(means, n)) for n in (1, 9)}
   sizes = [max(64, num_bytes // n) for n in (4, 16)]
