@@ -115,8 +115,7 @@ class Advice:
   def pays(self, name: str) -> bool:
     """Returns whether a method's step is shorter than the base's.
 
-    Within the profile's spread it does not pay. What the equation leaves out is
-    the same for both.
+    Within the profile's spread it does not pay; what is left out is common.
     """
     return self._quantiles(name)[2] < self._quantiles(self.base)[0]
 
@@ -224,8 +223,9 @@ def advise(
     one_worker.place(jax.tree.map(lambda x: np.asarray(x)[None], batch)),
   )
   alone(1)
+  state = {} if model_state is None else model_state
   gradient, key = training.make_gradient(loss_fn), jax.random.key(0)
-  grads = gradient(params, model_state or {}, batch, key).grads
+  grads = gradient(params, state, batch, key).grads
   # As many workers as fit run their updates on this device.
   size = sum(x.nbytes for x in jax.tree.leaves(grads))
   held = max(2, min(num_workers, _MEASURED_BYTES // max(1, 8 * size)))
