@@ -47,7 +47,10 @@ from jdist.transforms import intervals
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 INTERVAL = 8
 _STREAM_STEPS = (1, 2, 4, 8)
-_SHAPES = {"lenet": (28, 28, 1), "cnn": (32, 32, 3), "mlp": (28, 28, 1)}
+_SHAPES = {
+  "lenet": (28, 28, 1), "cnn": (32, 32, 3), "mlp": (28, 28, 1),
+  "resnet8": (32, 32, 3),
+}  # fmt: skip
 _BLOCKS = 7
 
 
