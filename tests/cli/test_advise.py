@@ -53,7 +53,8 @@ def test_own_step_is_advised_by_link(whole, capsys, monkeypatch, tmp_path):
   # The minutes of compiling begin with a line.
   assert said.out.startswith("Compiling ") and "e+0" not in said.out
   assert "Yes: " in said.out
-  assert "jdist train --method" in said.out
+  # The command that is named trains as many workers.
+  assert "jdist train --workers 4 --codec int4 --feedback error" in said.out
   rows = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
   found = {row["method"]: row for row in map(json.loads, rows)}
   # A ring of four sends 1.5 times the 16 kB.

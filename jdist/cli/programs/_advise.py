@@ -61,7 +61,7 @@ def advise(options: _commands.Advise) -> None:
   console.print(_rates(found))
   print(_verdict(found))
   name, more = _CHOICES[list(chains).index(found.best)]
-  print("  " + " ".join(_command(name, more, options)))
+  print("  " + _command(name, more, options))
   if options.output is not None:
     output = _output.output_directory(options.output, "advise")
     config = dataclasses.asdict(options)
@@ -130,20 +130,14 @@ def _chain(
   return build, common.interval if methods.registry[name].in_rounds else 1
 
 
-def _command(
-  name: str, more: dict[str, Any], options: _commands.Advise
-) -> list[str]:
-  """Returns the words of the command that trains with a choice."""
-  words = ["jdist train"]
-  if options.step is None:
-    words.append(f"--preset {options.preset} --model {options.model}")
-  words.append(f"--method {name}")
-  if methods.registry[name].in_rounds:
-    words.append(f"--interval {options.interval}")
-  return words + [
-    _options.word(key) + ("" if value is True else f" {value}")
-    for key, value in more.items()
-  ]
+def _command(name: str, more: dict[str, Any], options: _commands.Advise) -> str:
+  """Returns the command that trains with a choice and the same options."""
+  train = _options.with_preset(_commands.Train, options.preset)
+  same = {x: y for x, y in vars(options).items() if hasattr(train, x)}
+  left = {*_groups.ProcessOptions.__dataclass_fields__, "output"}
+  chosen = {x: y for x, y in same.items() if x not in left} | more
+  train = dataclasses.replace(train, **chosen, method=name)
+  return _options.command_line(train)
 
 
 def _times(found: advice.Advice, workers: int) -> Any:
