@@ -166,7 +166,8 @@ def _facts(name: str, method: methods.Method) -> str:
   cells = _row(name)
   if cells[-1]:
     rows["Measured"] = _as_rst(cells[-1]) + (
-      ", as :doc:`the table of all methods </docs/methods>` explains"
+      ": test accuracy in per cent, and how many times fewer bytes, in the"
+      " setting of :doc:`the table of all methods </docs/methods>`"
     )
   else:
     rows["Measured"] = "not compared in an experiment of this repository"
