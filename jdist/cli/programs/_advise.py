@@ -180,7 +180,7 @@ def _rates(found: advice.Advice) -> Any:
     columns[f"{100 * part:g} %"] = functools.partial(rate, part)
   return _output.table(
     "Mbit/s at which so much of a step is the model's own computation",
-    "A dash: on no link, since the method itself computes too long.",
+    "A dash: at no bandwidth, with this latency and what the method computes.",
     columns,
     found.costs,
   )
