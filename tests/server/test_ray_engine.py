@@ -325,11 +325,12 @@ def test_interrupted_run_leaves_no_processes(tmp_path):
      "--evaluate-every-epochs", "1"],
     stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
   )  # fmt: skip
-  assert process.stdout.readline().startswith("update")
+  # Lines on what is trained come first.
+  assert any(line.startswith("update") for line in process.stdout)
   process.send_signal(signal.SIGINT)
   _, told = process.communicate(timeout=60)
   assert process.returncode == 130
-  assert told.splitlines()[-1] == "jdist: interrupted."
+  assert told.splitlines()[-1].startswith("jdist: interrupted: the curve is")
   time.sleep(1.0)
   assert left_behind() == before
 
@@ -347,7 +348,8 @@ def test_sigterm_saves_a_run_and_leaves_no_processes(tmp_path):
      "--evaluate-every-epochs", "1"],
     stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
   )  # fmt: skip
-  assert process.stdout.readline().startswith("update")
+  # Lines on what is trained come first.
+  assert any(line.startswith("update") for line in process.stdout)
   process.send_signal(signal.SIGTERM)
   _, told = process.communicate(timeout=60)
   assert process.returncode == 143
@@ -398,7 +400,10 @@ def test_decoupled_diloco_in_four_bits_learns_on_ray(tmp_path):
   more = (
     "--protocol", "decoupled_diloco", "--cpus-per-worker", "0.25",
     "--interval", "4", "--fragments", "2", "--codec", "int4", "--feedback",
-    "error", "--learning-rate", "0.05", "--epochs", "4",
+    # A merge of one worker moves the anchor as far as one of both: by the usual
+    # momentum of 0.9 it diverges over so short rounds.
+    "error", "--learning-rate", "0.05", "--epochs", "4", "--outer-momentum",
+    "0.5",
   )  # fmt: skip
   run = [sys.executable, "-m", "jdist", *words(tmp_path, *more)]
   told = subprocess.run(run, capture_output=True, text=True, timeout=300)
