@@ -11,6 +11,7 @@ them, with these variables in its environment:
     JDIST_PROCESS       the host's number
     JDIST_PROCESSES     how many there are
     JDIST_BITS_PER_S    the rate of the last link, where there is a limit
+    GLIBC_TUNABLES      memory in huge pages, unless it is set
 
 Needs root, `ip` and `tc`.  All that it makes it removes again, and it touches
 no other namespace: nothing is routed out of these.
@@ -192,7 +193,9 @@ def run(
     limit = {"JDIST_BITS_PER_S": f"{8 * _bytes_per_s(last):.0f}"}
   for i, name in enumerate(names):
     environment = (
-      os.environ
+      # Else the kernel clears the memory of each step page by page.
+      {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+      | os.environ
       | limit
       | {
         "JDIST_COORDINATOR": f"10.77.0.1:{_PORT}",

@@ -7,6 +7,8 @@
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 environment train
+# Memory in huge pages: a step on a CPU does not wait until it is cleared.
+export GLIBC_TUNABLES=${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}
 if [ $# -eq 0 ]; then
   exec "$python" "$root/experiments/first_comparison/run.py" small
 fi
