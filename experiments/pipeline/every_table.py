@@ -24,7 +24,7 @@ import tyro
 from jdist import pipeline, training
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results/every_table.jsonl"
-_SLOW = 1  # The device that is slow.
+_SLOW = 1  # The device that is slow, as in `measured.cluster_of`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,12 +124,7 @@ def measure(peers: pipeline.Peers, config: Config) -> Any:
 def compare(config: Config) -> list[dict[str, Any]]:
   """Returns a row for each runtime and table."""
   link, runs = launch.run_processes(config.devices, measure, config)[0]
-  machines = measured.cluster_of(config.devices, link)
-  nodes = [
-    dataclasses.replace(x, speed=config.slow if i == _SLOW else 1.0)
-    for i, x in enumerate(machines.nodes)
-  ]
-  machines = dataclasses.replace(machines, nodes=tuple(nodes))
+  machines = measured.cluster_of(config.devices, link, config.slow)
   rows = []
   for table, (traces, load) in zip(make_tables(config), runs, strict=True):
     times = pipeline.simulate(table, make_costs(config, table), machines)

@@ -2,14 +2,18 @@
 
     python experiments/pipeline/measured.py sleeping
     python experiments/pipeline/measured.py computing
+    sudo python experiments/pipeline/measured.py quota
 
 Each stage is a process of its own.  `sleeping`: 4 and 8 stages whose passes
 take given seconds.  `computing`: two stages, a core each, whose seconds are
 measured beforehand while the other one waits; it begins each run when the
 machine is idle, or when its patience ends, and a row has how many cores others
-kept busy.  Rows go to `results/measured.jsonl`; `measured_report.py` draws.
+kept busy.  `quota`: so, but a control group leaves the second stage 30 % of a
+core in all runs but those for the costs.  Rows go to
+`results/measured.jsonl`, or `measured_quota.jsonl`; `measured_report.py` draws.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -31,6 +35,7 @@ from jdist.pipeline.processes import _peers
 
 HERE = pathlib.Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "measured.jsonl"
+QUOTA = HERE / "results" / "measured_quota.jsonl"
 SPANS = HERE / "results" / "measured_spans.jsonl"
 
 
@@ -73,6 +78,9 @@ class Config:
   drawn: bool = False
   """Whether spans are kept for a picture."""
 
+  quota: float = 1.0
+  """The share of a core that the second stage has; its costs are at 1."""
+
   @property
   def stages(self) -> int:
     """The processes."""
@@ -98,6 +106,13 @@ PRESETS = {
     Config(
       kind="computing", forward_s=(), width=768, samples=256, layers=3,
       bound=True,
+    ),
+  ],
+  "quota": [
+    Config(
+      kind="computing", forward_s=(), width=512, samples=128, layers=3,
+      bound=True, quota=0.3, microbatches=4, iterations=4,
+      tables=("gpipe", "1f1b", "zb_h1", "zb_h2", "ours"),
     ),
   ],
 }  # fmt: skip
@@ -192,13 +207,24 @@ def measure(peers: pipeline.Peers, config: Config) -> dict[str, Any]:
         cores = launch.wait_until_idle(config.most_busy, config.patience_s)
         busy.append((cores, os.getloadavg()[0]))
       peers.check_agreement("Turn", "same", 1000 + repeat)
-      run[1], _ = process.run(state, batches)
+      # The first table is that of the costs, which are those of a whole core.
+      slow = peers.device == 1 and config.quota < 1 and run is not runs[0]
+      with _quota(config.quota) if slow else contextlib.nullcontext():
+        run[1], _ = process.run(state, batches)
       traces.append(list(process.trace()))
   return {
     "link": link,
     "busy": [busy[i :: len(runs)] for i in range(len(runs))],
     "traces": [x[3] for x in runs],
   }
+
+
+def _quota(share: float) -> contextlib.AbstractContextManager[None]:
+  """Leaves this process that share of a core."""
+  sys.path.append(str(HERE.parents[1] / "scripts"))
+  import slow_network
+
+  return slow_network.cpu_quota([os.getpid()], share)
 
 
 def steady_s(spans: Sequence[cluster.Span], window: int, count: int) -> float:
@@ -239,19 +265,26 @@ def costs_of(config: Config, alone: Sequence[Any]) -> list[pipeline.LayerCost]:
       pipeline.LayerCost(
         f"stage {stage}",
         output_bytes=output_bytes,
+        # No gradient of the batch is needed, so the first weight part is all.
+        weight_s=None if stage else times["backward"],
         **{f"{kind}_s": value for kind, value in times.items()},
       )
     )
   return found
 
 
-def cluster_of(number: int, link: tuple[float, float]) -> cluster.Cluster:
-  """This machine's processes, and the links between neighbours."""
+def cluster_of(
+  number: int, link: tuple[float, float], second: float = 1.0
+) -> cluster.Cluster:
+  """This machine's processes, the second one's speed, and their links."""
   latency_s, bytes_per_s = link
   names = [f"device {i}" for i in range(number)]
   way = cluster.Link(8 * bytes_per_s, latency_s)
   return cluster.Cluster(
-    tuple(cluster.Node(name) for name in names),
+    tuple(
+      cluster.Node(name, speed=second if i == 1 else 1.0)
+      for i, name in enumerate(names)
+    ),
     cluster.Topology(dict.fromkeys(itertools.pairwise(names), way)),
     server=names[0],
   )
@@ -267,7 +300,7 @@ def compare(config: Config) -> list[dict[str, Any]]:
   if config.kind == "computing":
     alone, traces, busy = traces[0], traces[1:], busy[1:]
   costs = costs_of(config, alone)
-  machines = cluster_of(config.stages, first["link"])
+  machines = cluster_of(config.stages, first["link"], config.quota)
   rows = []
   for table, found, load in zip(make_tables(config), traces, busy, strict=True):
     times = pipeline.simulate(table, costs, machines)
@@ -322,7 +355,7 @@ def main(
   patience_s: float = 60.0,
   only: int | None = None,
 ) -> None:
-  """Measures a preset: `sleeping` or `computing`.
+  """Measures a preset: `sleeping`, `computing` or `quota`.
 
   Args:
     kind: of the stages.
@@ -333,7 +366,8 @@ def main(
   configs = PRESETS[kind]
   for config in configs if only is None else [configs[only]]:
     config = dataclasses.replace(config, repeats=repeats, patience_s=patience_s)
-    training.append_rows(RESULTS, compare(config))
+    rows = compare(config)
+    training.append_rows(RESULTS if config.quota == 1 else QUOTA, rows)
 
 
 if __name__ == "__main__":
