@@ -9,6 +9,7 @@ shape the program, are refused.
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import math
 import operator
 import pathlib
@@ -46,7 +47,7 @@ def show(value: Any) -> str:
   if array and hasattr(value, "dtype") and (long or value.shape):
     return f"{value.dtype}{list(value.shape)}"
   kind = type(value).__name__
-  return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}" if long else text
+  return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}" if long else text
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -74,12 +75,25 @@ def check_function(
   name: str, value: Any, of: str, *, optional: bool = False
 ) -> None:
   """Raises a ValueError unless `value` is a function, or None if optional."""
-  # A class is callable, too, but calling it would build an instance.
-  is_one = callable(value) and not isinstance(value, type)
-  if not (is_one or (optional and value is None)):
+  number = len(of.replace(" and ", ", ").split(", "))
+  if not (is_function(value, number) or (optional and value is None)):
     rule = f"`{name}` must be a function of {of}"
     rule += ", or None" if optional else ""
     raise ValueError(f"{rule}, got {show(value)}.")
+
+
+def is_function(value: Any, number: int | None = None) -> bool:
+  """Returns whether a value is a function, of so many arguments if given."""
+  # A class is callable, too, but calling it would build an instance.
+  if not callable(value) or isinstance(value, type):
+    return False
+  with contextlib.suppress(ValueError):  # Some builtins have no signature.
+    taken = inspect.signature(value)
+    try:
+      taken.bind(*[None] * (number or 0))
+    except TypeError:
+      return number is None
+  return True
 
 
 def call(name: str, function: Callable[[str], Any], word: str) -> Any:
@@ -109,12 +123,7 @@ def check_list(name: str, value: Any, of: str) -> list[Any]:
 
 
 def check_structural(
-  name: str,
-  value: Any,
-  *,
-  minimum: int,
-  maximum: int | None = None,
-  remedy: str = "",
+  name: str, value: Any, *, minimum: int, remedy: str = "", **limits: Any
 ) -> int:
   """Returns an integer that shapes a program as a Python int."""
   if isinstance(value, jax.Array):
@@ -123,7 +132,7 @@ def check_structural(
       "Under `optax.inject_hyperparams` name it in `static_args`: "
       f"`static_args=({name!r},)`."
     )
-  number = check_int(name, value, minimum, maximum, remedy)
+  number = check_int(name, value, minimum, remedy=remedy, **limits)
   # Only a number beyond int32 is refused with the limit of int32 as the rule.
   return check_int(name, number, minimum, _LARGEST, remedy)
 
@@ -143,6 +152,7 @@ def check_int(
 ) -> int:
   """Returns an integer of Python or NumPy in a range, as a Python int."""
   number: Any = None
+  most = 2**63 - 1 if maximum is None else maximum
   with contextlib.suppress(TypeError):
     number = operator.index(value)
   if (
@@ -150,11 +160,10 @@ def check_int(
     # Python counts True as 1.
     or isinstance(value, bool)
     or number < minimum
-    or (maximum is not None and number > maximum)
+    or number > most
   ):
-    rule = (
-      f">= {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-    )
+    above = maximum is None and abs(number or 0) < most
+    rule = f">= {minimum}" if above else f"from {minimum} to {most}"
     message = f"`{name}` must be an int {rule}, got {show(value)}. {remedy}"
     raise ValueError(message.rstrip())
   return number
@@ -255,7 +264,7 @@ def check_continuous(
     if isinstance(value, str | bytes) or holds_objects(value):
       raise TypeError
     number = float(value)
-  except (TypeError, ValueError):
+  except (TypeError, ValueError, OverflowError):
     raise ValueError(
       f"`{name}` must be a number in {bracket}{low:g}, {high:g}], got "
       f"{show(value)}."
@@ -271,9 +280,9 @@ def check_continuous(
 
 
 def holds_objects(value: Any) -> bool:
-  """Returns whether an array of NumPy holds text or objects."""
-  kind: str = getattr(getattr(value, "dtype", None), "kind", "")
-  return kind in ("O", "S", "U")
+  """Returns whether an array holds text, objects or random keys."""
+  dtype = getattr(value, "dtype", None)  # That of random keys has no kind.
+  return dtype is not None and getattr(dtype, "kind", "O") in "OSU"
 
 
 def check_number(name: str, value: Any, **bounds: Any) -> float:

@@ -6,10 +6,13 @@ import inspect
 import operator
 import os
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import (
+  Callable, Iterable, Iterator, Mapping, Sequence, Sized,
+)  # fmt: skip
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeAlias
 
+import jax
 import numpy as np
 import optax
 
@@ -111,12 +114,13 @@ def _fits(value: Any, hint: Any) -> bool:
   if kind is typing.Literal:
     return any(type(value) is type(x) and value == x for x in of)
   if kind is Callable:
-    # A class is callable, too, but calling it would build an instance.
-    return callable(value) and not isinstance(value, type)
+    number = len(of[0]) if of and isinstance(of[0], list) else None
+    return checks.is_function(value, number)
   if kind is float:
     # An array of one number may be traced.
     one = hasattr(value, "dtype") and np.ndim(value) == 0
-    number = isinstance(value, int | float)
+    number = isinstance(value, float)
+    number |= isinstance(value, int) and abs(value) < 2**1023
     return number or (one and not checks.holds_objects(value))
   if kind is int:
     with contextlib.suppress(TypeError):
@@ -133,7 +137,9 @@ def _fits(value: Any, hint: Any) -> bool:
   if module in ("jax", "numpy", "optax"):
     # Either library's arrays are taken, and an `optax.MultiSteps`.
     return True
-  if module not in ("builtins", "collections") or kind in (str, bytes):
+  if kind is str:  # No name of a file, and no other one, has a null byte.
+    return isinstance(value, str) and "\0" not in value
+  if module not in ("builtins", "collections") or kind is bytes:
     return isinstance(value, kind)
   return _entries_fit(value, kind, of)
 
@@ -154,8 +160,11 @@ def _entries_fit(value: Any, kind: type, of: tuple[Any, ...]) -> bool:
     return False
   if hasattr(value, "dtype") and not np.ndim(value):
     return False
-  if not of or not isinstance(value, tuple | list | np.ndarray):
-    return True  # An iterator can be read only once.
+  if isinstance(value, Iterator | set | frozenset):
+    # They cannot be indexed, and an iterator can be read only once.
+    return not issubclass(kind, Sequence)
+  if not of or isinstance(value, jax.Array) or not isinstance(value, Sized):
+    return True
   if kind is tuple and of[-1] is not Ellipsis:
     return len(value) == len(of) and all(map(_fits, value, of))
   return _all_fit(value, of[0])

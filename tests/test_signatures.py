@@ -1,7 +1,9 @@
 """Arguments are checked by the annotations of a function."""
 
 import decimal
+from collections.abc import Callable, Iterable, Sequence
 
+import jax
 import numpy as np
 import pytest
 
@@ -67,3 +69,45 @@ def test_long_containers_ask_each_class_once():
   other = type("Other", (Action,), {})
   assert checked([other() for _ in range(500)]) == 500
   assert Counting.asked <= 2
+
+
+@signatures.checked
+def plain(
+  number: signatures.PositiveInt = 1,
+  cuts: int | Sequence[int] = 1,
+  *,
+  rate: signatures.PositiveFloat = 0.5,
+  path: str | None = None,
+  function: Callable[[int], int] | None = None,
+  rows: Iterable[int] = (),
+  anything: object = None,
+):
+  del rate, path, function, rows
+  return number, cuts, anything
+
+
+@pytest.mark.parametrize(
+  "given",
+  [
+    {"cuts": {1, 2}},
+    {"cuts": iter([1, 2])},
+    {"cuts": "12"},
+    {"rows": dict.fromkeys("ab").keys()},
+    {"rate": jax.random.key(0)},
+    {"rate": 10**400},
+    {"number": 2**63},
+    {"path": "a\0b"},
+    {"function": lambda: 1},
+    {"function": lambda x, y: 1},
+    {"function": int},
+  ],
+)
+def test_unusable_value_is_refused(given):
+  (name,) = given
+  with pytest.raises(ValueError, match=f"`{name}` must be"):
+    plain(**given)
+
+
+def test_functions_of_optional_arguments_and_iterators_are_taken():
+  for function in (lambda x, y=1: x, lambda *x: x, len, None):
+    plain(function=function, rows=iter("ab"), cuts=range(3))

@@ -320,7 +320,8 @@ for _room, _doors in ROOMS.items():
 
 VALUES = (
   None, -1, 0, 1.5, float("nan"), "", "text", b"x", [], [1, 2], (), {"x": 1},
-  np.ones(5), int, object(),
+  np.ones(5), int, object(), "a\0b", {1, 2}, range(3), 10**400, lambda: 1,
+  jax.random.key(0),
 )  # fmt: skip
 
 
@@ -340,6 +341,13 @@ def test_wrong_argument_is_named(room, tmp_path, monkeypatch):
     ("num_stages", lambda: plan(num_stages=0), "a list of ints"),
     ("num_stages", lambda: plan(num_stages=[0]), "an int >= 1"),
     ("num_stages", lambda: pipeline.make_table("1f1b", 10**6, 8), "at most"),
+    ("num_stages", lambda: pipeline.ours(10**9, 8), "at most"),
+    (
+      "num_microbatches",
+      lambda: pipeline.greedy([pipeline.StageTimes()], 10**9),
+      "at most",
+    ),
+    ("num_microbatches", lambda: part(num_microbatches=2**63), "from 1 to 92"),
     ("num_epochs", lambda: prediction.choose_steps(10**9, 20), "to 1000000"),
     ("footprint", lambda: part(footprint=""), "a `pipeline.Footprint` or None"),
     ("batch_size", lambda: workload(batch_size=0), "an int >= 1"),

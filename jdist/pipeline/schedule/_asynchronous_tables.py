@@ -7,6 +7,7 @@ from jdist import checks, signatures
 from jdist.pipeline.schedule._flush_tables import alternating
 from jdist.pipeline.schedule._list_schedule import (
   check_arguments,
+  check_passes,
   list_schedule,
   live_for_full_use,
   live_to_fill,
@@ -112,13 +113,11 @@ def ours(
     "Adaptive task scheduling for model parallelism".
   """
   if isinstance(times, int):
+    check_passes(times, num_microbatches, num_iterations)
     times = [StageTimes()] * times
+  least = 1 if window is None else window
   check_arguments(
-    times,
-    max_live,
-    num_microbatches=num_microbatches,
-    num_iterations=num_iterations,
-    window=1 if window is None else window,
+    times, max_live, num_microbatches, num_iterations, window=least
   )
   if window is None:
     window = least_window(times, num_microbatches)
@@ -233,12 +232,8 @@ def _zero_bubble(
   max_saved: int | None,
 ) -> Table:
   """Makes a list schedule with split backward passes and a window of 1."""
-  counts = {
-    "num_microbatches": num_microbatches, "num_iterations": num_iterations
-  }  # fmt: skip
-  if max_saved is not None:
-    counts["max_saved"] = max_saved
-  check_arguments(times, max_live, **counts)
+  counts = {} if max_saved is None else {"max_saved": max_saved}
+  check_arguments(times, max_live, num_microbatches, num_iterations, **counts)
   live = live_to_fill(times) if max_live is None else max_live
   return list_schedule(
     name,

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from jdist import checks, signatures
 from jdist.pipeline.schedule._table import Action, Op, Table, with_updates
 
+# A table of so many is made in seconds and simulated in a minute.
+_MOST_PASSES = 100_000
+
 
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
@@ -204,10 +207,7 @@ def greedy(
     split: Whether backward passes are split into two parts (zero bubble), whose
       times are `backward` and `weight`.
   """
-  check_arguments(
-    times, max_live, num_microbatches=num_microbatches,
-    num_iterations=num_iterations,
-  )  # fmt: skip
+  check_arguments(times, max_live, num_microbatches, num_iterations)
   live = live_for_full_use(times) if max_live is None else max_live
   return list_schedule(
     "greedy",
@@ -221,12 +221,29 @@ def greedy(
   )
 
 
-def check_arguments(
-  times: Sequence[StageTimes], max_live: Sequence[int] | None, **counts: int
+def check_passes(
+  num_stages: int, num_microbatches: int, num_iterations: int
 ) -> None:
+  """Raises a ValueError unless a table can be made of so many passes."""
+  checks.check_int("num_stages", num_stages, 1)
+  checks.check_int("num_microbatches", num_microbatches, 1)
+  checks.check_int("num_iterations", num_iterations, 1)
+  if num_stages * num_microbatches * num_iterations > _MOST_PASSES:
+    raise ValueError(
+      "`num_stages` times `num_microbatches` times the iterations must be at "
+      f"most {_MOST_PASSES:,}, got {num_stages} times {num_microbatches} times "
+      f"{num_iterations}. A table lists every pass."
+    )
+
+
+def check_arguments(
+  times: Sequence[StageTimes], max_live: Sequence[int] | None, *passes: int,
+  **counts: int,
+) -> None:  # fmt: skip
   """Raises a ValueError for arguments from which no table can be made."""
   if not checks.check_list("times", times, "StageTimes"):
     raise ValueError("`times` must be one stage's at least, got none.")
+  check_passes(len(times), *passes)
   for name, value in counts.items():
     checks.check_int(name, value, 1)
   if max_live is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jdist import checks
 from jdist.pipeline.schedule import _asynchronous_tables as _async
-from jdist.pipeline.schedule import _flush_tables
+from jdist.pipeline.schedule import _flush_tables, _list_schedule
 from jdist.pipeline.schedule._table import Table
 
 
@@ -73,10 +73,6 @@ TABLES = {  # Every table by its name.
 }
 
 
-# A table of so many is made in seconds and simulated in a minute.
-_MOST_PASSES = 100_000
-
-
 def make_table(
   name: str, num_stages: int, num_microbatches: int, **options: Any
 ) -> Table:
@@ -101,17 +97,9 @@ def make_table(
     raise ValueError(
       f"`{unknown[0]}` is no option of {name}, which has {', '.join(known)}."
     )
-  checks.check_int("num_stages", num_stages, 1)
-  checks.check_int("num_microbatches", num_microbatches, 1)
-  iterations = checks.check_int(
-    "num_iterations", options.get("num_iterations", 1), 1
+  _list_schedule.check_passes(
+    num_stages, num_microbatches, options.get("num_iterations", 1)
   )
-  if num_stages * num_microbatches * iterations > _MOST_PASSES:
-    raise ValueError(
-      "`num_stages` times `num_microbatches` times the iterations must be at "
-      f"most {_MOST_PASSES:,}, got {num_stages} times {num_microbatches} times "
-      f"{iterations}. A table lists every pass."
-    )
   return TABLES[name].factory(num_stages, num_microbatches, **options)
 
 
