@@ -70,6 +70,8 @@ class LocalRun:
       tempfile.TemporaryDirectory(prefix="jdist-") as folder,
     ):
       self._environment = {
+        # XLA takes memory anew in each step; huge pages are cleared faster.
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         **_compiled(),
         **os.environ,
         **identity,

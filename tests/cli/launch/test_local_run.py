@@ -103,6 +103,7 @@ def test_processes_share_a_secret_that_no_command_line_shows(
   tmp_path, monkeypatch
 ):
   monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+  monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
   folder = tmp_path / "told"
   folder.mkdir()
@@ -112,6 +113,7 @@ def test_processes_share_a_secret_that_no_command_line_shows(
     "assert len(found[1]) == 64 and not set(found) & set(sys.argv); "
     "cache = os.environ['JAX_COMPILATION_CACHE_DIR']; "
     "assert os.stat(cache).st_mode & 0o77 == 0; "
+    "assert 'hugetlb=1' in os.environ['GLIBC_TUNABLES']; "
     "pathlib.Path(sys.argv[1], sys.argv[-1]).write_text(' '.join(found))"
   )
   run = _local_run.LocalRun(
