@@ -25,6 +25,9 @@ _WITHIN = 0.12
 _REGRET = 0.05
 # Ethernet 14, IP 20, TCP 20 and its time stamps 12.
 _HEADERS = 66
+# Settings that were looked at while the adviser was made.
+_LOOKED_AT = (("lenet", 32, None), ("cnn", 32, 100e6))
+_SETTING = ("model", "batch", "hosts", "rate")
 _PUBLIC = {"ddp": "SSGD", "localsgd": "Local SGD", "diloco": "DiLoCo"}
 
 
@@ -41,26 +44,31 @@ def said_of(predicted, row):
 
 
 def settings(measured):
-  """Returns the measured rows by model, hosts and rate."""
+  """Returns the measured rows by model, batch, hosts and rate."""
   found = studies.group(
     measured,
-    lambda x: (
-      x["config"]["model"], x["config"]["hosts"], x["config"]["bits_per_s"]
+    lambda x: tuple(
+      x["config"][key] for key in ("model", "batch_size", "hosts", "bits_per_s")
     ),
-  )  # fmt: skip
+  )
   return dict(sorted(found.items()))
 
 
 def compare(predicted, measured):
   """Returns a dict for each method of each setting."""
   found = []
-  for (model, hosts, rate), rows in settings(measured).items():
+  for (model, batch, hosts, rate), rows in settings(measured).items():
+    looked_at = any(
+      (model, batch) == seen[:2] and seen[2] in (None, rate)
+      for seen in _LOOKED_AT
+    )
     said = said_of(predicted, rows[0])
     for row in rows:
       low, middle, high = said.seconds(row["method"])
       took = statistics.median(row["step_s"])
       found.append({
-        "model": model, "hosts": hosts, "rate": rate, "method": row["method"],
+        "model": model, "batch": batch, "hosts": hosts, "rate": rate,
+        "method": row["method"], "looked at": looked_at,
         "low": low, "said": middle, "high": high, "took": took,
         "error": middle / took - 1,
         "best": said.best, "pays": said.pays(row["method"]),
@@ -70,11 +78,14 @@ def compare(predicted, measured):
 
 def verdict(found):
   """Returns what the comparison says, as a list."""
+  known = [abs(x["error"]) for x in found if x["looked at"]]
+  found = [x for x in found if not x["looked at"]]
   errors = [abs(x["error"]) for x in found]
   inside = sum(x["low"] <= x["took"] <= x["high"] for x in found)
+  widths = [(x["high"] - x["low"]) / x["said"] for x in found]
   regrets = []
   for one in studies.group(
-    found, lambda x: (x["model"], x["hosts"], x["rate"])
+    found, lambda x: tuple(x[key] for key in _SETTING)
   ).values():
     took = {x["method"]: x["took"] for x in one}
     regrets.append(took[one[0]["best"]] / min(took.values()) - 1)
@@ -82,19 +93,23 @@ def verdict(found):
     x for x in found if x["pays"] and x["took"] >= _base(found, x)["took"]
   ]
   lines = [
-    f"{len(found)} steps in {len(regrets)} settings: the error of the "
-    f"prediction is {100 * statistics.median(errors):.1f} % in the median and "
-    f"{100 * max(errors):.1f} % at most; "
+    f"{len(found)} steps in {len(regrets)} settings that nothing was chosen "
+    f"by: the error of the prediction is {100 * statistics.median(errors):.1f} "
+    f"% in the median and {100 * max(errors):.1f} % at most; "
     f"{sum(x <= _WITHIN for x in errors)} of {len(errors)} are within "
     f"{100 * _WITHIN:.0f} %.",
     f"{inside} of {len(found)} measured steps lie inside the 90 % interval, "
-    "which has the spread of the profile alone.",
+    f"whose width is {100 * statistics.median(widths):.0f} % of the step in "
+    f"the median and {100 * max(widths):.0f} % at most.",
     f"The chosen method takes {100 * statistics.median(regrets):.1f} % longer "
     f"than the best one in the median and {100 * max(regrets):.1f} % at most; "
     f"{sum(x <= _REGRET for x in regrets)} of {len(regrets)} choices are "
     f"within {100 * _REGRET:.0f} %.",
     f"Of {sum(x['pays'] for x in found)} methods that were said to pay, "
     f"{len(wrong)} did not.",
+    f"In {len(known)} steps that were looked at while the adviser was made, "
+    f"the error is {100 * statistics.median(known):.1f} % in the median and "
+    f"{100 * max(known):.1f} % at most.",
   ]
   return "\n".join(f"- {line}" for line in lines)
 
@@ -104,19 +119,22 @@ def _base(found, one):
     x
     for x in found
     if x["method"] == next(iter(run.CHAINS))
-    and all(x[key] == one[key] for key in ("model", "hosts", "rate"))
+    and all(x[key] == one[key] for key in _SETTING)
   )
 
 
 def table(found):
   """Returns a line for each method of each setting."""
   return studies.table(
-    "model | hosts | Mbit/s | method | predicted, ms | measured, ms | error, %",
+    "model | batch | hosts | Mbit/s | method | predicted, ms | interval, ms | "
+    "measured, ms | error, % | looked at before",
     [
       (
-        x["model"], x["hosts"], f"{x['rate'] / 1e6:g}", x["method"],
-        f"{1e3 * x['said']:.1f}", f"{1e3 * x['took']:.1f}",
-        f"{100 * x['error']:+.1f}",
+        x["model"], x["batch"], x["hosts"], f"{x['rate'] / 1e6:g}", x["method"],
+        f"{1e3 * x['said']:.1f}",
+        f"{1e3 * x['low']:.1f} to {1e3 * x['high']:.1f}",
+        f"{1e3 * x['took']:.1f}", f"{100 * x['error']:+.1f}",
+        "yes" if x["looked at"] else "",
       )
       for x in found
     ],

@@ -101,7 +101,7 @@ class Advice:
     """Returns a mean step's seconds: the 5 % quantile, median and 95 % one.
 
     They have the profile's spread, and a tenth for what the equation leaves
-    out: nine of ten steps of `experiments/advise` are as near to it.
+    out, the median error of `experiments/advise`.
     """
     low, middle, high = self._quantiles(name, link)
     return low * (1 - _LEFT_OUT), middle, high * (1 + _LEFT_OUT)
@@ -217,11 +217,9 @@ def advise(
   started_s = time.monotonic()
   one_worker = collectives.workers(1)
   step = training.make_step(loss_fn, optimizer, axis=one_worker.axis)
-  alone = _steps(
-    one_worker.jit(step),
-    training.init_state(one_worker, optimizer, params, model_state),
-    one_worker.place(jax.tree.map(lambda x: np.asarray(x)[None], batch)),
-  )
+  begun = training.init_state(one_worker, optimizer, params, model_state)
+  rows = one_worker.place(jax.tree.map(lambda x: np.asarray(x)[None], batch))
+  alone = functools.partial(_seconds, one_worker.jit(step), (begun, rows))
   alone(1)
   state = {} if model_state is None else model_state
   gradient, key = training.make_gradient(loss_fn), jax.random.key(0)
@@ -258,18 +256,11 @@ def advise(
   return Advice(costs, link, slowdown)
 
 
-def _steps(step: Any, state: PyTree, batch: PyTree) -> Callable[[int], float]:
-  """Returns a function that takes steps, as a loop of training does."""
-
-  def seconds(count: int) -> float:
-    nonlocal state
-    started_s = time.perf_counter()
-    for _ in range(count):
-      state, metrics = step(state, batch)
-      jax.block_until_ready(metrics)
-    return (time.perf_counter() - started_s) / count
-
-  return seconds
+def _seconds(function: Callable[..., Any], given: Any, count: int) -> float:
+  started_s = time.perf_counter()
+  for _ in range(count):
+    jax.block_until_ready(function(*given))
+  return (time.perf_counter() - started_s) / count
 
 
 class _Updates:
@@ -358,12 +349,6 @@ def _sent(
   return num_bytes, messages
 
 
-def _seconds(function: Callable[..., Any], given: Any) -> float:
-  started_s = time.perf_counter()
-  jax.block_until_ready(function(given))
-  return time.perf_counter() - started_s
-
-
 @signatures.checked
 def measure_link(
   workers: collectives.Workers,
@@ -399,7 +384,8 @@ def measure_link(
 
   def program(size: int, count: int = 1) -> Callable[[], float]:
     rows = np.zeros((len(workers.local_workers), size), np.float32)
-    return functools.partial(_seconds, jitted[count], workers.place(rows))
+    given = (workers.place(rows),)
+    return functools.partial(_seconds, jitted[count], given, 1)
 
   jitted = {n: workers.jit(functools.partial(means, n)) for n in (1, 9)}
   sizes = [max(64, num_bytes // n) for n in (4, 16)]
