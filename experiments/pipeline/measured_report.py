@@ -47,13 +47,13 @@ def ratio_table(rows: list[Row]) -> str:
   return studies.table("stages, forward | gpipe | 1f1b | ours | load", lines)
 
 
-def every_table(rows: list[Row]) -> str:
+def every_table(rows: list[Row], ratio: str = "iteration_ratio") -> str:
   """Returns measured over simulated iterations of every table."""
   names = list(dict.fromkeys(row["table"] for row in rows))
   lines = []
   for slow in dict.fromkeys(row["config"]["slow"] for row in rows):
     own = [row for row in rows if row["config"]["slow"] == slow]
-    ratios = {row["table"]: f"{row['iteration_ratio']:.3f}" for row in own}
+    ratios = {row["table"]: f"{row[ratio]:.3f}" for row in own}
     title = "equal" if slow == 1 else f"one at {100 * slow:.0f} %"
     loads = [row["load"] for row in own]
     load = f"{min(loads):.1f} to {max(loads):.1f}"
@@ -290,6 +290,9 @@ def main() -> None:
   print(f"\n{low_rank_table(ranks)}")
   every = training.read_rows(folder / "every_table.jsonl")
   print(f"\n{every_table(every)}")
+  one = training.read_rows(folder / "one_program.jsonl")
+  sleeping = [row for row in one if row["config"]["kind"] == "sleeping"]
+  print(f"\n{every_table(sleeping, 'ratio')}")
   adaptive = training.read_rows(folder / "measured_adaptive.jsonl")
   print(f"\n{adaptive_table(adaptive)}")
   draw_adaptive(adaptive[-1], folder / "adaptive.png")
