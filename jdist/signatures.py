@@ -6,9 +6,7 @@ import inspect
 import operator
 import os
 import typing
-from collections.abc import (
-  Callable, Iterable, Iterator, Mapping, Sequence, Sized,
-)  # fmt: skip
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeAlias
 
@@ -163,10 +161,11 @@ def _entries_fit(value: Any, kind: type, of: tuple[Any, ...]) -> bool:
   if isinstance(value, Iterator | set | frozenset):
     # They cannot be indexed, and an iterator can be read only once.
     return not issubclass(kind, Sequence)
-  if not of or isinstance(value, jax.Array) or not isinstance(value, Sized):
+  length = getattr(value, "__len__", None)
+  if not of or isinstance(value, jax.Array) or length is None:
     return True
   if kind is tuple and of[-1] is not Ellipsis:
-    return len(value) == len(of) and all(map(_fits, value, of))
+    return length() == len(of) and all(map(_fits, value, of))
   return _all_fit(value, of[0])
 
 
