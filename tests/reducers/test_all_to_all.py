@@ -100,3 +100,18 @@ def test_flush_gathers_the_residuals_of_lossy_rows():
     np.testing.assert_allclose(held[name], left_out, atol=1e-6)
   assert jnp.abs(held["lossy"]).max() > 0.01
   assert not any(x.any() for x in jax.tree.leaves(empty))
+
+
+def test_mean_of_the_own_shares_is_what_all_receive():
+  """The feedback around the reducer keeps what an owner has left out."""
+  reducer = reducers.compressed(
+    codecs.Quantize(4, 16), owner_feedback="own_share"
+  )
+
+  def one(x):
+    found = reducer.reduce(x, reducer.init(x, "w"), jax.random.key(0), "w")
+    return found.mean, found.own_share
+
+  x = jax.random.normal(jax.random.key(1), (4, 64))
+  mean, shares = jax.jit(jax.vmap(one, axis_name="w"))(x)
+  np.testing.assert_allclose(shares.mean(0), mean[0], atol=1e-5)

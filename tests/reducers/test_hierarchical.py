@@ -106,6 +106,28 @@ def test_axes_and_states():
   assert not jax.tree.leaves(exact.init(x, None))
 
 
+def test_all_hosts_flush_the_same():
+  """What a host has left out inside is a part of the mean over hosts."""
+  reducer = reducers.Hierarchical(OUTER, OUTER)
+
+  def one(x):
+    state = reducer.init(x, AXIS)
+    reduced = reducer.reduce(x, state, jax.random.key(0), AXIS)
+    left, _ = reducer.flush(reduced.state, x, AXIS)
+    return collectives.varying(
+      (left, reduced.mean, x - reduced.own_share), AXIS
+    )
+
+  trees = jax.random.normal(jax.random.key(1), (HOSTS, INSIDE, 37))
+  inner = jax.vmap(one, axis_name="inner")
+  found = jax.jit(jax.vmap(inner, axis_name="outer"))(trees)
+  left, mean, kept = map(np.asarray, found)
+  assert np.ptp(left, (0, 1)).max() == 0
+  # All that is sent, flushed and kept is all that there was.
+  total = mean[0, 0] + left[0, 0] + kept.mean((0, 1))
+  np.testing.assert_allclose(total, trees.mean((0, 1)), atol=1e-5)
+
+
 PARTS = reducers.Hierarchical(reducers.Exact(), OUTER, parts=INSIDE)
 
 

@@ -104,6 +104,18 @@ def test_micro_batches_are_weighted_by_their_samples():
     chex.assert_trees_all_close(found, whole, rtol=1e-6)
 
 
+def test_batch_of_padding_alone_has_a_gradient_of_zero():
+  def loss_fn(params, model_state, batch, key):
+    del key
+    losses = (params - batch["x"]) ** 2
+    return training.masked_mean(losses, batch["mask"]), (model_state, {})
+
+  batch = {"x": jnp.array([1.0, 2.0]), "mask": jnp.zeros(2)}
+  gradient = training.make_gradient(loss_fn, accumulate=2)
+  found = gradient(jnp.array(1.0), {}, batch, jax.random.key(0))
+  assert (found.loss, found.grads, found.samples) == (0, 0, 0)
+
+
 def complex_loss(params, model_state, batch, key):
   del key
   return jnp.mean(jnp.abs(params - batch["x"]) ** 2), (model_state, {})
@@ -305,14 +317,23 @@ def test_weighted_statistics_equal_those_of_all_samples():
   def loss_fn(params, model_state, batch, key):
     del key
     mean = training.masked_mean(batch["x"], batch["mask"])
-    state = {"mean": 0.9 * model_state["mean"] + 0.1 * mean}
-    return params * mean, (state | {"steps": model_state["steps"] + 1}, {})
+    state = {
+      "mean": 0.9 * model_state["mean"] + 0.1 * mean,
+      "steps": model_state["steps"] + 1,
+      # A log-probability that a model may set itself.
+      "impossible": jnp.where(mean > -9, -jnp.inf, model_state["impossible"]),
+    }
+    return params * mean, (state, {})
 
   team = collectives.workers(2, substrate="vmap")
   optimizer = jdist.ssgd(optax.sgd(0.1), axis=team.axis)
   step = training.make_step(loss_fn, optimizer, axis=team.axis, weighted=True)
   state = training.init_state(
-    team, optimizer, jnp.array(0.0), {"mean": jnp.array(2.0), "steps": 0}
+    team,
+    optimizer,
+    jnp.array(0.0),
+    {"mean": jnp.array(2.0), "steps": 0, "impossible": jnp.array(-jnp.inf)},
+    laws={"impossible": "statistic"},
   )
   batch = {
     "x": jnp.array([[1.0, 3.0, 5.0], [11.0, 99.0, 99.0]]),
@@ -322,5 +343,5 @@ def test_weighted_statistics_equal_those_of_all_samples():
   mean = (1 + 3 + 5 + 11) / 4
   found = team.view(state.model_state)
   np.testing.assert_allclose(found["mean"], 0.9 * 2 + 0.1 * mean, rtol=1e-6)
-  assert found["steps"] == 1
+  assert found["steps"] == 1 and found["impossible"] == -np.inf
   np.testing.assert_allclose(team.view(state.params), -0.1 * mean, rtol=1e-6)
