@@ -75,8 +75,7 @@ def check_function(
   name: str, value: Any, of: str, *, optional: bool = False
 ) -> None:
   """Raises a ValueError unless `value` is a function, or None if optional."""
-  number = len(of.replace(" and ", ", ").split(", "))
-  if not (is_function(value, number) or (optional and value is None)):
+  if not (is_function(value) or (optional and value is None)):
     rule = f"`{name}` must be a function of {of}"
     rule += ", or None" if optional else ""
     raise ValueError(f"{rule}, got {show(value)}.")
@@ -147,7 +146,7 @@ def check_int(
   name: str,
   value: Any,
   minimum: int,
-  maximum: int | None = None,
+  maximum: float | None = None,
   remedy: str = "",
 ) -> int:
   """Returns an integer of Python or NumPy in a range, as a Python int."""
@@ -162,7 +161,7 @@ def check_int(
     or number < minimum
     or number > most
   ):
-    above = maximum is None and abs(number or 0) < most
+    above = maximum in (None, math.inf) and abs(number or 0) < most
     rule = f">= {minimum}" if above else f"from {minimum} to {most}"
     message = f"`{name}` must be an int {rule}, got {show(value)}. {remedy}"
     raise ValueError(message.rstrip())
@@ -280,9 +279,9 @@ def check_continuous(
 
 
 def holds_objects(value: Any) -> bool:
-  """Returns whether an array holds text, objects or random keys."""
-  dtype = getattr(value, "dtype", None)  # That of random keys has no kind.
-  return dtype is not None and getattr(dtype, "kind", "O") in "OSU"
+  """Returns whether an array of NumPy holds text or objects."""
+  kind: str = getattr(getattr(value, "dtype", None), "kind", "")
+  return kind in ("O", "S", "U")
 
 
 def check_number(name: str, value: Any, **bounds: Any) -> float:

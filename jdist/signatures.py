@@ -115,8 +115,8 @@ def _fits(value: Any, hint: Any) -> bool:
     number = len(of[0]) if of and isinstance(of[0], list) else None
     return checks.is_function(value, number)
   if kind is float:
-    # An array of one number may be traced.
-    one = hasattr(value, "dtype") and np.ndim(value) == 0
+    # An array of one number may be traced, and random keys have no kind.
+    one = hasattr(getattr(value, "dtype", 0), "kind") and np.ndim(value) == 0
     number = isinstance(value, float)
     number |= isinstance(value, int) and abs(value) < 2**1023
     return number or (one and not checks.holds_objects(value))

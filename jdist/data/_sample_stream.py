@@ -1,5 +1,7 @@
 """Samples as a pure function of seed, worker and position, and their parts."""
 
+import math
+
 import numpy as np
 
 from jdist import checks, signatures
@@ -68,7 +70,7 @@ def partition(
   num_workers = check_num_workers(num_workers, len(labels))
   if alpha is not None:
     alpha = checks.check_number("alpha", alpha, open_low=True)
-  seed = checks.check_int("seed", seed, 0)
+  seed = checks.check_int("seed", seed, 0, math.inf)
   sequence = np.random.SeedSequence(seed, spawn_key=(_PARTITION_KEY,))
   rng = np.random.default_rng(sequence)
   if alpha is None:
@@ -208,7 +210,7 @@ class SampleStream:
     self.dataset = dataset
     self.num_workers = check_num_workers(num_workers, len(dataset))
     self.shared = not owned and alpha is None
-    self._seed = checks.check_int("seed", seed, 0)
+    self._seed = checks.check_int("seed", seed, 0, math.inf)
     self._parts: tuple[np.ndarray, ...] = ()
     if not self.shared:
       self._parts = partition(
