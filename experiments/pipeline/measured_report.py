@@ -290,6 +290,8 @@ def main() -> None:
   print(f"\n{low_rank_table(ranks)}")
   every = training.read_rows(folder / "every_table.jsonl")
   print(f"\n{every_table(every)}")
+  quota = training.read_rows(measured.QUOTA)
+  print(f"\n{timeline_table(quota)}")
   one = training.read_rows(folder / "one_program.jsonl")
   sleeping = [row for row in one if row["config"]["kind"] == "sleeping"]
   print(f"\n{every_table(sleeping, 'ratio')}")
