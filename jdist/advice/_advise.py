@@ -388,7 +388,7 @@ def measure_link(
     return functools.partial(_seconds, jitted[count], given, 1)
 
   jitted = {n: workers.jit(functools.partial(means, n)) for n in (1, 9)}
-  sizes = [max(64, num_bytes // n) for n in (4, 16)]
+  sizes = [max(1024 // n, num_bytes // n) for n in (4, 16)]
   # In turns, short means would wait for the last packets of long ones.
   one_s, many_s, short_s, long_s = (
     statistics.median([run() for _ in range(repeats + 1)][1:])

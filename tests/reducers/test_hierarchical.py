@@ -107,7 +107,7 @@ def test_axes_and_states():
 
 
 def test_all_hosts_flush_the_same():
-  """What a host has left out inside is a part of the mean over hosts."""
+  """A flush averages the residuals inside hosts over all hosts."""
   reducer = reducers.Hierarchical(OUTER, OUTER)
 
   def one(x):

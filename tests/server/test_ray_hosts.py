@@ -158,5 +158,5 @@ def test_training_on_three_hosts_survives_the_loss_of_one(hosts, tmp_path):
   run.stdout.close()
   told = "".join(lines)
   assert float(re.findall(r"accuracy ([\d.]+) %", told)[-1]) > 90.0
-  # Who joins again has exact parameters, and is not lost another time.
+  # The worker that joined again has exact parameters, and stays.
   assert found()[-1] == (lost, "back")
