@@ -100,8 +100,7 @@ class Advice:
   ) -> tuple[float, float, float]:
     """Returns a mean step's seconds: the 5 % quantile, median and 95 % one.
 
-    They have the profile's spread, and a tenth for what the equation leaves
-    out, the median error of `experiments/advise`.
+    They have the profile's spread, and a tenth that the equation leaves out.
     """
     low, middle, high = self._quantiles(name, link)
     return low * (1 - _LEFT_OUT), middle, high * (1 + _LEFT_OUT)

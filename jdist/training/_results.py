@@ -64,7 +64,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 @functools.cache
 def _commit() -> str:
-  """Returns the commit of the running code, with `+` if files were changed."""
+  """Returns the commit of the running code, with `+` if code was changed."""
   # For a copy without its repository, for instance on a GPU machine.
   if commit := os.environ.get("JDIST_COMMIT"):
     return commit
@@ -74,7 +74,8 @@ def _commit() -> str:
       subprocess.run, cwd=folder, capture_output=True, text=True, check=True
     )
     commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
-    changed = git(["git", "status", "--porcelain", "-uno"]).stdout.strip()
+    code = ["--", ":/", ":/!*.jsonl"]  # Rows are appended while runs go on.
+    changed = git(["git", "status", "--porcelain", "-uno", *code]).stdout
   except (OSError, subprocess.CalledProcessError):
     # An installed package has no repository. Its version identifies it.
     return "unknown"

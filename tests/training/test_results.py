@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import subprocess
 
 import numpy as np
 import pytest
@@ -24,6 +25,23 @@ def test_copy_without_a_repository_is_told_its_commit(monkeypatch):
   monkeypatch.setenv("JDIST_COMMIT", "0123456789ab")
   _results._commit.cache_clear()
   assert training.make_row({}, seed=0)["commit"] == "0123456789ab"
+  _results._commit.cache_clear()
+
+
+def test_commit_has_a_plus_if_code_was_changed_but_not_for_rows(
+  tmp_path, monkeypatch
+):
+  names = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+  for file in ("code.py", "rows.jsonl"):
+    (tmp_path / file).write_text("1\n")
+  for words in (["init", "-q"], ["add", "."], [*names, "commit", "-qm", "a"]):
+    subprocess.run(["git", *words], cwd=tmp_path, check=True)
+  monkeypatch.delenv("JDIST_COMMIT", raising=False)
+  monkeypatch.setattr(_results, "__file__", str(tmp_path / "code.py"))
+  for file, plus in (("rows.jsonl", False), ("code.py", True)):
+    (tmp_path / file).write_text("2\n")
+    _results._commit.cache_clear()
+    assert _results._commit().endswith("+") is plus
   _results._commit.cache_clear()
 
 
