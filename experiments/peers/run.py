@@ -118,8 +118,10 @@ class Group:
       self.processes.append(
         subprocess.Popen(
           command,
-          # Otherwise torchft tells of each message.
-          env=os.environ | {"RUST_LOG": "error"},
+          # Otherwise torchft tells of each message. Both frameworks are faster
+          # with huge pages, which `jdist launch` sets.
+          env=os.environ
+          | {"RUST_LOG": "error", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
           text=True,
           stdin=subprocess.PIPE,
           stdout=subprocess.PIPE,
