@@ -505,7 +505,6 @@ EVERY = {
   },
   "training/loop/test_trainer.py": {
     "test_resumed_run_has_the_records_of_an_uninterrupted_one": 0,
-    "test_sent_bytes_of_phases_match_hand_computation": 4,
   },
   "training/loop/test_watchdog.py": {
     "test_hanging_step_ends_the_process_with_a_message": 2,

@@ -115,3 +115,17 @@ def test_mean_of_the_own_shares_is_what_all_receive():
   x = jax.random.normal(jax.random.key(1), (4, 64))
   mean, shares = jax.jit(jax.vmap(one, axis_name="w"))(x)
   np.testing.assert_allclose(shares.mean(0), mean[0], atol=1e-5)
+
+
+def test_owners_round_with_numbers_of_their_own():
+  reducer = reducers.compressed(codecs.Quantize(4, 8, rounding="stochastic"))
+
+  def one(x):
+    return reducer.reduce(x, reducer.init(x, "w"), jax.random.key(0), "w").mean
+
+  # The workers' own rows are exact, and both owners round the same mean, of
+  # which seven entries in eight lie half-way between two integers.
+  x = jnp.stack([jnp.tile(jnp.array([7.0] + [n] * 7), 8) for n in (1.0, 0.0)])
+  mean = jax.jit(jax.vmap(one, axis_name="w"))(x)[0].reshape(2, 32)
+  assert set(mean[:, 1:8].ravel().tolist()) == {0.0, 1.0}
+  assert (mean[0] != mean[1]).any()

@@ -212,3 +212,10 @@ def test_each_device_sends_its_part_between_hosts():
       assert worker.tobytes() == mean[0].tobytes()
     np.testing.assert_allclose(mean[0], x.mean(0), atol=1.0)
   assert sent[2] < 0.6 * sent[1]
+
+
+def test_hosts_round_with_numbers_of_their_own():
+  inside = reducers.compressed(small.Rounded(levels=1, stochastic=True))
+  trees = jnp.broadcast_to(make()["w"][:1], (HOSTS, INSIDE, ROUNDS, 37))
+  _, shares, *_ = run(reducers.Hierarchical(inside, reducers.Exact()), trees)
+  assert (shares[0] != shares[1]).any()

@@ -80,6 +80,39 @@ def test_zeros_and_nan_do_not_stay():
   np.testing.assert_allclose(means["dense"][:, 3], 1, atol=1e-5)
 
 
+def test_direction_that_overflows_is_not_kept():
+  """A later round finds its mean again."""
+  q = jnp.full((12, 1), 1e-3)
+  reduced = reducers.PowerSGD(1).reduce(
+    [jnp.full((20, 12), 3e38)],
+    _power_sgd.PowerSGDState((q,)),
+    jax.random.key(0),
+    None,
+  )
+  # The first product is finite, and the second one is not.
+  assert not jnp.isfinite(reduced.mean[0]).any()
+  np.testing.assert_array_equal(reduced.state.q[0], q)
+
+
+def test_matrices_begin_in_directions_of_their_own():
+  like = [jax.ShapeDtypeStruct((20, 12), "float32")] * 2
+  first, second = reducers.PowerSGD(2).init(like, None).q
+  assert (first != second).all()
+
+
+def test_factors_are_sent_with_keys_of_their_own():
+  keys = []
+
+  class Noted(reducers.Exact):
+    def reduce(self, tree, state, key, axis):
+      keys.append(jax.random.key_data(key).tolist())
+      return super().reduce(tree, state, key, axis)
+
+  reducer, x = reducers.PowerSGD(1, factors=Noted()), [jnp.ones((20, 12))]
+  reducer.reduce(x, reducer.init(x, None), jax.random.key(0), None)
+  assert len(keys) == 2 and keys[0] != keys[1]
+
+
 def test_nan_does_not_affect_other_leaves():
   """Nor from other workers: what they wanted to send stays theirs."""
   int8 = reducers.compressed(codecs.Quantize(8), owner_feedback="own_share")

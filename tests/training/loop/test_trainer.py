@@ -12,7 +12,7 @@ import pytest
 from jdist import codecs, collectives, methods, reducers, training, transforms
 from jdist.storage import sealed_json
 from jdist.training import comparison
-from jdist.training.loop import _programs, _training_run
+from jdist.training.loop import _programs, _record, _training_run
 from tests import _refusals
 from tests.training import _tiny
 
@@ -281,6 +281,19 @@ def test_sent_bytes_of_phases_match_hand_computation(name, monkeypatch):
   assert [r.sent_bytes for r in resumed] == found[7:]
 
 
+def test_rounds_that_the_host_ends_count_their_own_phases():
+  team = _tiny.team("vmap")
+  optimizer, by_hand, rounding = _phased(team)["local_steps"]
+  step = training.make_step(_wide_loss, optimizer, axis=team.axis)
+  state = training.init_state(team, optimizer, _WIDE)
+  _, records = training.Trainer(team, step, host_rounds=True).fit(
+    state, _tiny.batches(team), len(by_hand), evaluate_every=1
+  )
+  sent = np.cumsum(by_hand)
+  found = [record.sent_bytes for record in records]
+  assert np.all(found >= sent - 1e-6) and np.all(found <= sent + rounding)
+
+
 def test_resumed_run_continues_its_counts(tmp_path):
   team = _tiny.team("vmap")
 
@@ -358,6 +371,22 @@ def test_resumed_run_has_the_records_of_an_uninterrupted_one(tmp_path):
   # Of an older checkpoint only what comes after it is known.
   _without_history(tmp_path / "b")
   assert kept(fit(tmp_path / "b", _tiny.batches(team))) == kept(through)[3:]
+
+
+def test_losses_before_a_resume_count_in_the_next_record_only(monkeypatch):
+  fake = _Fake(monkeypatch)  # Whose loss of step n is n.
+  trainer, data = fake.trainer, _tiny.batches(fake.trainer.workers)(0)
+  run = _training_run.TrainingRun(
+    trainer._step, trainer._choices, fake.state, independent=True,
+    timeout_s=60, history=_record.History(losses=(6.0, 2)),
+    evaluate=None, on_record=None,
+  )  # fmt: skip
+  for losses in ((7.0, 3), (2.0, 1)):
+    run.dispatch(run.place(next(data)))
+    run.read()
+    assert run.history().losses == losses
+    run.record()
+  assert [r.train_loss for r in run.records] == [7 / 3, 2]
 
 
 def test_second_call_continues_training():

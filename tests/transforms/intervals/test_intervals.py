@@ -9,6 +9,7 @@ import pytest
 from jdist import methods
 from jdist.transforms import intervals
 from jdist.transforms.intervals import _scheduled_interval
+from jdist.transforms.local import _round
 
 
 def unfold(policy, losses, num_steps=10**6):
@@ -219,6 +220,22 @@ def test_policy_receives_the_mean_over_steps_and_workers():
     told.append(state.clock.interval_state[1][0].item())
   # Steps 0; 1 and 2; 3, 4 and 5.
   assert told == [5.0, 5.0, 6.5, 6.5, 6.5, 9.0]
+
+
+def test_round_cut_short_takes_the_next_interval():
+  """By a policy that counts how often it was asked; a round may be empty."""
+  policy = intervals.IntervalPolicy(
+    lambda: jnp.int32(0),
+    lambda asked, start, loss: (10 * (asked + 1) + start, asked + 1),
+  )
+  found = []
+  for clock in (start := _round.start_clock(policy), start.advance(None)):
+    cut = clock.cut_short(policy)
+    found.append(
+      (cut.round, cut.interval, cut.next_interval, cut.interval_state)
+    )
+  # Rounds of 10 and 30 steps; the one after them begins at step 1 + 30.
+  assert found == [(0, 10, 30, 2), (1, 30, 61, 3)]
 
 
 ADAPTIVE = {

@@ -12,6 +12,7 @@ import pytest
 from jdist import codecs, methods, reducers, transforms
 from jdist.transforms import intervals
 from tests import _thinned
+from tests.reducers import _small_codecs
 from tests.transforms import _chains
 from tests.transforms._rounds import random_targets, train
 
@@ -194,6 +195,65 @@ def test_loss_within_round_gives_same_intervals():
     _, states = train(optimizer, random_targets(70), falling(70))
     intervals_of.append(states.clock.interval)
   np.testing.assert_array_equal(*intervals_of)
+
+
+# Rounds of two steps; the last loss is kept as the state.
+TOLD = intervals.IntervalPolicy(
+  lambda: jnp.float32(0.0),
+  lambda told, start, loss: (jnp.int32(2), told if loss is None else loss),
+  needs_loss=True,
+)
+
+
+@pytest.mark.parametrize("delay", [None, 1])
+def test_first_delayed_round_has_no_loss(delay):
+  """The loss of the round before was received when that one ended."""
+  late = transforms.Delayed(steps=delay, after_step=4)
+  optimizer = transforms.local_steps(
+    optax.sgd(RATE), TOLD, axis="worker", overlap=late
+  )
+  losses = np.repeat(np.arange(12, dtype=np.float32)[:, None], 4, 1)
+  _, states = train(optimizer, random_targets(12), losses)
+  told = states.clock.interval_state[1::2, 0]
+  np.testing.assert_array_equal(told, [0.5, 2.5, np.nan, 4.5, 6.5, 8.5])
+
+
+def test_round_after_a_drain_has_no_loss():
+  """What was received before it is no news in the next round."""
+  optimizer = transforms.local_steps(
+    optax.sgd(RATE), TOLD, axis=None, overlap=transforms.Delayed(steps=1)
+  )
+
+  @jax.jit
+  def told():
+    w, state = jnp.zeros(()), optimizer.init(jnp.zeros(()))
+    for loss in (1.0, 3.0, 7.0):
+      updates, state = optimizer.update(w, state, w, loss=jnp.float32(loss))
+      w = w + updates
+    before = state.sync.flight.arrived_loss
+    w, state = transforms.drain(optimizer, state, w)
+    for loss in (9.0, 9.0):
+      updates, state = optimizer.update(w, state, w, loss=jnp.float32(loss))
+      w = w + updates
+    return before, state.clock.interval_state
+
+  before, after = told()
+  assert before == 2.0 and np.isnan(after)
+
+
+def test_empty_message_leaves_no_residual():
+  """A codec of signs sends something for zeros, too."""
+  compression = reducers.Compression(
+    reducers.compressed(_small_codecs.Signs()), reducers.ErrorFeedback()
+  )
+  optimizer = transforms.local_steps(
+    optax.sgd(RATE), 2, axis="worker", overlap=transforms.Delayed(),
+    compression=compression,
+  )  # fmt: skip
+  _, states = train(optimizer, random_targets(4, 4, 64))
+  memory = jax.tree.leaves(states.sync.compression)
+  left = [[np.abs(x[t]).max() > 0 for x in memory] for t in (0, 1, 3)]
+  assert not any(left[0] + left[1]) and any(left[2])
 
 
 def run_streamed(optimizer, targets, chosen):
