@@ -258,16 +258,12 @@ def check_continuous(
   if is_traced(value):
     return value
   bracket = "(" if open_low else "["
-  try:
-    # Python would convert the text "0.5" to a number.
-    if isinstance(value, str | bytes) or holds_objects(value):
-      raise TypeError
-    number = float(value)
-  except (TypeError, ValueError, OverflowError):
+  if not is_number(value):
     raise ValueError(
       f"`{name}` must be a number in {bracket}{low:g}, {high:g}], got "
       f"{show(value)}."
-    ) from None
+    )
+  number = float(value)
   # A NaN compares as false, so it is refused, too.
   above = number > low if open_low else number >= low
   if not (above and number <= high):
@@ -278,21 +274,21 @@ def check_continuous(
   return number if isinstance(value, int | np.integer | np.bool_) else value
 
 
-def holds_objects(value: Any) -> bool:
-  """Returns whether an array of NumPy holds text or objects."""
-  kind: str = getattr(getattr(value, "dtype", None), "kind", "")
-  return kind in ("O", "S", "U")
+def is_number(value: Any) -> bool:
+  """Returns whether a value is a real number of Python or an array of one."""
+  if isinstance(value, int | float):
+    return isinstance(value, float) or abs(value) < 2**1023
+  # It may be traced. Random keys have no kind, and bfloat16 has that of a void.
+  kind = getattr(getattr(value, "dtype", None), "kind", None)
+  return kind in ("b", "i", "u", "f", "V") and np.ndim(value) == 0
 
 
 def check_number(name: str, value: Any, **bounds: Any) -> float:
   """Returns a finite number in bounds, see `check_continuous`, as a float."""
-  number = math.nan
-  if not isinstance(value, bool | str | bytes) and np.ndim(value) == 0:
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-      number = float(value)
-  if not math.isfinite(number):
+  known = is_number(value) and not is_traced(value)
+  if not known or isinstance(value, bool) or not math.isfinite(value):
     raise ValueError(f"`{name}` must be a finite number, got {show(value)}.")
-  return check_continuous(name, number, **bounds)
+  return float(check_continuous(name, float(value), **bounds))
 
 
 def check_optimizer(
@@ -314,23 +310,25 @@ def check_optimizer(
   return value
 
 
-def check_arrays(name: str, tree: Any) -> None:
+def check_arrays(name: str, tree: Any, *, shapes: bool = True) -> None:
   """Raises a ValueError that names the first leaf that is not an array."""
   for leaf, value in named_leaves(tree).items():
-    if isinstance(value, jax.Array | jax.ShapeDtypeStruct | float):
+    abstract = isinstance(value, jax.ShapeDtypeStruct)
+    if (abstract and shapes) or isinstance(value, jax.Array | float):
       continue  # This case is common, and each trace makes the check.
     if isinstance(value, int) and abs(value) > _LARGEST:
       raise ValueError(
         f"`{name}` must hold numbers of 32 bits, got {value}"
         f"{f' at {leaf!r}' if leaf else ''}. Make it a float."
       )
-    try:
+    with contextlib.suppress(TypeError):
       jax.eval_shape(lambda x: x, value)
-    except TypeError:
-      raise ValueError(
-        f"`{name}` must be a tree of arrays, got {show(value)}"
-        f"{f' at {leaf!r}' if leaf else ''}."
-      ) from None
+      if not abstract:
+        continue
+    raise ValueError(
+      f"`{name}` must be a tree of arrays, got {'the shape of ' * abstract}"
+      f"{show(value)}{f' at {leaf!r}' if leaf else ''}."
+    )
 
 
 def check_real(name: str, tree: Any, of: str) -> None:

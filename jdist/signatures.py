@@ -33,7 +33,11 @@ Optimizer: TypeAlias = Annotated[
   optax.GradientTransformation, checks.check_optimizer
 ]
 # A tree of arrays, possibly None.
-Arrays: TypeAlias = Annotated[Any, checks.check_arrays]
+Arrays: TypeAlias = Annotated[
+  Any, functools.partial(checks.check_arrays, shapes=False)
+]
+# The same, or their shapes alone.
+Shapes: TypeAlias = Annotated[Any, checks.check_arrays]
 _Door = typing.TypeVar("_Door", bound=Callable[..., Any])
 _WORDS: dict[Any, str] = {
   Any: "a value",
@@ -79,18 +83,23 @@ def checked(door: _Door) -> _Door:
 
   @functools.wraps(door)
   def call(*args: Any, **options: Any) -> Any:
-    given = dict(zip(names, args, strict=False)) | options
-    for name, hint in hints().items():
-      if name in given:
-        _check(name, given[name], hint)
-    return door(*args, **options)
+    known = hints()
+
+    def one(name: str, value: Any) -> Any:
+      return _check(name, value, known.get(name, Any))
+
+    first = map(one, names, args)
+    named = {name: one(name, value) for name, value in options.items()}
+    return door(*first, *args[len(names) :], **named)
 
   return typing.cast(_Door, call)
 
 
-def _check(name: str, value: Any, hint: Any) -> None:
+def _check(name: str, value: Any, hint: Any) -> Any:
+  """Returns a checked value: an integer, also of an array, as a Python int."""
   kind, of = typing.get_origin(hint) or hint, typing.get_args(hint)
   if kind is Annotated:
+    kind = of[0]
     for check in of[1:]:
       check(name, value)
   elif not _fits(value, hint):
@@ -99,7 +108,8 @@ def _check(name: str, value: Any, hint: Any) -> None:
       got = f"entries such as {checks.show(next(iter(value)))}"
     raise ValueError(f"`{name}` must be {wanted}, got {got}.")
   elif kind in (typing.Union, UnionType):
-    _check(name, value, next(x for x in of if _fits(value, x)))
+    return _check(name, value, next(x for x in of if _fits(value, x)))
+  return operator.index(value) if kind is int else value
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -115,11 +125,7 @@ def _fits(value: Any, hint: Any) -> bool:
     number = len(of[0]) if of and isinstance(of[0], list) else None
     return checks.is_function(value, number)
   if kind is float:
-    # An array of one number may be traced, and random keys have no kind.
-    one = hasattr(getattr(value, "dtype", 0), "kind") and np.ndim(value) == 0
-    number = isinstance(value, float)
-    number |= isinstance(value, int) and abs(value) < 2**1023
-    return number or (one and not checks.holds_objects(value))
+    return checks.is_number(value)
   if kind is int:
     with contextlib.suppress(TypeError):
       return operator.index(value) is not None
@@ -158,9 +164,11 @@ def _entries_fit(value: Any, kind: type, of: tuple[Any, ...]) -> bool:
     return False
   if hasattr(value, "dtype") and not np.ndim(value):
     return False
-  if isinstance(value, Iterator | set | frozenset):
-    # They cannot be indexed, and an iterator can be read only once.
-    return not issubclass(kind, Sequence)
+  # They cannot be indexed, and an iterator can be read only once.
+  if issubclass(kind, Sequence) and isinstance(
+    value, Iterator | set | frozenset
+  ):
+    return False
   length = getattr(value, "__len__", None)
   if not of or isinstance(value, jax.Array) or length is None:
     return True

@@ -86,7 +86,7 @@ _DEFAULTS = {
     "interval": 8, "steps": 10000, "warmup_steps": 0,
   },
   _commands.Advise: {
-    "workers": 8, "batch_size": 128, "interval": 8, "slowdown": 1.0,
+    "workers": None, "batch_size": 128, "interval": 8, "slowdown": 1.0,
     "limit_s": 60.0,
   },
 }  # fmt: skip

@@ -4,6 +4,7 @@ import decimal
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -93,6 +94,10 @@ def plain(
     {"cuts": iter([1, 2])},
     {"cuts": "12"},
     {"rows": dict.fromkeys("ab").keys()},
+    {"rows": {"a", "b"}},
+    {"rate": _ONE},
+    {"number": np.array([2])},
+    {"number": np.array(2.0)},
     {"rate": jax.random.key(0)},
     {"rate": 10**400},
     {"number": 2**63},
@@ -106,6 +111,13 @@ def test_unusable_value_is_refused(given):
   (name,) = given
   with pytest.raises(ValueError, match=f"`{name}` must be"):
     plain(**given)
+
+
+@pytest.mark.parametrize("two", [np.int64(2), np.array(2), jnp.int32(2)])
+def test_integer_of_another_library_becomes_one_of_python(two):
+  found = plain(two, cuts=two, anything=two)
+  assert [type(x) for x in found] == [int, int, type(two)]
+  assert found[:2] == (2, 2) and found[2] is two
 
 
 def test_functions_of_optional_arguments_and_iterators_are_taken():

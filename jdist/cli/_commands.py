@@ -96,8 +96,9 @@ class Advise(_groups.ProcessOptions, _groups.LinkOptions, _groups.ModelOptions):
   `loss_fn, params, batch` of one worker, as `training.make_step` takes them,
   and batch statistics if there are any."""
 
-  workers: int = option(8, within="[2, inf)")
-  """Number of machines, one worker each."""
+  workers: int | None = option(None, within="[2, inf)")
+  """Number of machines, one worker each (default: the processes that measure
+  their link, or 8)."""
 
   batch_size: int = option(128, within=COUNT)
   """Samples of all workers together in a step."""

@@ -238,7 +238,7 @@ def _print_table(
     more = comparison.paired_difference(runs, found[base], value=value)
     if more is None or method == base:
       return "-"
-    return f"{more.mean:+.{digits}f} ± {more.high - more.mean:.{digits}f}"
+    return more.plus_minus(digits)
 
   columns: dict[str, Callable[[str, _Runs], str]] = {
     "method": name,

@@ -39,7 +39,7 @@ class LostError(Exception):
 
 
 class DivergedError(Exception):
-  """A run has ended with a loss that is not a finite number."""
+  """A run has ended with a loss that is not finite, or beyond all reason."""
 
 
 def passes(error: BaseException | None) -> bool:
@@ -77,8 +77,9 @@ def check(options: Any, records: Any, saved: bool) -> None:
       "gradients are not finite."
     )
   raise DivergedError(
-    f"the loss is not finite since step {first} of {last.step} or before. Take "
-    f"a lower `--learning-rate`, {options.learning_rate:g} here, {remedies}"
+    f"the loss is not finite, or above 1,000, since step {first} of "
+    f"{last.step} or before. Take a lower `--learning-rate`, "
+    f"{options.learning_rate:g} here, {remedies}"
     f"{kept if saved else ''}"
   )
 

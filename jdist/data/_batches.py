@@ -192,12 +192,9 @@ def _check_worker_ids(
   if worker_ids is None:
     return tuple(range(num_workers))
   ids = tuple(operator.index(worker) for worker in worker_ids)
-  if not ids or len(set(ids)) < len(ids):
+  if not ids or len({*ids} & {*range(num_workers)}) < len(ids):
     raise ValueError(
-      f"`worker_ids` must name at least one worker, each once, got {ids}."
-    )
-  if not all(0 <= worker < num_workers for worker in ids):
-    raise ValueError(
-      f"`worker_ids` must lie in 0 .. {num_workers - 1}, got {ids}."
+      f"`worker_ids` must be one or more of 0 .. {num_workers - 1}, each once, "
+      f"got {ids}."
     )
   return ids

@@ -269,7 +269,7 @@ def set_link_rates(bandwidth_bits_per_s: float, latency_s: float) -> None:
 
 
 @signatures.checked
-def abstract(workers: collectives.Workers, tree: signatures.Arrays) -> PyTree:
+def abstract(workers: collectives.Workers, tree: signatures.Shapes) -> PyTree:
   """Returns shapes `[workers, ...]` for one worker's arrays `[...]`.
 
   `workers.jit(step).lower(...)` takes them, so that a program is compiled
@@ -294,8 +294,8 @@ def abstract(workers: collectives.Workers, tree: signatures.Arrays) -> PyTree:
 def abstract_state(
   workers: collectives.Workers,
   optimizer: signatures.Optimizer,
-  params: signatures.Arrays,
-  model_state: signatures.Arrays = None,
+  params: signatures.Shapes,
+  model_state: signatures.Shapes = None,
 ) -> training.TrainState:
   """Returns the shapes of `training.init_state`, `[workers, ...]`.
 

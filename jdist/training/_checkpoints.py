@@ -298,7 +298,10 @@ class Checkpoints:
     # for its shapes, which says less.
     number = manifest["workers"]
     if self._other_workers and number != self._workers.num_workers:
-      return self._restore_other(self._other_workers(number))
+      others = self._other_workers(number)
+      with Checkpoints(self._directory.path, others.workers) as checkpoints:
+        found = checkpoints.restore(others.template())
+      return found and found._replace(state=others.convert(found.state))
     # A tree may be callable, too, as a module of Equinox is.
     if callable(template) and jax.tree_util.all_leaves([template]):
       template = template(step)
@@ -312,13 +315,6 @@ class Checkpoints:
       ),
       manifest["metadata"],
     )
-
-  def _restore_other(self, others: OtherWorkers) -> Restored | None:
-    with Checkpoints(self._directory.path, others.workers) as checkpoints:
-      found = checkpoints.restore(others.template())
-    if found is None:
-      return None
-    return found._replace(state=others.convert(found.state))
 
   def _check_fits(
     self, manifest: dict[str, Any], names: list[str], leaves: list[jax.Array]

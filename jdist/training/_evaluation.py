@@ -62,7 +62,7 @@ class Evaluator:
     ]
     self._batches = list(map(workers.place, own))
     labels = [_labels.labels_of(x)[_labels.counted(x)] for x in own]
-    self._extremes = [f(x) for x in labels if x.size for f in (np.min, np.max)]
+    extremes = [f(x) for x in labels if x.size for f in (np.min, np.max)]
     if not self._batches:
       raise ValueError("`batches` must hold at least one batch, got none.")
 
@@ -88,7 +88,14 @@ class Evaluator:
         _losses.cast(params, compute_dtype), model_state, inputs, train=False
       )
       # Here alone the number of classes and the labels are both known.
-      self._check_labels(logits.shape[-1])
+      classes = logits.shape[-1]
+      for label in extremes:
+        if not 0 <= label < classes:
+          raise ValueError(
+            f"`batches` must have labels from 0 to {classes - 1}, the classes "
+            f"of the model, got {label}. Label others -100, which do not "
+            "count, or give them a mask of 0."
+          )
       losses, hits, inside = _losses.label_scores(logits, batch)
       # Padding may have produced NaN, and 0 * NaN would be NaN.
       counted = (hits, losses, jnp.ones_like(losses))
@@ -131,16 +138,6 @@ class Evaluator:
     both = (params, {} if model_state is None else model_state)
     copies = jax.tree.map(lambda x: np.broadcast_to(x, (num, *x.shape)), both)
     return self._measure(*self._workers.place(copies))
-
-  def _check_labels(self, classes: int) -> None:
-    """Raises a ValueError for labels that the model's logits do not have."""
-    for label in self._extremes:
-      if not 0 <= label < classes:
-        raise ValueError(
-          f"`batches` must have labels from 0 to {classes - 1}, the classes of "
-          f"the model, got {label}. Label others -100, which do not count, or "
-          "give them a mask of 0."
-        )
 
   def _measure(self, params: PyTree, model_state: PyTree) -> dict[str, float]:
     totals = np.zeros(3)

@@ -1,6 +1,6 @@
 """One worker's gradient, the first half of a training step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -69,11 +69,20 @@ def make_gradient(
       and len(found) == 2
       and isinstance(found[1], tuple)
       and len(found[1]) == 2
+      and isinstance(found[1][1], Mapping)
     ):
       raise ValueError(
         "`loss_fn` must return `loss, (model_state, metrics)`, got "
         f"{checks.show(found)}. Without batch statistics and metrics: `loss, "
         "(model_state, {})`."
+      )
+    loss, (_, metrics) = found
+    checks.check_arrays("metrics", metrics)
+    kind = jnp.result_type(loss) if checks.is_number(loss) else object
+    if not jnp.issubdtype(kind, jnp.floating):
+      raise ValueError(
+        "`loss_fn` must return one float as its loss, got "
+        f"{checks.show(loss)}. Take the mean over the batch."
       )
     return found
 

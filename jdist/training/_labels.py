@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist import checks
+
 PyTree = Any
 # PyTorch's `ignore_index`, by which tokenizers mark prompts and padding.
 IGNORED = -100
@@ -15,6 +17,11 @@ IGNORED = -100
 
 def labels_of(batch: PyTree) -> jax.Array:
   """Returns the classes to predict: labels of images, next tokens of texts."""
+  if not isinstance(batch, Mapping) or not {"label", "targets"} & batch.keys():
+    raise ValueError(
+      "`batch` must have the classes to predict, `label` or with `tokens` "
+      f"`targets`, got {checks.show(batch)}."
+    )
   return batch["targets" if "tokens" in batch else "label"]
 
 

@@ -56,6 +56,10 @@ def save_model(
     os.replace(partial, path)
   except (OSError, failed) as error:
     pathlib.Path(partial).unlink(missing_ok=True)
+    if "dtype" in str(error):
+      raise ValueError(
+        f"`params` must have dtypes of safetensors: {error} Cast the others."
+      ) from None
     raise OSError(
       f"the model could not be written to {os.fspath(path)}: {error}. Make "
       "room, or take another `path`."

@@ -147,6 +147,7 @@ def make_update(
     gradient: _gradient.Gradient,
     control: transforms.Control | None = None,
   ) -> tuple[_train_state.TrainState, Metrics]:
+    checks.check_type("gradient", gradient, _gradient.Gradient, "a `Gradient`")
     params, opt_state = state.params, state.opt_state
     model_state, loss = gradient.model_state, gradient.loss
     if first is not None:
@@ -157,7 +158,15 @@ def make_update(
         )
       opt_state = first.hold(gradient.grads, opt_state, loss=loss)
     else:
-      _check_not_first(opt_state)
+      if transforms.update_pending(opt_state):
+        raise ValueError(
+          "`optimizer` must be what `update_first` gives, with nothing around "
+          "it: as a part of another transformation its update is one step "
+          "late, and no longer synchronous SGD. Got "
+          f"{type(opt_state).__name__} around its state; write "
+          "`update_first(outer(optimizer), axis=axis)` in place of "
+          "`outer(update_first(optimizer, axis=axis))`."
+        )
       given = {} if control is None else {"control": control}
       if not independent:
         _check_communicates(optimizer, axis, gradient, opt_state, params)
@@ -212,17 +221,6 @@ def _check_communicates(
   if not collectives.communicates(update, gradient.grads, gradient.loss):
     size = collectives.size(axis)
     raise _train_state.silent_step_error("optimizer", size)
-
-
-def _check_not_first(opt_state: PyTree) -> None:
-  if transforms.update_pending(opt_state):
-    raise ValueError(
-      "`optimizer` must be what `update_first` gives, with nothing around "
-      "it: as a part of another transformation its update is one step late, "
-      f"and no longer synchronous SGD. Got {type(opt_state).__name__} around "
-      "its state; write `update_first(outer(optimizer), axis=axis)` in place "
-      "of `outer(update_first(optimizer, axis=axis))`."
-    )
 
 
 def synchronize_statistics(

@@ -70,14 +70,14 @@ def init_state(
   """
   collectives.Workers.check(workers)
   optimizer = checks.check_optimizer("optimizer", optimizer)
-  checks.check_arrays("params", params)
+  checks.check_arrays("params", params, shapes=False)
   if not jax.tree.leaves(params):
     raise ValueError(
       "`params` must be one worker's parameters, a tree of arrays, got "
       f"{checks.show(params)}."
     )
   model_state = {} if model_state is None else model_state
-  checks.check_arrays("model_state", model_state)
+  checks.check_arrays("model_state", model_state, shapes=False)
   seed = checks.check_seed(seed)
   found = states.exceptions(model_state, laws)
   if specs is None:
@@ -200,14 +200,10 @@ def shared_leaves(state: PyTree) -> PyTree:
       is_leaf=_declares,
     )
   labels = transforms.sharing(state.opt_state)
-
-  def every(tree: PyTree, label: bool) -> PyTree:
-    return jax.tree.map(lambda _: label, tree)
-
   laws = states.find_laws(state.model_state, "statistic", state.laws)
   return TrainState(
     step=True,  # type: ignore[arg-type]
-    params=every(state.params, labels.params),
+    params=jax.tree.map(lambda _: labels.params, state.params),
     opt_state=labels.state,
     model_state=jax.tree.map(lambda law: law == "constant", laws),
     key=True,  # type: ignore[arg-type]

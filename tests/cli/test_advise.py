@@ -1,11 +1,12 @@
 """`jdist advise`: a step of one's own, its verdict, and bad options."""
 
+import concurrent.futures
 import json
 import sys
 
 import pytest
 
-from jdist import cli
+from jdist import cli, cluster
 
 MODULE = """
 import jax.numpy as jnp
@@ -61,6 +62,41 @@ def test_own_step_is_advised_by_link(whole, capsys, monkeypatch, tmp_path):
   assert found["ssgd"]["costs"]["round_bytes"] == pytest.approx(24576, rel=0.01)
   assert found["ssgd int4"]["pays"]
   assert len(found) == (8 if whole else 2)
+
+
+@pytest.mark.parametrize(
+  ("given", "asked"), [((), 2), (("--workers", "6"), 6)], ids=["link", "given"]
+)
+def test_processes_that_measure_are_the_workers(
+  given, asked, capsys, monkeypatch
+):
+  """One a host; a plan may be for more hosts than have measured."""
+  from jdist.cli.programs import _advise
+
+  told = {}
+
+  class Pool(concurrent.futures.Executor):
+    def __init__(self, *given):
+      pass
+
+    def submit(self, function, options):
+      found = concurrent.futures.Future()
+      found.set_result((options.num_processes, cluster.Link(1e6)))
+      return found
+
+  def stop(*given, **options):
+    told.update(options)
+    raise ValueError("`enough`")
+
+  monkeypatch.setattr(_advise.futures, "ProcessPoolExecutor", Pool)
+  monkeypatch.setattr(_advise.advice, "advise", stop)
+  words = (
+    "--step", "own_step:make", "--coordinator-address", "a:1",
+    "--num-processes", "2", "--process-id", "0", *given,
+  )  # fmt: skip
+  with pytest.raises(ValueError, match="enough"):
+    advise(capsys, *words)
+  assert told["num_workers"] == asked
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """Runs that diverge: exit status, row, checkpoints, and the guard."""
 
 import json
+import math
 import sys
 import warnings
 
 import pytest
 
-from jdist import cli
+from jdist import cli, training
 from jdist.training import comparison
 
 pytest.importorskip("grain")
@@ -31,6 +32,25 @@ def test_diverged_run_exits_3_and_saves_only_finite_states(tmp_path, capsys):
   assert "`--learning-rate`, 1e+30 here" in told
   assert _row(tmp_path / "out")["diverged"] is True
   assert _row(tmp_path / "out")["test_loss"] is None
+
+
+@pytest.mark.parametrize(
+  ("metrics", "losses", "diverged"),
+  [
+    ({"loss": 5e14, "accuracy": 0.1}, [1.0], True),
+    ({"loss": 999.0, "accuracy": 0.1}, [math.nan], False),
+    # Another loss than a cross-entropy may be of any size.
+    ({"loss": 5e14}, [1.0], False),
+    ({"accuracy": 0.1}, [5e14], False),
+    ({"loss": math.nan}, [1.0], True),
+    ({}, [1.0, math.inf], True),
+    ({}, [], False),
+  ],
+)
+def test_loss_of_a_classifier_may_not_be_beyond_reason(
+  metrics, losses, diverged
+):
+  assert training.is_diverged(metrics, losses) is diverged
 
 
 def test_comparison_without_a_finite_run_names_its_methods(

@@ -102,7 +102,7 @@ def flip(shape):
   ("seed", lambda: batches(seed=-1), "an int >= 0"),
   ("alpha", lambda: batches(alpha=0.0), "in (0, inf]"),
   ("alpha", by_label, "None for a text"),
-  ("worker_ids", lambda: batches(worker_ids=[]), "at least one"),
+  ("worker_ids", lambda: batches(worker_ids=[]), "one or more"),
   ("worker_ids", lambda: batches(worker_ids=[2]), "0 .. 1"),
   ("worker_ids", lambda: batches(worker_ids=[-1]), "0 .. 1"),
   ("worker_ids", lambda: batches(worker_ids=[1, 1]), "each once"),

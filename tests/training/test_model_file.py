@@ -52,6 +52,16 @@ def test_failed_write_raises_oserror(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
 
 
+def test_dtype_that_the_format_lacks_is_named(tmp_path):
+  path = tmp_path / "model.safetensors"
+  with _refusals.refused(
+    "params", 'dtypes of safetensors: Unknown dtype "comp'
+  ):
+    training.save_model(path, {"a": np.ones(2, np.complex128)})
+  assert not [*tmp_path.iterdir()]
+  training.save_model(path, {"a": np.ones(2, np.complex64)})
+
+
 def test_file_of_another_model_raises(tmp_path):
   path = tmp_path / "m.safetensors"
   training.save_model(path, {"w": np.ones((2, 3), np.float32)})

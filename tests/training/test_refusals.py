@@ -67,6 +67,29 @@ def loss_alone(found):
   gradient(jnp.ones(2), {}, {"x": jnp.ones(2)}, jax.random.key(0))
 
 
+ONE, METRICS = jnp.ones(()), {"loss": 1.0, "rounds": 1}
+GRADIENT = training.make_gradient(
+  lambda p, s, b, k: (jnp.sum(p["a"]), (s, {}))
+)({"a": jnp.ones(2)}, {}, {"x": jnp.ones(2)}, jax.random.key(0))
+
+
+def stepped(step):
+  team = _tiny.team("vmap")
+  run = training.Trainer(team, lambda state, batch: step(state))
+  run.fit(_tiny.init(team, "momentum"), _tiny.batches(team), 1)
+
+
+def init(params, model_state=None):
+  optimizer = _tiny.optimizers(None)["momentum"]
+  return training.init_state(_tiny.team("none"), optimizer, params, model_state)
+
+
+def updated(gradient):
+  optimizer = _tiny.optimizers(None)["momentum"]
+  update = training.make_update(optimizer, axis=None)
+  update(jax.tree.map(lambda x: x[0], init(_tiny.params())), gradient)
+
+
 @_refusals.table(
   ("batches", lambda: fit([]), "a function of an int"),
   ("batches(step)", lambda: fit(lambda start: [1]), "an iterator of batches"),
@@ -99,6 +122,45 @@ def loss_alone(found):
   ("loss_fn", lambda: gradient_of("mean"), "a function of params"),
   ("loss_fn", lambda: loss_alone(jnp.ones(())), "return `loss, (model_state"),
   ("loss_fn", lambda: loss_alone((jnp.ones(()), {})), "return `loss, (model_"),
+  ("loss_fn", lambda: loss_alone((ONE, ({}, None))), "return `loss, (model_"),
+  ("loss_fn", lambda: loss_alone((jnp.ones(3), ({}, {}))), "one float"),
+  ("loss_fn", lambda: loss_alone(((ONE, ONE), ({}, {}))), "one float"),
+  ("loss_fn", lambda: loss_alone((None, ({}, {}))), "one float"),
+  ("loss_fn", lambda: loss_alone((jnp.int32(1), ({}, {}))), "one float"),
+  ("metrics", lambda: loss_alone((ONE, ({}, {"a": "b"}))), "got 'b' at 'a'"),
+  ("step", lambda: stepped(lambda state: None), "a state like its own and a d"),
+  (
+    "step",
+    lambda: stepped(lambda state: state),
+    "a state like its own and a d",
+  ),
+  (
+    "step",
+    lambda: stepped(lambda state: ((), METRICS)),
+    "a state like its own",
+  ),
+  ("step", lambda: stepped(lambda state: (state, 1.0)), "and a dict"),
+  (
+    "step",
+    lambda: stepped(lambda state: (state, METRICS | {"a": jnp.ones(3)})),
+    "got float32[3] as 'a'",
+  ),
+  ("gradient", lambda: updated(None), "a `Gradient`"),
+  ("gradient", lambda: updated(jnp.ones(2)), "a `Gradient`"),
+  ("updates", lambda: updated(GRADIENT), "there is no leaf bias"),
+  ("params", lambda: init(jax.eval_shape(_tiny.params)), "got the shape of"),
+  (
+    "model_state",
+    lambda: init(_tiny.params(), jax.ShapeDtypeStruct((2,), "float32")),
+    "got the shape of float32[2]",
+  ),
+  (
+    "batch",
+    lambda: evaluator([{"x": jnp.ones((1, 2))}]),
+    "to predict, `label`",
+  ),
+  ("batches", lambda: evaluator({1, 2}), "must be a list"),
+  ("num_steps", lambda: training.Progress(jnp.ones(3), "a"), "an int >= 0"),
   ("accumulate", lambda: step(0), "an int >= 1"),
   ("accumulate", lambda: gradient(0), "an int >= 1"),
   ("timeout_s", lambda: trainer(timeout_s=0), "in (0, inf]"),

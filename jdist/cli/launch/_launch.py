@@ -21,7 +21,11 @@ def launch(options: _commands.Launch) -> int:
   train = options.train
   assert train is not None
   if options.print is not None:
-    print(_file(options), end="")
+    writers = {
+      "slurm": _slurm, "mpi": _mpi, "kubernetes": _kubernetes,
+      "kuberay": _kuberay,
+    }  # fmt: skip
+    print(writers[options.print](options), end="")
     return 0
   restarts = options.restarts
   if train.checkpoints is None and restarts:
@@ -95,16 +99,6 @@ def _check_printed(options: _commands.Launch, train: _commands.Train) -> None:
       "`--checkpoints` must be absolute for Kubernetes, which mounts the claim "
       f"of `--claim` there, got {train.checkpoints}."
     )
-
-
-def _file(options: _commands.Launch) -> str:
-  """Returns the file that starts a run, with the command to use it on top."""
-  writers = {
-    "slurm": _slurm, "mpi": _mpi, "kubernetes": _kubernetes,
-    "kuberay": _kuberay,
-  }  # fmt: skip
-  assert options.print is not None
-  return writers[options.print](options)
 
 
 def _fill(template: str, options: _commands.Launch, **values: str) -> str:

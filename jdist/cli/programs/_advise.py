@@ -27,17 +27,19 @@ _CHOICES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def advise(options: _commands.Advise) -> None:
   """Measures a step, and prints what each method would take on the link."""
-  common = _groups.Common(
-    **{x: y for x, y in vars(options).items() if hasattr(_groups.Common, x)}
-  )
-  link = cluster.Link(
-    options.bandwidth_mbit_per_s * 1e6, options.latency_ms / 1e3
-  )
+  number, latency_s = 8, options.latency_ms / 1e3
+  link = cluster.Link(options.bandwidth_mbit_per_s * 1e6, latency_s)
   if options.coordinator_address is not None:
     # In a process of its own: afterwards this one is alone with its step.
     spawn = multiprocessing.get_context("spawn")
     with futures.ProcessPoolExecutor(1, spawn) as pool:
-      link = pool.submit(_measured, options).result()
+      number, link = pool.submit(_measured, options).result()
+  # More machines may be asked about than have measured.
+  workers = options.workers or number
+  options = dataclasses.replace(options, workers=workers)
+  common = _groups.Common(
+    **{x: y for x, y in vars(options).items() if hasattr(_groups.Common, x)}
+  )
   task = _named(common) if options.step is None else _own(options.step)
   loss_fn, params, batch, *state = task
   chains = {
@@ -48,7 +50,7 @@ def advise(options: _commands.Advise) -> None:
   print(f"Compiling {len(chains)} methods, {seconds}.", flush=True)
   found = advice.advise(
     loss_fn, params, batch, chains, link,
-    num_workers=options.workers,
+    num_workers=workers,
     optimizer=_methods.optimizer_of(common, _run(common)),
     model_state=state[0] if state else None,
     slowdown=options.slowdown,
@@ -57,7 +59,7 @@ def advise(options: _commands.Advise) -> None:
   if options.process_id:
     return  # All processes measure the link, and the first one reports.
   console = _output.console()
-  console.print(_times(found, options.workers))
+  console.print(_times(found, workers))
   console.print(_rates(found))
   print(_verdict(found))
   name, more = _CHOICES[list(chains).index(found.best)]
@@ -78,9 +80,12 @@ def advise(options: _commands.Advise) -> None:
     _output.finish(output, options)
 
 
-def _measured(options: _commands.Advise) -> cluster.Link:
-  _options.join_processes(options, options.workers)
-  return advice.measure_link(collectives.workers(options.workers))
+def _measured(options: _commands.Advise) -> tuple[int, cluster.Link]:
+  """Returns the number of processes, one worker each, and their link."""
+  number = options.num_processes or 1
+  _options.join_processes(dataclasses.replace(options, workers=number), number)
+  team = collectives.workers(jax.process_count())
+  return team.num_workers, advice.measure_link(team)
 
 
 def _named(options: _groups.Common) -> tuple[Any, ...]:

@@ -71,19 +71,12 @@ def check(
     device = dataclasses.replace(
       device, memory_bytes_per_s=options.memory_gb_per_s * 1e9
     )
-  return topology, device, stated_link(options, topology.kind, topology.nodes)
-
-
-def stated_link(
-  options: _commands.Overlap, kind: str, nodes: int
-) -> cluster.Link:
-  """Returns the link between GPUs, as stated or as the data sheet has it."""
-  link = profiling.GPUS[kind].link(nodes, options.latency_us / 1e6)
-  if options.bandwidth_gbit_per_s is None:
-    return link
-  return dataclasses.replace(
-    link, bandwidth_bits_per_s=options.bandwidth_gbit_per_s * 1e9
-  )
+  link = gpu.link(topology.nodes, options.latency_us / 1e6)
+  if options.bandwidth_gbit_per_s is not None:
+    link = dataclasses.replace(
+      link, bandwidth_bits_per_s=options.bandwidth_gbit_per_s * 1e9
+    )
+  return topology, device, link
 
 
 def split(method: str) -> tuple[str, str | None]:
@@ -157,9 +150,13 @@ def make_optimizer(
   # The run must be longer than any round, of which the last is cut short.
   run = _methods.run_of(common, 1_000_000, 0, optax.constant_schedule(0.1))
   if form not in ("first", "scattered", "hybrid"):
-    return _methods.build_method(
-      name, common, run, axis, **_whole_round(name, form)
-    )
+    more: dict[str, Any] = {}
+    if (late := methods.registry[name].late) is not None:
+      stream = transforms.Stream() if form == "streamed" else None
+      more["overlap"] = dataclasses.replace(
+        late, steps=None, after_step=0, stream=stream
+      )
+    return _methods.build_method(name, common, run, axis, **more)
   sized: dict[str, Any] = {}
   if options.message_mb is not None:
     sized["max_bytes"] = max(8, int(options.message_mb * 1e6))
@@ -170,16 +167,6 @@ def make_optimizer(
     in_flight=options.in_flight or 1, scatter=form == "scattered",
     pending=options.pending if form == "hybrid" else 1.0, **sized,
   )  # fmt: skip
-
-
-def _whole_round(name: str, form: str | None) -> dict[str, Any]:
-  """Returns a whole round's overlap for a method that is late by definition."""
-  late = methods.registry[name].late
-  if late is None:
-    return {}
-  stream = transforms.Stream() if form == "streamed" else None
-  overlap = dataclasses.replace(late, steps=None, after_step=0, stream=stream)
-  return {"overlap": overlap}
 
 
 def memory_bytes(program: Any) -> int:

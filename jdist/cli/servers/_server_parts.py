@@ -93,20 +93,18 @@ def assemble(
     options.learning_rate,
     len(workload.train) / (batch_size * taken),
   )
+  rounds = None
   if options.protocol is None:
     rounds = _rounds(options, budget, model, machines.names, batch_size)
-    return Parts(
-      options, machines, profile, workload, model, loss, samples,
-      rounds.protocol, _methods.optimizer_of(options, budget),
-      _methods.message(options), None, None, rounds,
-    )  # fmt: skip
-  protocol = _protocols.build(
-    name, options, batch_size, machines, profile, plans, budget.num_steps
-  )
+    protocol = rounds.protocol
+  else:
+    protocol = _protocols.build(
+      name, options, batch_size, machines, profile, plans, budget.num_steps
+    )
   return Parts(
     options, machines, profile, workload, model, loss, samples, protocol,
     _methods.optimizer_of(options, budget), _methods.message(options),
-    plans, _local_step(options, budget.learning_rate),
+    plans, _local_step(options, budget.learning_rate), rounds,
   )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ _OPENED = (primitives.jit_p,)
 
 @signatures.checked
 def cut(
-  model: Any, cuts: signatures.PositiveInt, inputs: signatures.Arrays
+  model: Any, cuts: signatures.PositiveInt, inputs: signatures.Shapes
 ) -> tuple[_stages.Stage, ...]:
   """Cuts a model that is one function into stages of about equal work.
 

@@ -66,7 +66,7 @@ class StageProcess:
     stages: Sequence[_stages.LayerLike],
     loss: _traced_model.OutputLoss,
     table: Table,
-    microbatch: signatures.Arrays,
+    microbatch: signatures.Shapes,
     *,
     peers: _peers.Peers | None = None,
     inputs: str | Callable[..., Any] = "image",

@@ -72,7 +72,7 @@ class OneProgram:
     stages: Sequence[_stages.LayerLike],
     loss: _traced_model.OutputLoss,
     table: Table,
-    microbatch: signatures.Arrays,
+    microbatch: signatures.Shapes,
     *,
     inputs: str | Callable[..., Any] = "image",
     late_sends: bool = True,

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from jdist import signatures
+from jdist import checks, signatures
 from jdist.training.comparison import _rows
 
 
@@ -38,7 +38,7 @@ class Study:
   variants: Sequence[str]
   learning_rates: Sequence[float]
   seeds: Sequence[int]
-  max_extensions: int = 2
+  max_extensions: signatures.NonNegativeInt = 2
   tuning_seeds: Sequence[int] = (10_000,)
   order: Literal["variant", "seed"] = "variant"
 
@@ -49,16 +49,8 @@ class Study:
         raise ValueError(
           f"`{name}` must be one or more different values, got {values}."
         )
-    if not all(0 < rate < math.inf for rate in self.learning_rates):
-      raise ValueError(
-        "`learning_rates` must be positive and finite, got "
-        f"{self.learning_rates}."
-      )
-    if self.max_extensions < 0:
-      raise ValueError(
-        f"`max_extensions` must not be negative, got {self.max_extensions}. "
-        "0 keeps to the grid."
-      )
+    for rate in self.learning_rates:
+      checks.check_number("learning_rates", rate, open_low=True)
     if both := set(self.tuning_seeds) & set(self.seeds):
       raise ValueError(
         f"`tuning_seeds` must not be among `seeds`, got {sorted(both)} in "
@@ -109,6 +101,7 @@ def by_loss(row: _rows.Row) -> tuple[float, float]:
 Rank: TypeAlias = Callable[[_rows.Row], tuple[float, float]]
 
 
+@signatures.checked
 def mean_rank(
   rows: Sequence[_rows.Row], rank: Rank = quality
 ) -> tuple[float, float]:
@@ -116,6 +109,8 @@ def mean_rank(
 
   A single loss that is not finite makes it the worst rank.
   """
+  if not rows:
+    raise ValueError("`rows` must be one for each seed, got none.")
   # -inf in a single row makes the mean -inf, so that one diverged seed rejects
   # the rate.
   first, second = zip(*map(rank, rows), strict=True)
@@ -126,7 +121,7 @@ def mean_rank(
 def tune(
   learning_rates: Sequence[float],
   measure: Callable[[float], Sequence[_rows.Row]],
-  max_extensions: int = 2,
+  max_extensions: signatures.NonNegativeInt = 2,
   rank: Rank = quality,
 ) -> Tuned:
   """Finds the best learning rate, and extends the grid at its ends.
@@ -142,6 +137,8 @@ def tune(
   """
   if not len(learning_rates):
     raise ValueError("`learning_rates` must be one at least, got none.")
+  for rate in learning_rates:
+    checks.check_number("learning_rates", rate, open_low=True)
 
   def mean(rate: float) -> tuple[float, float]:
     return mean_rank(measure(rate), rank)
@@ -218,7 +215,9 @@ def compare(
     # Each row is written as soon as its run has ended.
     row = rows.find(trial)
     if row is None:
-      row = rows.add(trial, fit(trial))
+      found = fit(trial)
+      checks.check_type("fit(trial)", found, Mapping, "a dict of measurements")
+      row = rows.add(trial, found)
       on_row(trial, row)
     return row
 

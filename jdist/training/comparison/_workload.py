@@ -20,6 +20,9 @@ from jdist.training import (
   loop,
 )
 
+# The entries of a record that both a row and its curve have.
+_FIGURES = ("rounds", "sent_bytes", "train_s", "train_loss")
+
 
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
@@ -220,25 +223,15 @@ def summarize(records: list[loop.Record]) -> dict[str, Any]:
     "accuracy": metrics.pop("accuracy"),
     "test_loss": metrics.pop("loss"),
     **metrics,
-    "train_loss": last.train_loss,
+    **{name: getattr(last, name) for name in _FIGURES},
     "steps": last.step,
-    "rounds": last.rounds,
-    "sent_bytes": last.sent_bytes,
-    "train_s": last.train_s,
     # Unknown after a single step, and JSON has no NaN.
     "samples_per_s": None if math.isnan(rate) else rate,
     "clock": last.clock,
     "diverged": last.diverged,
     "skipped": last.skipped,
     "curve": [
-      {
-        "step": record.step,
-        "rounds": record.rounds,
-        "sent_bytes": record.sent_bytes,
-        "train_s": record.train_s,
-        "train_loss": record.train_loss,
-        **record.metrics,
-      }
+      {x: getattr(record, x) for x in ("step", *_FIGURES)} | record.metrics
       for record in records
     ],
   }

@@ -7,10 +7,17 @@ from jdist import signatures
 from jdist.training.loop import _record
 
 
+@signatures.checked
 class Progress:
   """A progress line on a terminal; it writes nothing into a log file."""
 
-  def __init__(self, num_steps: int, label: str, *, start_step: int = 0):
+  def __init__(
+    self,
+    num_steps: signatures.NonNegativeInt,
+    label: str,
+    *,
+    start_step: int = 0,
+  ):
     """Prepares the line, which entering the context shows.
 
     Args:

@@ -23,8 +23,8 @@ class Record(NamedTuple):
     samples_per_s: Training samples of all workers per second of `train_s`;
       NaN before the second step.
     clock: Whether the seconds are "wall" or, in a simulation, "virtual".
-    diverged: Whether the loss is not a finite number: the evaluated one, or
-      without it that of the last training step.
+    diverged: Whether `is_diverged` says so of the evaluated loss, or without it
+      of that of the last training step.
     skipped: The number of steps that `transforms.skip_nonfinite` has skipped.
   """
 
@@ -70,12 +70,14 @@ class History(NamedTuple):
 
 @signatures.checked
 def is_diverged(metrics: Mapping[str, float], losses: Sequence[float]) -> bool:
-  """Returns whether a run's loss is not a finite number.
+  """Returns whether a run's loss is not finite, or beyond any classifier's.
 
   Args:
-    metrics: The result of an evaluation, which may have a `loss`.
+    metrics: The result of an evaluation, which may have a `loss`: beside an
+      `accuracy` a cross-entropy, for which 1,000 is beyond all reason.
     losses: The training losses since the last record. The last of them counts
       if `metrics` has no loss.
   """
   loss = metrics.get("loss", losses[-1] if len(losses) else 0.0)
-  return not math.isfinite(loss)
+  most = 1e3 if {"loss", "accuracy"} <= metrics.keys() else math.inf
+  return not (math.isfinite(loss) and loss <= most)

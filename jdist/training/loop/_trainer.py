@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jdist import checks, collectives, signatures, transforms
 from jdist.training import _checkpoints, _run_metadata, _step, _train_state
@@ -162,7 +161,13 @@ class Trainer:
       PreemptedError: Upon SIGTERM. It is a `SystemExit`, which ends the
         process with status 143 unless it is caught.
     """
-    _check_own_metadata(metadata)
+    _run_metadata.check_is_json(metadata)
+    for name in (_SENT_BYTES, _HISTORY):
+      if name in (metadata or {}):
+        raise ValueError(
+          f"`metadata` must not have {name!r}, which the run itself keeps "
+          "there. Give it another name."
+        )
     # The first step donates the state. JAX's own error would name neither the
     # argument nor the remedy.
     if _is_deleted(state):
@@ -322,19 +327,16 @@ def _save(
   # Bytes stand outside the history, where a checkpoint without one has them.
   history = run.history()._asdict()
   sent_bytes = history.pop("sent_bytes")
-  history["records"] = [_plain(record) for record in run.records]
+  history["records"] = [
+    list(x._replace(metrics=jax.tree.map(float, x.metrics)))
+    for x in run.records
+  ]
   checkpoints.save(
     run.step, run.state, _train_state.shared_leaves(run.state),
     {**(metadata or {}), _SENT_BYTES: sent_bytes, _HISTORY: history},
   )  # fmt: skip
   run.watchdog.beat(f"saved after step {run.step}")
   return True
-
-
-def _plain(record: _record.Record) -> list[Any]:
-  """Returns a record as a list of JSON values."""
-  metrics = {name: np.asarray(x).tolist() for name, x in record.metrics.items()}
-  return list(record._replace(metrics=metrics))
 
 
 def _restore(
@@ -374,14 +376,3 @@ def check_metadata(
   """
   free = (_SENT_BYTES, _HISTORY, *free)
   _run_metadata.check_same_run(found, metadata, free=free)
-
-
-def _check_own_metadata(metadata: Any) -> None:
-  """Raises a ValueError unless checkpoints can keep a caller's metadata."""
-  _run_metadata.check_is_json(metadata)
-  for name in (_SENT_BYTES, _HISTORY):
-    if name in (metadata or {}):
-      raise ValueError(
-        f"`metadata` must not have {name!r}, which the run itself keeps there. "
-        "Give it another name."
-      )

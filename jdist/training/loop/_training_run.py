@@ -38,7 +38,7 @@ class CompiledStep:
     self.takes_control = _takes_control(step)
     # The names of the metrics are known once the step has been traced.
     self.names: tuple[str, ...] = ()
-    self._step = step
+    self._user_step = step
     self._programs: dict[Any, Any] = {}
     self._traffic: dict[Any, collectives.Traffic] = {}
 
@@ -52,6 +52,32 @@ class CompiledStep:
     self._fingerprints = workers.jit(collectives.fingerprint)
     self._all_finite = workers.jit(all_finite)
 
+  def _step(
+    self, state: _train_state.TrainState, batch: PyTree, control: Any
+  ) -> tuple[_train_state.TrainState, dict[str, jax.Array]]:
+    """Runs the user's step, and checks what it returns."""
+    # A user's own step may not have the parameter, so the default is left out.
+    given = {} if control == transforms.Control() else {"control": control}
+    found = self._user_step(state, batch, **given)
+    kinds = type(state), dict
+    if not isinstance(found, tuple) or tuple(map(type, found)) != kinds:
+      raise ValueError(
+        "`step` must return a state like its own and a dict of scalars, got "
+        f"{checks.show(found)}."
+      )
+    if missing := {"loss", "rounds"} - found[1].keys():
+      raise ValueError(
+        f"`step` must return the metrics `loss` and `rounds`, but {missing} "
+        f"are missing; got {sorted(found[1])}."
+      )
+    for name, value in found[1].items():
+      if not checks.is_number(value):
+        raise ValueError(
+          f"`step` must return scalars as metrics, got {checks.show(value)} as "
+          f"{name!r}. Take a mean."
+        )
+    return found
+
   def _packed(
     self,
     state: _train_state.TrainState,
@@ -59,12 +85,7 @@ class CompiledStep:
     control: transforms.Control,
   ) -> tuple[_train_state.TrainState, jax.Array]:
     """Runs the step, and stacks its metrics into one array."""
-    state, metrics = self._step(state, batch, **_given(control))
-    if missing := {"loss", "rounds"} - metrics.keys():
-      raise ValueError(
-        f"`step` must return the metrics `loss` and `rounds`, but {missing} "
-        f"are missing; got {sorted(metrics)}."
-      )
+    state, metrics = self._step(state, batch, control)
     self.names = tuple(sorted(metrics))
     # Each array that the host reads is a transfer, so all metrics are one.
     values = [jnp.asarray(metrics[n], jnp.float32) for n in self.names]
@@ -128,7 +149,7 @@ class CompiledStep:
     # Counting costs as much as tracing the step, so the result is kept.
     if key not in self._traffic:
       self._traffic[key] = collectives.traffic(
-        functools.partial(self._step, **_given(control)), *args,
+        functools.partial(self._step, control=control), *args,
         axis=self.workers.axis, num_workers=self.workers.num_workers,
         inner_axes=self.workers.inner_axes,
       )  # fmt: skip
@@ -184,19 +205,10 @@ def _takes_control(step: Callable[..., Any]) -> bool:
   return "control" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def _given(control: transforms.Control) -> dict[str, Any]:
-  # A user's own step may not have the parameter, so the default is left out.
-  return {} if control == transforms.Control() else {"control": control}
-
-
 class _Flying(NamedTuple):
-  """A step that is running.
+  """A step that is running, with the samples of all of its workers.
 
-  Attributes:
-    key: The number of its batch's shape, and its control.
-    idle: Whether the round's end sends nothing, see `Choice`.
-    samples: The number of samples of all workers.
-    metrics: The metrics of all workers, on the devices.
+  The key is the number of its batch's shape, and its control; see `Choice`.
   """
 
   key: tuple[int, transforms.Control]

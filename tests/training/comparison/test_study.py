@@ -71,6 +71,19 @@ def test_rate_with_one_diverged_seed_is_not_chosen():
   assert (tuned.best, tuned.end) == (0.2, None)
 
 
+@_refusals.table(
+  *(
+    ("learning_rates", lambda x=x: _study.tune([x, 0.1], _measure(1, [])), rule)
+    for x, rule in ((0.0, "in (0, inf]"), (-1.0, "in (0, inf]"), (None, "list"))
+  ),
+  ("max_extensions", lambda: _study.tune([1.0], _measure(1, []), -1), ">= 0"),
+  ("rows", lambda: _study.tune([1.0], lambda rate: None), "a list"),
+  ("rows", lambda: _study.tune([1.0], lambda rate: []), "one for each seed"),
+)
+def test_grids_and_measurements_are_checked(argument, call, rule):
+  _refusals.check(argument, call, rule)
+
+
 _INF = float("inf")
 
 
@@ -151,13 +164,13 @@ def test_seeds_run_in_the_given_order(order, expected, tmp_path):
     lambda: make_study(variants=("a", "a")),
     "one or more different",
   ),
-  ("learning_rates", lambda: make_study(learning_rates=(0.1, 0.0)), "positive"),
+  ("learning_rates", lambda: make_study(learning_rates=(0.1, 0.0)), "(0, inf]"),
   ("learning_rates", lambda: make_study(learning_rates=(0.1, _INF)), "finite"),
   ("seeds", lambda: make_study(seeds=()), "one or more different"),
   (
     "max_extensions",
     lambda: make_study(max_extensions=-1),
-    "0 keeps to the grid",
+    "an int >= 0",
   ),
   ("tuning_seeds", lambda: make_study(tuning_seeds=(1,)), "among `seeds`"),
   (
