@@ -121,8 +121,7 @@ def workers(
   )
   if link is None:
     return Cluster(nodes)
-  links = {node.name: link for node in nodes}
-  links["server"] = server_link or link
+  links = {x.name: link for x in nodes} | {"server": server_link or link}
   return Cluster(nodes, _links.star(links, "switch"))
 
 

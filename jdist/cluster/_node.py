@@ -7,9 +7,21 @@ import random
 from jdist import signatures
 
 
+class _Interval:
+  start_s: float
+  end_s: float
+
+  def __post_init__(self) -> None:
+    if not self.end_s > self.start_s:
+      raise ValueError(
+        f"`end_s` must lie after `start_s`, got {self.end_s} after "
+        f"{self.start_s}."
+      )
+
+
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
-class Slowdown:
+class Slowdown(_Interval):
   """A time in which a machine is slower, or faster.
 
   Attributes:
@@ -25,13 +37,10 @@ class Slowdown:
   factor: signatures.PositiveFloat
   end_s: float = math.inf
 
-  def __post_init__(self) -> None:
-    _check_end(self)
-
 
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
-class Outage:
+class Outage(_Interval):
   """A time in which a machine is unavailable; its work in progress is lost.
 
   Attributes:
@@ -44,9 +53,6 @@ class Outage:
 
   start_s: signatures.NonNegativeFloat
   end_s: float = math.inf
-
-  def __post_init__(self) -> None:
-    _check_end(self)
 
 
 @signatures.checked
@@ -128,9 +134,6 @@ class Node:
 
   def draw(self, generator: random.Random) -> float:
     """Draws the factor by which jitter lengthens a task; its mean is 1."""
-    # Without jitter nothing is drawn, which is also faster.
-    if not self.jitter:
-      return 1.0
     return math.exp(
       self.jitter * generator.gauss(0.0, 1.0) - 0.5 * self.jitter**2
     )
@@ -138,11 +141,3 @@ class Node:
   def available(self, now_s: float) -> bool:
     """Returns whether the machine is outside of its outages."""
     return not any(o.start_s <= now_s < o.end_s for o in self.outages)
-
-
-def _check_end(interval: Slowdown | Outage) -> None:
-  if not interval.end_s > interval.start_s:
-    raise ValueError(
-      f"`end_s` must lie after `start_s`, got {interval.end_s} after "
-      f"{interval.start_s}."
-    )

@@ -316,7 +316,10 @@ def _all_reduce(
   if must_widen():
     tree = jax.tree.map(widened, tree)
   buckets, leaves = None, tree
-  if len(jax.tree.leaves(tree)) > 1 and _sends_leaf_by_leaf():
+  # Compilers for GPUs put many all-reduces into one message.  Gloo sends one
+  # array after the other, each with the latency of a whole ring: the ten leaves
+  # of LeNet take ten times as long as one buffer of them.
+  if len(jax.tree.leaves(tree)) > 1 and joins_cpu_hosts():
     buckets = _buckets.Buckets.of(tree, max_bytes=_BUCKET_BYTES)
     leaves = buckets.pack(tree)
   for name in names:
@@ -336,11 +339,8 @@ def arrays(tree: PyTree) -> PyTree:
   return jax.tree.map(jnp.asarray, tree)
 
 
-def _sends_leaf_by_leaf() -> bool:
-  """Returns whether small leaves should share a buffer."""
-  # Compilers for GPUs put many all-reduces into one message.  Between CPU hosts
-  # gloo sends one array after the other, each with the latency of a whole ring:
-  # the ten leaves of LeNet take ten times as long as one buffer of them.
+def joins_cpu_hosts() -> bool:
+  """Returns whether the step's collectives are gloo's between CPU hosts."""
   manual, axes = _cpu_axes()
   return 0 < manual == axes and jax.process_count() > 1
 

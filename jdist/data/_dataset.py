@@ -53,20 +53,7 @@ class Dataset:
         "`labels` must hold one class per image, shape "
         f"({len(self.images)},), got {self.labels.shape}."
       )
-    if not np.issubdtype(self.labels.dtype, np.integer):
-      raise ValueError(
-        f"`labels` must be integers, got {self.labels.dtype}. Convert them "
-        "with `labels.astype(np.int32)`."
-      )
-    # A label out of range would be clamped inside jit, without an error.
-    if len(self.labels) and not (
-      self.labels.min() >= 0 and self.labels.max() < self.num_classes
-    ):
-      raise ValueError(
-        f"`labels` must lie in 0 .. {self.num_classes - 1}, got "
-        f"{self.labels.min()} .. {self.labels.max()}. Raise `num_classes` or "
-        "number the classes from 0."
-      )
+    _check_classes("labels", self.labels, self.num_classes)
     num_channels = self.images.shape[-1]
     for field, values in (("mean", self.mean), ("std", self.std)):
       if len(values) != num_channels:
@@ -142,20 +129,7 @@ class TextDataset:
         "`windows` must be [n, length + 1] with a length of at least 1, got "
         f"shape {self.windows.shape}."
       )
-    if not np.issubdtype(self.windows.dtype, np.integer):
-      raise ValueError(
-        f"`windows` must be integers, got {self.windows.dtype}. Convert them "
-        "with `windows.astype(np.int32)`."
-      )
-    # An index out of range would be clamped inside jit, without an error.
-    low, high = 0, self.num_classes - 1
-    if len(self.windows):
-      low, high = int(self.windows.min()), int(self.windows.max())
-    if low < 0 or high >= self.num_classes:
-      raise ValueError(
-        f"`windows` must lie in 0 .. {self.num_classes - 1}, got {low} .. "
-        f"{high}. Raise `num_classes`, or number the tokens from 0."
-      )
+    _check_classes("windows", self.windows, self.num_classes)
 
   def __len__(self) -> int:
     return len(self.windows)
@@ -176,3 +150,17 @@ class TextDataset:
     """
     windows = self.windows[rows].astype(np.int32)
     return {"tokens": windows[..., :-1], "targets": windows[..., 1:]}
+
+
+def _check_classes(name: str, values: np.ndarray, num_classes: int) -> None:
+  if not np.issubdtype(values.dtype, np.integer):
+    raise ValueError(
+      f"`{name}` must be integers, got {values.dtype}. Convert them with "
+      f"`{name}.astype(np.int32)`."
+    )
+  # An index out of range would be clamped inside jit, without an error.
+  if values.size and (values.min() < 0 or values.max() >= num_classes):
+    raise ValueError(
+      f"`{name}` must lie in 0 .. {num_classes - 1}, got {values.min()} .. "
+      f"{values.max()}. Raise `num_classes`, or number them from 0."
+    )

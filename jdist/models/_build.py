@@ -153,7 +153,6 @@ def build(
   model = _functional.functional(
     factory(shape, num_classes, rngs=rngs, **options)
   )
-  check = _check_tokens if is_text else _check_images
 
   def checked(apply: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply)
@@ -161,7 +160,7 @@ def build(
       params: Any, state: Any, inputs: jax.Array, **options: Any
     ) -> Any:
       # Shapes are known when a step is traced: the check costs no step time.
-      check(name, shape, inputs)
+      _check_inputs(name, shape, inputs)
       return apply(params, state, inputs, **options)
 
     return check_and_apply
@@ -215,34 +214,24 @@ def _check_input_shape(
   return shape
 
 
-def _check_images(
-  name: str, input_shape: tuple[int, ...], images: jax.Array
-) -> None:
-  if images.ndim != 4 or images.shape[1:] != input_shape:
+def _check_inputs(name: str, shape: tuple[int, ...], inputs: jax.Array) -> None:
+  kind: Any
+  if len(shape) == 1:
+    what, kind, wanted = "tokens", jnp.integer, "integers"
+    sizes = f"length] with a length from 1 to {shape[0]}"
+    remedy = "Neither normalize nor cast them: the model computes in the "
+    remedy += "parameters' type."
+    fits = inputs.ndim == 2 and 1 <= inputs.shape[1] <= shape[0]
+  else:
+    what, kind, wanted = "images", jnp.floating, "floating and normalized"
+    sizes = f"{', '.join(map(str, shape))}]"
+    remedy = "Pass raw pixels through `Dataset.normalize` first."
+    fits = inputs.shape[1:] == shape
+  if not fits:
     raise ValueError(
-      f"`images` must be [batch, {', '.join(map(str, input_shape))}] as "
-      f"this {name} was built, got shape {images.shape}. A worker's step "
-      "sees its own images, without the axis of workers."
+      f"`{what}` must be [batch, {sizes} as this {name} was built, got shape "
+      f"{inputs.shape}. A worker's step sees its own {what}, without the axis "
+      "of workers."
     )
-  if not jnp.issubdtype(images.dtype, jnp.floating):
-    raise ValueError(
-      f"`images` must be floating and normalized, got {images.dtype}. Pass "
-      "raw pixels through `Dataset.normalize` first."
-    )
-
-
-def _check_tokens(
-  name: str, input_shape: tuple[int, ...], tokens: jax.Array
-) -> None:
-  (length,) = input_shape
-  if tokens.ndim != 2 or not 1 <= tokens.shape[1] <= length:
-    raise ValueError(
-      f"`tokens` must be [batch, length] with a length from 1 to {length} as "
-      f"this {name} was built, got shape {tokens.shape}. A worker's step sees "
-      "its own tokens, without the axis of workers."
-    )
-  if not jnp.issubdtype(tokens.dtype, jnp.integer):
-    raise ValueError(
-      f"`tokens` must be integers, got {tokens.dtype}. Neither normalize nor "
-      "cast them: the model computes in the parameters' type."
-    )
+  if not jnp.issubdtype(inputs.dtype, kind):
+    raise ValueError(f"`{what}` must be {wanted}, got {inputs.dtype}. {remedy}")

@@ -61,19 +61,6 @@ def read_timeline(
   return tuple(_walk(parsed, parsed.entry, choose, conditional=False))
 
 
-def _branches(
-  program: _hlo.Program,
-  instruction: _hlo.Instruction,
-  choose: Callable[..., tuple[Event, ...]],
-) -> tuple[tuple[Event, ...], ...]:
-  """Returns the events of each branch of a conditional."""
-  return tuple(
-    tuple(_walk(program, name, choose, conditional=True))
-    for name in instruction.called
-    if name in program.computations
-  )
-
-
 def _walk(
   program: _hlo.Program,
   computation: str,
@@ -84,7 +71,11 @@ def _walk(
   for instruction in program.computations[computation]:
     operation = instruction.operation
     if operation == "conditional":
-      branches = _branches(program, instruction, choose)
+      branches = [
+        tuple(_walk(program, name, choose, conditional=True))
+        for name in instruction.called
+        if name in program.computations
+      ]
       yield from choose(branches, key=_weight, default=())
     elif operation == "while":
       body = instruction.body

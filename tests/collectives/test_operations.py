@@ -426,3 +426,55 @@ def test_fingerprint_sees_both_parts_of_complex_numbers(changed):
     for x in (1 + 2j, changed)
   )
   assert (one != other).all()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "int32"])
+def test_two_cpu_hosts_exchange_by_a_sum(monkeypatch, dtype):
+  """Gloo would send the two messages one after the other."""
+  size = collectives._exchange._SUMMED_BYTES // np.dtype(dtype).itemsize
+  rows = np.random.default_rng(0).integers(0, 256, 4 * size * 8, np.uint8)
+  rows = rows[: 4 * size * np.dtype(dtype).itemsize].view(dtype)
+  rows = rows.reshape(2, 2, size)
+
+  def exchange(x):
+    x = x[0]
+    return {
+      "gather": collectives.gather(x, "worker"),
+      "all_to_all": collectives.all_to_all(x, "worker"),
+    }
+
+  def run(processes):
+    monkeypatch.setattr(jax, "process_count", lambda *_: processes)
+    mesh = collectives.make_mesh((2,), ("worker",))
+    program = jax.jit(
+      jax.shard_map(
+        lambda x: jax.tree.map(lambda y: y[None], exchange(x)),
+        mesh=mesh, in_specs=PartitionSpec("worker"),
+        out_specs=PartitionSpec("worker"),
+      )
+    )  # fmt: skip
+    text = program.lower(rows).as_text()
+    return jax.device_get(program(rows)), text
+
+  (one, one_text), (two, two_text) = run(1), run(2)
+  bits = f"uint{8 * np.dtype(dtype).itemsize}"
+  for name, expected in one.items():
+    np.testing.assert_array_equal(two[name].view(bits), expected.view(bits))
+  assert "stablehlo.all_gather" in one_text and "all_reduce" not in one_text
+  assert "stablehlo.all_gather" not in two_text
+  assert two_text.count("stablehlo.all_reduce") == 2
+  assert "stablehlo.all_to_all" not in two_text
+
+
+def test_small_messages_and_other_axes_are_exchanged_as_they_are(monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda *_: 2)
+  for workers, size in ((2, 1000), (4, 1 << 16)):
+    x = np.zeros((workers, size), np.uint8)
+    program = jax.jit(
+      jax.shard_map(
+        lambda y: collectives.gather(y[0], "worker")[None],
+        mesh=collectives.make_mesh((workers,), ("worker",)),
+        in_specs=PartitionSpec("worker"), out_specs=PartitionSpec("worker"),
+      )
+    )  # fmt: skip
+    assert "all_reduce" not in program.lower(x).as_text()
