@@ -247,11 +247,10 @@ def main(folder: pathlib.Path) -> None:
   middle = max(shared, default=next(iter(found)))
   if ("shared", 8.0) in found:
     middle = ("shared", 8.0)
-  draw_staleness(
-    found[middle],
-    results / f"{preset}-staleness.png",
-    f"Staleness, {middle[0]} samples, speeds of {middle[1]:g}x",
-  )
+  path = results / f"{preset}-staleness.png"
+  if studies.is_shown(path):
+    title = f"Staleness, {middle[0]} samples, speeds of {middle[1]:g}x"
+    draw_staleness(found[middle], path, title)
 
 
 if __name__ == "__main__":

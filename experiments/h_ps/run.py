@@ -97,7 +97,11 @@ def main(folder: pathlib.Path) -> None:
       trace,
       folder / "results" / f"timeline-{variant}.png",
       title=f"{variant}: speeds of 8x, r = 1, the first second",
-      resources=[node.name for node in run.machines.nodes],
+      resources=[
+        row
+        for node in run.machines.nodes
+        for row in (f"switch->{node.name}", node.name, f"{node.name}->switch")
+      ],
       end_s=1.0,
     )
 

@@ -14,6 +14,9 @@ def plot_bytes(
 ) -> None:
   """Draws accuracy over bytes, with the Pareto front.
 
+  A variant with one seed is drawn hollow and is not part of the front: without
+  a spread its place is not known.
+
   Args:
     runs: The rows of each variant.
     path: The path of the PNG.
@@ -39,11 +42,14 @@ def plot_bytes(
         spread,
         fmt="D" if marked else "o",
         color="#d55e00" if marked else "#0072b2",
+        mfc="white" if len(rows) == 1 else None,
         capsize=3,
       )
     # A variant below the front needs more bytes for a lower accuracy.
-    front = _front([(sent, mean) for sent, mean, _ in labels])
-    axes.plot(*zip(*front, strict=True), color="#999999", lw=1, zorder=0)
+    sure = [x[:2] for x in labels if len(runs[x[2]]) > 1]
+    if sure:
+      front = zip(*_front(sure), strict=True)
+      axes.plot(*front, color="#999999", lw=1, zorder=0)
     some: Any = next(iter(runs.values()))[0]
     # Methods differ in bytes by up to three orders of magnitude.
     axes.set_xscale("log")
@@ -58,7 +64,7 @@ def plot_bytes(
     axes.set_title(
       f"{some['config']['dataset']}{skewed}, {some['config']['model']}, "
       f"{some['config']['epochs']:g} epochs\n"
-      "bars: standard deviation, gray: Pareto front",
+      "bars: standard deviation, gray: Pareto front, hollow: one seed",
       fontsize=11,
     )
     studies.label_points(axes, labels)

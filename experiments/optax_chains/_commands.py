@@ -76,7 +76,9 @@ def report_experiment(folder: str | pathlib.Path, *, ours: str) -> None:
   print(studies.accuracy_table(runs))
   for line in _end_warnings(rows):
     print(f"\n{line}")
-  _bytes_plot.plot_bytes(runs, results / f"{preset}.png", ours=ours)
+  path = results / f"{preset}.png"
+  if studies.is_shown(path):
+    _bytes_plot.plot_bytes(runs, path, ours=ours)
 
 
 def _end_warnings(rows: Sequence[comparison.Row]) -> list[str]:

@@ -268,7 +268,9 @@ def main(folder: pathlib.Path) -> None:
     print(f"All with sync's best rate, as far as run:\n\n{table(same, {})}\n")
     print(f"Held-out loss by rate:\n\n{sensitivity(rows)}\n")
   print(time_table(runs, stages))
-  draw(runs, results / f"accuracy_{preset}.png")
+  path = results / f"accuracy_{preset}.png"
+  if studies.is_shown(path):
+    draw(runs, path)
 
 
 if __name__ == "__main__":

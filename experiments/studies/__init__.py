@@ -10,6 +10,7 @@ from studies._labels import label_points as label_points
 from studies._options import Options as Options
 from studies._options import Presets as Presets
 from studies._options import warn_of_end as warn_of_end
+from studies._picture import is_shown as is_shown
 from studies._picture import picture as picture
 from studies._problem import Problem as Problem
 from studies._problem import set_rate as set_rate

@@ -2,10 +2,22 @@
 
 import contextlib
 import os
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 from jdist import checks
+
+
+def is_shown(path: str | os.PathLike[str]) -> bool:
+  """Returns whether a page of the experiment links the picture.
+
+  Args:
+    path: The path of the picture, in the folder `results` of the experiment.
+  """
+  path = pathlib.Path(path)
+  pages = path.parent.parent.glob("*.md")
+  return any(f"results/{path.name})" in page.read_text() for page in pages)
 
 
 @contextlib.contextmanager
