@@ -555,9 +555,6 @@ EVERY = {
     "test_every_process_raises_if_all_checkpoints_are_damaged": 0,
     "test_processes_match_workers_in_one_process": 0,
   },
-  "training/test_refusals.py": {
-    "test_invalid_arguments_raise": 5,
-  },
   "training/test_resize.py": {
     "test_gradients_in_flight_are_not_lost": 0,
     "test_residuals_of_gradients_keep_their_mean": 0,

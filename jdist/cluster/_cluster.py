@@ -209,8 +209,8 @@ def _read_nodes(table: Any, place: str) -> list[_node.Node]:
   if "name" not in table:
     raise ValueError(f"{place} must have a `name`.")
   name, count = table["name"], table.get("count")
-  if count is not None and (not isinstance(count, int) or count < 1):
-    raise ValueError(f"`count` of {place} must be an int >= 1, got {count!r}.")
+  if count is not None:
+    checks.check_int("count", count, 1, 10**5, f"It is that of {place}.")
   memory = table.get("memory_gb")
   try:
     node = _node.Node(

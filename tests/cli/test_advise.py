@@ -109,6 +109,7 @@ def test_processes_that_measure_are_the_workers(
     (("--bandwidth-mbit-per-s", "0"), "`--bandwidth-mbit-per-s`"),
     (("--slowdown", "0.5"), "`--slowdown`"),
     (("--workers", "1"), "`--workers`"),
+    (("--num-processes", "2"), "`--coordinator-address` must be given"),
     (("--model", "resnet9"), "`--model`"),
   ],
   ids=lambda x: x if isinstance(x, str) else " ".join(x),

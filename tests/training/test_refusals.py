@@ -173,7 +173,7 @@ def updated(gradient):
   ("batches", lambda: evaluator([]), "at least one batch"),
   ("keep", lambda: kept(0), "an int >= 1, got 0"),
   ("step", lambda: save(-1), "an int >= 0"),
-  ("metadata", lambda: save(1, metadata={"a": jnp.ones(1)}), "what JSON can"),
+  ("metadata", lambda: save(1, metadata={"a": jnp.ones(1)}), "a value of JSON"),
 )
 def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)

@@ -29,12 +29,13 @@ def advise(options: _commands.Advise) -> None:
   """Measures a step, and prints what each method would take on the link."""
   number, latency_s = 8, options.latency_ms / 1e3
   link = cluster.Link(options.bandwidth_mbit_per_s * 1e6, latency_s)
-  if options.coordinator_address is not None:
+  if options.coordinator_address is None:
+    _options.join_processes(options, 1)  # The others need it.
+  else:
     # In a process of its own: afterwards this one is alone with its step.
     spawn = multiprocessing.get_context("spawn")
     with futures.ProcessPoolExecutor(1, spawn) as pool:
       number, link = pool.submit(_measured, options).result()
-  # More machines may be asked about than have measured.
   workers = options.workers or number
   options = dataclasses.replace(options, workers=workers)
   common = _groups.Common(
@@ -81,7 +82,6 @@ def advise(options: _commands.Advise) -> None:
 
 
 def _measured(options: _commands.Advise) -> tuple[int, cluster.Link]:
-  """Returns the number of processes, one worker each, and their link."""
   number = options.num_processes or 1
   _options.join_processes(dataclasses.replace(options, workers=number), number)
   team = collectives.workers(jax.process_count())
