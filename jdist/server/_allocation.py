@@ -17,7 +17,11 @@ class Allocation(Interface):
     """Share of the last speed that a new measurement leaves, in [0, 1)."""
 
   def every(self, num_workers: int) -> int | None:
-    """Returns after how many pushes batches are allocated again, or None."""
+    """Returns after how many pushes batches are allocated again.
+
+    By default they never are (None), or only by the protocol itself.
+    """
+    return None
 
   def sizes(self, speeds: Sequence[float | None]) -> tuple[int, ...]:
     """Returns the batch size of each worker.
@@ -29,7 +33,7 @@ class Allocation(Interface):
 
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
-class FixedBatches:
+class FixedBatches(Allocation):
   """Batches of one size for all workers.
 
   Attributes:
@@ -45,11 +49,6 @@ class FixedBatches:
   samples: signatures.PositiveInt
   # Speeds are measured all the same, for a protocol that reads them.
   smoothing: ClassVar[float] = 0.5
-
-  def every(self, num_workers: int) -> int | None:
-    """Returns None: the batches never change."""
-    del num_workers
-    return None
 
   def sizes(self, speeds: Sequence[float | None]) -> tuple[int, ...]:
     """Returns the one size for each worker."""

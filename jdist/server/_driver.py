@@ -213,8 +213,9 @@ class Driver:
         self._apply(action)
       elif isinstance(action, _messages.Discard):
         # The first push of a repeated task may wait for its update.
-        if action.reason not in _NOT_OUT:
-          self._discard(action.task)
+        if action.reason not in _NOT_OUT and action.task in self._tasks:
+          self.nodes[self._tasks[action.task].worker].discarded += 1
+          self._forget(action.task)
       else:
         self.wait(action)
     if gone and isinstance(message, _messages.Expired):
@@ -293,12 +294,6 @@ class Driver:
       self.applied_samples += task.samples
       node.ages[stale] = node.ages.get(stale, 0) + 1
       self.staleness[stale] += 1
-
-  def _discard(self, number: int) -> None:
-    task = self._tasks.get(number)
-    if task is not None:
-      self.nodes[task.worker].discarded += 1
-      self._forget(number)
 
   def _forget(self, number: int) -> None:
     # A learner keeps something of each task that is out, and must drop

@@ -13,31 +13,19 @@ Worker: TypeAlias = Hashable  # What names a worker, such as a string.
 
 
 class Join(NamedTuple):
-  """A worker joins, or joins again after it left.
-
-  Attributes:
-    worker: Its name.
-  """
+  """A worker joins, or joins again after it left."""
 
   worker: Worker
 
 
 class Leave(NamedTuple):
-  """A worker has left, or its failure was detected.
-
-  Attributes:
-    worker: Its name.
-  """
+  """A worker has left, or its failure was detected."""
 
   worker: Worker
 
 
 class Pull(NamedTuple):
-  """A worker is ready for a task.
-
-  Attributes:
-    worker: Its name.
-  """
+  """A worker is ready for a task."""
 
   worker: Worker
 

@@ -278,9 +278,9 @@ class Protocol(Generic[State]):
     task, state.next_task = state.next_task, state.next_task + 1
     samples = self.steps * member.samples
     found = state.tasks[task] = Assignment(
-      task, worker, version, samples, state.now_s, push_plan, pull_plan
-    )
-    found.fragment = fragment
+      task, worker, version, samples, state.now_s, push_plan, pull_plan,
+      fragment=fragment,
+    )  # fmt: skip
     member.tasks.append(task)
     passes = self.steps * self.passes(worker, member.samples)
     actions.append(

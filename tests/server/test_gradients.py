@@ -1,6 +1,7 @@
 """Real gradients on the virtual clock: identities that must hold."""
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -8,13 +9,16 @@ import pytest
 
 from jdist import (
   cluster,
+  codecs,
   collectives,
   data,
   methods,
   models,
+  reducers,
   server,
   training,
 )
+from jdist.server.gradients import _packed
 
 pytest.importorskip("simpy")
 
@@ -162,3 +166,47 @@ def test_asynchronous_sgd_learns_and_skips_discarded_gradients():
   assert last < 0.4 * first
   assert run.state.discarded["late"] > 0
   assert len(learner.server.tasks) <= 4
+
+
+def test_programs_of_a_small_net_return_few_arrays():
+  """A tiny net's programs take longer for each array that they return."""
+  codec = reducers.MessageCodec(codecs.Quantize(4), reducers.ErrorFeedback())
+  protocol = server.ASP(batches=server.FixedBatches(8))
+  learner, _ = learn(protocol, [1.0] * 2, 4, push_codec=codec)
+  worker = learner.workers["worker0"]
+  more, push = worker.compute({
+    "task": 9, "version": 4, "samples": 8, "push_plan": 0,
+    "more": {"start": 0, "settled": -1},
+  })  # fmt: skip
+  # The gradient and the loss; the residual and the count of messages.
+  assert len(jax.tree.leaves((more, push, worker._own))) == 4
+  # The parameters and the momentum, of four tensors each.
+  assert len(jax.tree.leaves(learner.server.model)) == 2
+  assert len(jax.tree.leaves(learner.model)) == 8
+
+
+def test_a_model_that_is_replaced_trains_as_before():
+  """With delay compensation, which reads gradients and parameters alike."""
+  found = []
+  for replaces in (False, True):
+    learner, run = learn(server.dbs(16), [2.0, 1.0], 5, compensation=0.1)
+    if replaces:
+      learner.server.model = learner.model
+    run.run(updates=10)
+    found.append(learner.model)
+  chex.assert_trees_all_equal(*found)
+
+
+def test_packed_trees_are_what_they_were():
+  tree = {
+    "count": jnp.int32(3), "w": jnp.arange(6.0).reshape(2, 3), "none": None,
+    "b": (jnp.array([True, False]), jnp.bfloat16(1.5)), "empty": jnp.zeros(0),
+  }  # fmt: skip
+  (packed,) = _packed.pack(tree)
+  assert len(jax.tree.leaves(packed)) == 4  # One for each dtype.
+  assert _packed.pack(packed)[0].layout is packed.layout
+  chex.assert_trees_all_equal(_packed.unpack({"x": packed})["x"], tree)
+  keys = {"key": jax.random.key(0), "w": jnp.zeros(2)}
+  large = {"a": jnp.zeros(1 << 14), "b": jnp.zeros(1)}
+  for whole in (keys, large, jnp.zeros(3)):
+    assert not isinstance(_packed.pack(whole)[0], _packed.Packed)

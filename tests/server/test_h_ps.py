@@ -68,9 +68,9 @@ def test_memory_bounds_batches_or_their_parts():
   speeds, limits = [8.0, 4.0, 2.0, 1.0], [40, None, 10, 100]
   parts = server.BalancedBatches(150)
   assert parts.sizes(speeds, limits=limits) == (80, 40, 20, 10)
-  assert [parts.passes(*x) for x in ((80, 40), (40, None), (20, 10))] == [
-    2, 1, 2,
-  ]  # fmt: skip
+  rule = server.HPS(batches=parts, limits={"a": 40, "b": None, "c": 10})
+  tasks = ("a", 80), ("b", 40), ("c", 20), ("c", 21), ("d", 10)
+  assert [rule.passes(*task) for task in tasks] == [2, 1, 2, 3, 1]
   bounded = server.BalancedBatches(150, accumulate=False)
   assert bounded.sizes(speeds, limits=limits) == (40, 80, 10, 20)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jdist import checks, cluster, signatures
-from jdist.server import _driver, _messages, _ordered_channel, _protocol
+from jdist.server import _driver, _links, _messages, _protocol
 from jdist.server.clock import _pair_messages
 from jdist.server.gradients import _learner
 
@@ -35,10 +35,7 @@ class Simulation(_driver.Driver):
     now_s: Virtual seconds since the start.
     events: Steps of the clock so far.  A simulation of the same arguments is in
       the same state after the same number of events.
-    machines: The cluster.
-    profile: What a task costs.
-    trace: Timeline of computation and messages; None if there is none.
-    learner: The learners of server and workers; None simulates time alone.
+    machines, profile, trace, learner: As given.
 
   >>> from jdist import cluster, server
   >>> simulation = Simulation(
@@ -97,8 +94,7 @@ class Simulation(_driver.Driver):
     if learner is not None:
       self._under_way = _pair_messages.PairMessages(learner, machines.names)
     self.machines, self.profile, self.trace = machines, profile, trace
-    self._server = machines.server
-    self._network = cluster.Network(self._environment, machines.topology, trace)
+    self._links = _links.Links(self._environment, machines, trace)
     self._detection_s = detection_s
     self._of_name = {node.name: node for node in machines.nodes}
     # A stream for each machine: another protocol, which asks them in another
@@ -115,9 +111,6 @@ class Simulation(_driver.Driver):
     self._queues: dict[str, collections.deque[_Given]] = {
       name: collections.deque() for name in self._of_name
     }
-    # A connection keeps the order of its messages, whatever their sizes.
-    self._pulls = {x: _ordered_channel.OrderedChannel() for x in self._of_name}
-    self._pushes = {x: _ordered_channel.OrderedChannel() for x in self._of_name}
     # Machines that compute, and since when.
     self._busy: dict[str, float] = {}
     self._memory = {
@@ -125,13 +118,10 @@ class Simulation(_driver.Driver):
       for node in machines.nodes
     }
     self.events = 0
-    machines.check_batches(
-      profile,
-      [
-        self._batch_size(node.name) if node.name in here else 0
-        for node in machines.nodes
-      ],
-    )
+    # What each machine must hold at once of its first batch.
+    first = {name: x.samples for name, x in self.state.members.items()}
+    first = {x: math.ceil(n / protocol.passes(x, n)) for x, n in first.items()}
+    machines.check_batches(profile, [first.get(x, 0) for x in machines.names])
     for node in machines.nodes:
       self._plan_outages(node)
     for name in here:
@@ -195,40 +185,26 @@ class Simulation(_driver.Driver):
     collects = self.learner is None and gc.isenabled()
     if collects:
       gc.disable()
+    environment, state = self._environment, self.state
+    count_samples = max_samples < math.inf
     try:
-      self._run(max_updates, max_s, max_samples, max_events)
+      while state.version < max_updates and self.events < max_events:
+        after = environment.peek()
+        if after > max_s or after == math.inf:
+          break
+        if count_samples and self.applied_samples >= max_samples:
+          break
+        environment.step()
+        self.events += 1
     finally:
       if collects:
         gc.enable()
-
-  def _run(
-    self,
-    max_updates: float,
-    max_s: float,
-    max_samples: float,
-    max_events: float,
-  ) -> None:
-    environment, state = self._environment, self.state
-    count_samples = max_samples < math.inf
-    while state.version < max_updates and self.events < max_events:
-      after = environment.peek()
-      if after > max_s or after == math.inf:
-        break
-      if count_samples and self.applied_samples >= max_samples:
-        break
-      environment.step()
-      self.events += 1
 
   def wait(self, timer: _messages.Timer) -> None:
     """Schedules a timer."""
     self._after(timer.after_s, self.deliver, _messages.Expired(timer.task))
 
   # The course of a task, each step once the one before has happened.
-
-  def _batch_size(self, name: str) -> int:
-    """Returns what a machine must hold at once of its first batch."""
-    samples = self.state.members[name].samples
-    return math.ceil(samples / self.protocol.passes(name, samples))
 
   def _ready(self, name: str, life: int) -> None:
     # The machine may have failed since this event was scheduled.
@@ -247,18 +223,13 @@ class Simulation(_driver.Driver):
       self._queues[name].append(given)
       if self._under_way is not None:
         self._under_way.send(name, reply.task, more, payload)
-    arrival = None
+    num_bytes = None
     if reply.pull_plan is not None:
       num_bytes = self.profile.pull_bytes * self.protocol.pull_share(reply)
       self.pulled_bytes += num_bytes
-      arrival = self._network.send(
-        self._server,
-        name,
-        num_bytes,
-        name=self._label("pull", reply.task),
-        kind="pull",
-      )
-    self._pulls[name].send(arrival, self._receive, given, name, life)
+    self._links.send(
+      "pull", name, num_bytes, self._receive, given, name, life, task=reply.task
+    )
 
   def _receive(self, given: _Given, name: str, life: int) -> None:
     if life == self._lives[name]:
@@ -327,15 +298,10 @@ class Simulation(_driver.Driver):
         self._under_way.skip(reply)
     num_bytes = self.profile.push_bytes * self.protocol.push_share(reply)
     self.pushed_bytes += num_bytes
-    arrival = self._network.send(
-      name,
-      self._server,
-      num_bytes,
-      name=self._label("push", reply.task),
-      kind="push",
-    )
     push = _messages.Push(name, reply.task, reply.samples, compute_s, waited_s)
-    self._pushes[name].send(arrival, self._take, push, life)
+    self._links.send(
+      "push", name, num_bytes, self._take, push, life, task=reply.task
+    )
     self._end(name)
     self._begin(name, life)
 
@@ -352,10 +318,6 @@ class Simulation(_driver.Driver):
     """Counts what a machine has computed by now, if it does."""
     began_s = self._busy.pop(name, self._environment.now)
     self.nodes[name].compute_s += self._environment.now - began_s
-
-  def _label(self, kind: str, task: int) -> str:
-    """Returns a message's name in the trace, if there is one."""
-    return kind if self.trace is None else f"{kind} {task}"
 
   def _take(self, push: _messages.Push, life: int) -> None:
     name = str(push.worker)
@@ -383,7 +345,6 @@ class Simulation(_driver.Driver):
       self._under_way.refused[task] = error.reason
 
   def _restart(self, name: str, *, lost: bool = False) -> None:
-    """Restarts a machine's learner, which drops its tasks."""
     if self.learner is not None:
       self.learner.workers[name].restart(lost=lost)
 
@@ -444,9 +405,7 @@ class Simulation(_driver.Driver):
     self._queues[name].clear()
     if self._under_way is not None:
       self._under_way.clear(name)
-    # Messages of a new life do not wait for those of an old connection.
-    self._pulls[name] = _ordered_channel.OrderedChannel()
-    self._pushes[name] = _ordered_channel.OrderedChannel()
+    self._links.connect(name)
     if self.trace is not None and name in self._busy:
       self.trace.cut(name, self._environment.now)
     self._end(name)

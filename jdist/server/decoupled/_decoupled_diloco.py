@@ -303,7 +303,6 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
       self._merge(state, state.grace[number], actions)
 
   def _note(self, state: DecoupledState, worker: Worker, kind: str) -> None:
-    """Notes a change of the membership."""
     change = state.now_s, state.version, kind, str(worker), len(state.members)
     state.changes.append(change)
 

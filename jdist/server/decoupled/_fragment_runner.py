@@ -157,7 +157,6 @@ class FragmentRunner:
   def _placed(
     self, leaves: Sequence[jax.Array], numbers: Sequence[int]
   ) -> Leaves:
-    """Returns leaves of some numbers where this learner's are."""
     return [
       jax.device_put(x, self._shardings[i])
       for i, x in zip(numbers, leaves, strict=True)
@@ -384,7 +383,6 @@ def _programs(
   mix: float | None,
   shardings: tuple[Any, ...],
 ) -> tuple[Callable[..., Any], ...]:
-  """Builds a learner's programs, once for equal arguments."""
   chain = transforms.lenient(optimizer)
   compute = training.make_gradient(loss_fn)
 

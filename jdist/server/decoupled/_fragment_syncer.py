@@ -207,8 +207,6 @@ class FragmentSyncer(_gradient_server.ServerLedger):
 
 @functools.lru_cache(maxsize=16)
 def _outer_step(outer: optax.GradientTransformation) -> Callable[..., Any]:
-  """Compiles the outer optimizer's step, once for equal optimizers."""
-
   @jax.jit
   def move(
     part: Leaves,

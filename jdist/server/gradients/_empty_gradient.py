@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 
 from jdist.server import _messages
+from jdist.server.gradients import _learner
 
 _NOTHING = np.zeros(0, np.uint8)
 
 
-class EmptyServer:
+class EmptyServer(_learner.ServerLearner):
   """Sends and takes messages of a model's size, and updates nothing.
 
   The virtual clock replays with it, too, up to the event of a checkpoint.
@@ -41,10 +42,6 @@ class EmptyServer:
   def _bytes(self, plan: int) -> int:
     return round(self._num_bytes * self._share(plan))
 
-  def push(self, task: int, more: dict[str, Any], payload: np.ndarray) -> None:
-    """Takes anything."""
-    del task, more, payload
-
   def apply(self, update: _messages.Apply) -> None:
     """Counts samples."""
     self.samples += sum(self._tasks.pop(task) for task in update.tasks)
@@ -52,10 +49,6 @@ class EmptyServer:
   def discard(self, task: int) -> None:
     """Drops a task."""
     self._tasks.pop(task)
-
-  def leave(self, worker: _messages.Worker) -> None:
-    """Does nothing: no worker holds anything."""
-    del worker
 
   def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the count of samples."""
@@ -70,18 +63,13 @@ class EmptyServer:
     self._tasks = dict(map(tuple, notes["tasks"]))
 
 
-class EmptyWorker:
+class EmptyWorker(_learner.WorkerLearner):
   """Computes nothing, and sends as many bytes as its task says."""
+
+  stateless = True
 
   def __init__(self, *, stateless: bool = True):
     self.stateless = stateless
-
-  def prepare(self) -> None:
-    """Does nothing: there is no program to compile."""
-
-  def receive(self, header: dict[str, Any], payload: np.ndarray | None) -> None:
-    """Ignores what was sent."""
-    del header, payload
 
   def compute(
     self, header: dict[str, Any]
@@ -89,14 +77,7 @@ class EmptyWorker:
     """Returns bytes."""
     return {}, np.zeros(header["more"]["bytes"], np.uint8)
 
-  def restart(self, *, lost: bool = False) -> None:
-    """Does nothing: there is no task to forget."""
-
   def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
     """Returns an empty state."""
     del whole
     return {}, _NOTHING
-
-  def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
-    """Does nothing: there is no state."""
-    del notes, payload

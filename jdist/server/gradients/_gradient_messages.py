@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks, reducers, signatures, states, training
-from jdist.server.gradients import _learner, _merge
+from jdist.server.gradients import _learner, _merge, _packed
 from jdist.server.gradients._merge import Pushed
 from jdist.server.h_ps import _bit_plans, _local_step, _plan_codecs
 
@@ -151,6 +151,7 @@ def gradient_program(
     key: jax.Array,
     task: jax.Array,
   ) -> tuple[PyTree, jax.Array, tuple[PyTree, PyTree]]:
+    params, model_state, own = _packed.unpack((params, model_state, own))
     held, (push_state, last) = params, own
     if local_step is not None:
       params, velocity = local_step.move(held, last, control)
@@ -174,7 +175,10 @@ def gradient_program(
     message, _, loss, push_state = message_of_push(
       codec, decoded, Pushed(found.grads, change), found.loss, push_state
     )
-    return message, loss, (push_state, last)
+    own = push_state, last
+    if decoded:
+      message, own = Pushed(*_packed.pack(*message)), _packed.pack(*own)
+    return message, loss, own
 
   return gradient
 
@@ -243,10 +247,15 @@ def encode_pull(codec: Codec, decoded: bool = False) -> Callable[..., Any]:
   def encode(
     params: PyTree, held: PyTree, state: PyTree, model_state: PyTree
   ) -> tuple[PyTree, PyTree]:
+    params, held, state, model_state = _packed.unpack(
+      (params, held, state, model_state)
+    )
     change = jax.tree.map(jnp.subtract, params, held)
     payload, state = codec.encode(change, state)
     message = payload, model_state
-    return _received(codec, message, held) if decoded else message, state
+    if not decoded:
+      return message, state
+    return _packed.pack(*_received(codec, message, held)), *_packed.pack(state)
 
   return encode
 

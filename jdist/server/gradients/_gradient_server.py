@@ -12,7 +12,12 @@ import optax
 
 from jdist import signatures, states, transforms
 from jdist.server import _messages
-from jdist.server.gradients import _gradient_messages, _learner, _merge
+from jdist.server.gradients import (
+  _gradient_messages,
+  _learner,
+  _merge,
+  _packed,
+)
 from jdist.server.gradients._merge import Pushed
 
 PyTree = Any
@@ -27,7 +32,7 @@ class Task(NamedTuple):
   passes: int
 
 
-class ServerLedger:
+class ServerLedger(_learner.ServerLearner):
   """The base of server learners: tasks that are out, and their pushes.
 
   A subclass has `model`, and says by `_like` what a push looks like.
@@ -133,9 +138,6 @@ class ServerLedger:
     self._pushes.pop(task, None)
     self._losses.pop(task, None)
 
-  def leave(self, worker: _messages.Worker) -> None:
-    """Forgets what a worker holds."""
-
   def _save(self) -> tuple[dict[str, Any], list[Pushed]]:
     """Returns the ledger: what JSON can hold, and the decoded pushes."""
     notes = {
@@ -149,13 +151,7 @@ class ServerLedger:
   def _read(
     self, notes: dict[str, Any], payload: np.ndarray, tree: PyTree
   ) -> PyTree:
-    """Restores the ledger, and returns the rest of a payload.
-
-    Args:
-      notes: What `_save` returned.
-      payload: Bytes of the saved pushes, behind those of a tree.
-      tree: A tree of the same shapes and dtypes.
-    """
+    """Restores the ledger; returns the tree in front of a payload's pushes."""
     self.samples = notes["samples"]
     self.position = collections.Counter(dict(map(tuple, notes["position"])))
     self.tasks = {task: Task(*x) for task, *x in notes["tasks"]}
@@ -202,7 +198,7 @@ class GradientServer(ServerLedger):
       off.  With it the server keeps the parameters of tasks that are out.
 
   Attributes:
-    model: Parameters and states now.
+    model: Parameters and states now; packed in a `Pair`, whose `model` is not.
     plans: Codecs of the messages.
 
   Raises:
@@ -261,6 +257,21 @@ class GradientServer(ServerLedger):
     self._sent: dict[int, PyTree] = {}
     self._settled: dict[int, int] = {}
     self._update = _update_program(optimizer, compensation)
+
+  @property
+  def model(self) -> _learner.ServerModel:
+    """Parameters and states now."""
+    return self._model
+
+  @model.setter
+  def model(self, model: _learner.ServerModel) -> None:
+    parts = _packed.pack(*model) if self.decoded else model
+    self._model = _learner.ServerModel(*parts)
+
+  def pack(self) -> None:
+    """Packs what it has, as a `Pair` does with all small trees."""
+    self.model = self._model
+    self._pull_states = list(_packed.pack(*self._pull_states))
 
   def part(self, first: int, end: int, model_state: PyTree) -> dict[str, Any]:
     """Returns the arguments of a server of some leaves; others are None."""
@@ -350,7 +361,7 @@ class GradientServer(ServerLedger):
       pushes, update.weights, parts, self.num_workers, self.model.params,
       self._compensation,
     )  # fmt: skip
-    self.model = self._update(self.model, pushes, factors, np.float32(loss))
+    self._model = self._update(self._model, pushes, factors, np.float32(loss))
 
   def _settle(self, worker: int, task: int) -> None:
     self._settled[worker] = max(self._settled.get(worker, -1), task)
@@ -407,7 +418,6 @@ class GradientServer(ServerLedger):
 def _update_program(
   optimizer: optax.GradientTransformation, compensation: float
 ) -> Any:
-  """Compiles an update by all of its pushes."""
   optimizer = transforms.lenient(optimizer)
 
   @jax.jit
@@ -417,7 +427,10 @@ def _update_program(
     factors: jax.Array,
     loss: jax.Array,
   ) -> _learner.ServerModel:
+    packs = any(isinstance(x, _packed.Packed) for x in model)
+    # Pushes and parameters are packed alike, and a sum goes entry by entry.
     total = _merge.merge(pushes, factors, model.params, compensation)
+    model, total = _packed.unpack((model, total))
     updates, opt_state = optimizer.update(
       total.grads, model.opt_state, model.params, loss=loss, value=loss
     )
@@ -427,6 +440,7 @@ def _update_program(
       total.change,
     )
     params = optax.apply_updates(model.params, updates)
-    return _learner.ServerModel(params, opt_state, model_state)
+    found = params, opt_state, model_state
+    return _learner.ServerModel(*(_packed.pack(*found) if packs else found))
 
   return update

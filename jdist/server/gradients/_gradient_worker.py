@@ -1,5 +1,6 @@
 """A worker's learner of plain gradients."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks, signatures
-from jdist.server.gradients import _gradient_messages, _learner
+from jdist.server.gradients import _gradient_messages, _learner, _packed
 from jdist.server.h_ps import _local_step
 
 PyTree = Any
@@ -80,15 +81,25 @@ class GradientWorker:
     self._last_version: int | None = None
 
   def _first_states(self) -> tuple[PyTree, PyTree]:
-    """Returns the first states of its messages and of its local step."""
     codec, step = self._plans.push[-1], self._local_step
-    first = _gradient_messages.first_state(codec, self._held, self._stream)
-    return first, () if step is None else step.init(self._held)
+    held = _packed.unpack(self._held)
+    first = _gradient_messages.first_state(codec, held, self._stream)
+    own = first, () if step is None else step.init(held)
+    return _packed.pack(*own) if self.decoded else own
+
+  def pack(self) -> None:
+    """Packs what it has, as a `Pair` does with all small trees."""
+    self._held, self._model_state, *own = _packed.pack(
+      self._held, self._model_state, *self._own
+    )
+    self._own = tuple(own)
 
   def _program(self, passes: int, plan: int) -> Callable[..., Any]:
     # Not the cache of the programs alone: a codec takes long to hash.
     if (passes, plan) not in self._programs:
-      step = self._local_step and self._local_step.without_rate()
+      step = self._local_step
+      if step is not None:  # Its rate is an argument, and recompiles nothing.
+        step = dataclasses.replace(step, rate=1.0)
       self._programs[passes, plan] = _gradient_messages.gradient_program(
         self._loss_fn, step, passes, self._plans.push[plan], self.decoded
       )

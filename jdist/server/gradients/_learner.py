@@ -8,6 +8,7 @@ import numpy as np
 
 from jdist import signatures
 from jdist.server import _messages
+from jdist.server.gradients import _packed
 
 PyTree = Any
 
@@ -67,6 +68,7 @@ class ServerLearner(Interface):
     Raises:
       RefusedError: If the push cannot be used.
     """
+    return None
 
   def apply(self, update: _messages.Apply) -> None:
     """Updates the model by pushes."""
@@ -76,6 +78,7 @@ class ServerLearner(Interface):
 
   def leave(self, worker: _messages.Worker) -> None:
     """Forgets what a worker holds: it has left, or starts again."""
+    return None
 
   def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the state of a checkpoint: what JSON can hold, and bytes.
@@ -102,12 +105,14 @@ class WorkerLearner(Interface):
 
   def prepare(self) -> None:
     """Compiles all that the run needs, before the first pull."""
+    return None
 
   def receive(self, header: dict[str, Any], payload: Any) -> None:
     """Takes the parameters of a task, if its header says that they are sent.
 
     Every task is received, in order: a difference builds on the one before.
     """
+    return None
 
   def compute(self, header: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Returns the push of the task received last: its `more` and payload."""
@@ -119,6 +124,7 @@ class WorkerLearner(Interface):
       lost: Whether its process was lost, and a new one begins without what a
         feedback kept.
     """
+    return None
 
   def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the state of a checkpoint: what JSON can hold, and bytes.
@@ -130,6 +136,7 @@ class WorkerLearner(Interface):
 
   def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
     """Restores what `save` returned."""
+    return None
 
 
 @signatures.checked
@@ -155,11 +162,13 @@ class Pair:
     # Nothing is encoded only to be decoded in the next program.
     for one in (server, *self.workers.values()):
       one.decoded = True
+      if hasattr(one, "pack"):
+        one.pack()
 
   @property
   def model(self) -> ServerModel:
     """The server's model."""
-    model: ServerModel = self.server.model
+    model: ServerModel = _packed.unpack(self.server.model)
     return model
 
   @property

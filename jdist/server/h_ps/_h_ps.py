@@ -21,7 +21,7 @@ _PLANS = _bit_plans.BitPlans()
 
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
-class BalancedBatches:
+class BalancedBatches(_allocation.Allocation):
   r"""Batches that let all workers of a round finish at the same time.
 
   With t the measured seconds of a sample, c those of communication that nothing
@@ -75,11 +75,6 @@ class BalancedBatches:
       self.total, smoothing=self.smoothing, minimum=self.minimum
     )
 
-  def every(self, num_workers: int) -> int | None:
-    """Returns None: each round's batches are allocated when it begins."""
-    del num_workers
-    return None
-
   def sizes(
     self,
     speeds: Sequence[float | None],
@@ -102,16 +97,6 @@ class BalancedBatches:
       # Memory bounds a task only where gradients cannot be accumulated.
       limits=None if self.accumulate else limits,
     )
-
-  def passes(self, samples: int, limit: int | None) -> int:
-    """Returns into how many batches a task is cut.
-
-    >>> BalancedBatches(64).passes(samples=33, limit=16)
-    3
-    """
-    if limit is None or not self.accumulate:
-      return 1
-    return math.ceil(samples / max(limit, 1))
 
 
 @dataclasses.dataclass
@@ -236,7 +221,10 @@ class HPS(_protocol.Protocol[HPSState]):
 
   def passes(self, worker: Worker, samples: int) -> int:
     """Returns the number of batches into which memory cuts a task."""
-    return self.batches.passes(samples, (self.limits or {}).get(worker))
+    limit = (self.limits or {}).get(worker)
+    if limit is None or not self.batches.accumulate:
+      return 1
+    return math.ceil(samples / limit)
 
   def share(self, plan: int) -> float:
     """Returns the bytes of a plan's messages over those of plan 0."""

@@ -76,10 +76,6 @@ class LocalStep:
     checks.check_number("momentum", self.momentum, high=1.0)
     checks.check_type("nesterov", self.nesterov, bool, "True or False")
 
-  def without_rate(self) -> "LocalStep":
-    """Returns what programs depend on, so that no rate recompiles them."""
-    return dataclasses.replace(self, rate=1.0)
-
   def init(self, params: PyTree) -> LocalStepState:
     """Returns the state of a worker that was sent its first parameters."""
     zeros = jax.tree.map(jnp.zeros_like, params)

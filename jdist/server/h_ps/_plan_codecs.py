@@ -109,7 +109,6 @@ def _outermost(path: tuple[Any, ...]) -> str:
 def _relative_error(
   codec: codecs.Codec, leaf: jax.Array, key: jax.Array
 ) -> jax.Array:
-  """Returns the relative error of a tensor's message."""
   # In one program: eagerly, each operation of a codec would be compiled alone.
   x = leaf.astype(jnp.float32)
   payload, state = codec.encode(x, codec.init(x), key)

@@ -163,7 +163,6 @@ def _targets(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _newest(folder: pathlib.Path) -> tuple[_Body, Parts] | None:
-  """Returns the newest checkpoint that is whole, if there is one."""
   if trainers := sorted(folder.glob("step_*")):
     raise ValueError(
       f"`checkpoints` must have no checkpoints but a server's, got "

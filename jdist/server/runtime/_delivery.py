@@ -109,7 +109,6 @@ class Delivery(_driver.Driver):
       setattr(self, name, value)
 
   def _kinds(self) -> dict[str, Any]:
-    """Returns the attributes that a checkpoint keeps, with their types."""
     return {"state": type(self.state)} | _KINDS
 
 

@@ -12,8 +12,6 @@ from jdist.storage import plain_data
 
 
 class _LiveState(TypedDict):
-  """The state of a live server in the header of its checkpoint."""
-
   learner: Any
   driver: Any
   pushed_bytes: int

@@ -14,8 +14,7 @@ from jdist import checks, signatures
 from jdist.server import _protocol
 from jdist.server.gradients import _division, _gradient_server, _learner
 from jdist.server.run import _run_marks
-from jdist.server.runtime import _engine, _server_core, _shards
-from jdist.server.runtime.transport import _mailboxes
+from jdist.server.runtime import _engine, _mailboxes, _server_core, _shards
 
 _log = logging.getLogger(__name__)
 # A requested checkpoint is written within this time.

@@ -110,7 +110,9 @@ class LiveSession:
         # Lost workers first: the status then shows that they have left.
         self.engine.poll()
         status = self._ask_status()
-        self._note_returns()
+        for name in [x for x in self._away if x in status["here"]]:
+          del self._away[name]
+          self._add_event("back", name)
         self._on_status(status)
         if status["records"] > number:
           mark, snapshot = self.engine.ask("record_of", number)
@@ -196,11 +198,6 @@ class LiveSession:
     # The server must forget the old process before the new one says hello.
     self.engine.ask("lost", name)
     self.engine.spawn(name, self._works[name])
-
-  def _note_returns(self) -> None:
-    for name in [name for name in self._away if name in self._status["here"]]:
-      del self._away[name]
-      self._add_event("back", name)
 
   def _add_event(self, kind: str, worker: str, reason: str = "") -> None:
     at_s = time.monotonic()

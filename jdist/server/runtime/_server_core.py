@@ -8,11 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdist.server import _driver, _messages, _protocol
+from jdist.server import _driver, _links, _messages, _protocol
 from jdist.server.gradients import _learner
 from jdist.server.run import _run_marks
-from jdist.server.runtime import _delivery, _live_marks, _message_record
-from jdist.server.runtime.transport import _mailboxes, _wall_links
+from jdist.server.runtime import (
+  _delivery,
+  _live_marks,
+  _mailboxes,
+  _message_record,
+)
 
 # A checkpoint waits this long for the states of workers.
 _SAVE_S = 5.0
@@ -47,9 +51,9 @@ class ServerCore:
     self.first_s = self.marks.checkpoints.first_s
     self._began_s: float | None = None
     self._environment = _driver.environment(self.first_s)
-    self._links: _wall_links.WallLinks | None = None
+    self._links: _links.Links | None = None
     if plan.machines is not None and plan.machines.topology is not None:
-      self._links = _wall_links.WallLinks(self._environment, plan.machines)
+      self._links = _links.Links(self._environment, plan.machines)
     self.boxes = {name: _mailboxes.Mailbox() for name in plan.workers}
     # The driver of protocol and learner, once the run has begun.
     self.delivery: _delivery.Delivery | None = None
@@ -115,7 +119,6 @@ class ServerCore:
   def _after(
     self, seconds: float, function: Callable[..., Any], *arguments: Any
   ) -> None:
-    """Has a function called after some seconds."""
     timeout = self._environment.timeout(max(seconds, 0.0))
     timeout.callbacks.append(lambda _: function(*arguments))
 
@@ -211,7 +214,7 @@ class ServerCore:
     if self._links is None:
       self._take(item)
     else:
-      self._links.push(item.worker, size, self._take, item)
+      self._links.send("push", item.worker, size, self._take, item)
 
   def _take(self, item: Item) -> None:
     box, header = self.boxes[item.worker], item.header
@@ -307,7 +310,9 @@ class ServerCore:
       return
     # The transfer starts now, not when the message that caused it was sent.
     self.advance(time.monotonic())
-    self._links.pull(name, size, self._arrive, box, generation, message)
+    self._links.send(
+      "pull", name, size or None, self._arrive, box, generation, message
+    )
 
   def _arrive(
     self, box: _mailboxes.Mailbox, generation: int, message: Any
@@ -360,11 +365,7 @@ class ServerCore:
 
 
 def _push_of(item: Item) -> _messages.Push:
-  """Returns the push that a worker has sent.
-
-  Raises:
-    RefusedError: If its header is no push's.
-  """
+  """Returns the push that a worker has sent, or refuses its header."""
   header = item.header
   try:
     assert isinstance(header["more"], dict)

@@ -65,7 +65,6 @@ class WorkerLoop:
     pace: The modelled machine whose time tasks take; None computes at full
       speed.
     patience_s: Seconds to wait for a server that does not answer.
-    found: Versions to report; the process's own if None.
   """
 
   def __init__(
@@ -77,11 +76,9 @@ class WorkerLoop:
     depth: int,
     pace: Pace | None = None,
     patience_s: float = 120.0,
-    found: dict[str, str] | None = None,
   ):
     self._channel, self._name, self._learner = channel, name, learner
     self._depth, self._pace, self._patience_s = depth, pace, patience_s
-    self._versions = versions() if found is None else found
     self._random = None
     if pace is not None:
       # The virtual clock seeds its machines with the same text.
@@ -117,7 +114,7 @@ class WorkerLoop:
     header = {
       "kind": "hello",
       "worker": self._name,
-      "versions": self._versions,
+      "versions": versions(),
       "fresh": self._fresh,
     }
     while True:

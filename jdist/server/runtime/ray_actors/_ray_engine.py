@@ -150,7 +150,6 @@ class RayEngine:
       )
 
   def _start_here(self) -> None:
-    """Starts a cluster of this machine, with a token of its own."""
     # Ray's processes inherit the environment of this one.
     os.environ.update(self._environment)
     self._init(

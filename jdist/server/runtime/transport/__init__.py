@@ -1,1 +1,0 @@
-"""Transport of messages between a live server and its workers."""

@@ -1,0 +1,217 @@
+"""Times updates of the virtual clock with gradients, in an older tree and here.
+
+    python scripts/bench_updates.py COMMIT [--cases asp ssp] [--blocks 15]
+
+Two small perceptrons under the servers' protocols, workers of four speeds.  A
+process of the older tree, another one of it, whose ratio to the first is the
+noise, and one of this tree run each case in turn, in blocks of as many updates.
+Prints for each case the microseconds of an update, the lowest decile of the
+blocks, as others may be at work; its ratio, and the median ratio of neighbours;
+and whether both trees end with the same bits.  Run it alone.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+_HIDDEN = {"small": 32, "large": 900}  # 2,410 and 67,510 parameters.
+_PROTOCOLS = (
+  "asp", "ssp", "bsp", "dbs", "h_ps", "compensation", "int4", "topk",
+  "momentum", "decoupled",
+)  # fmt: skip
+_WORKERS = 4
+
+
+def _simulation(case: str) -> Any:
+  """Returns a simulation of a case, in the tree that is imported."""
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+  import optax
+
+  from jdist import cluster, codecs, data, reducers, server
+
+  protocol, size = case.split("/")
+  features, hidden = 64, _HIDDEN[size]
+  rng = np.random.default_rng(0)
+  shapes = {
+    "a": (features, hidden), "b": (hidden,), "c": (hidden, 10), "d": (10,),
+  }  # fmt: skip
+  params = {
+    name: jnp.asarray(0.1 * rng.normal(size=shape), jnp.float32)
+    for name, shape in shapes.items()
+  }
+
+  def loss_fn(params, model_state, batch, key):
+    del key
+    x = batch["image"].reshape(-1, features) / 16.0
+    x = jax.nn.relu(x @ params["a"] + params["b"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+      x @ params["c"] + params["d"], batch["label"]
+    )
+    mask = batch.get("mask")
+    loss = losses.mean() if mask is None else (losses * mask).sum() / mask.sum()
+    return loss, (model_state, {})
+
+  machines = cluster.workers([4.0, 3.0, 2.0, 1.0])
+  samples = data.SampleStream(data.load("digits"), _WORKERS, seed=0)
+  batches = server.FixedBatches(8)
+  message = getattr(reducers, "MessageCodec", None) or server.MessageCodec
+  own = {
+    "ssp": lambda: server.SSP(bound=3, batches=batches),
+    "bsp": lambda: server.BSP(batches=batches),
+    "dbs": lambda: server.dbs(32),
+    "h_ps": lambda: server.h_ps(32, plans=server.fit_bit_plans(params)),
+    "decoupled": lambda: server.DecoupledDiLoCo(
+      batches=batches, interval=4, fragments=2, ahead=2
+    ),
+  }
+  feedback = reducers.ErrorFeedback()
+  options: dict[str, Any] = {
+    "compensation": {"compensation": 0.04},
+    "int4": {"push_codec": message(codecs.Quantize(4), feedback)},
+    "topk": {"push_codec": message(codecs.TopK(0.1), feedback)},
+  }.get(protocol, {})
+  optimizer = optax.sgd(0.05, momentum=0.9 if protocol == "momentum" else None)
+  rule = own.get(protocol, lambda: server.ASP(batches=batches))()
+  if protocol == "h_ps":
+    options = {"plans": rule.plans}
+  learner: Any
+  if protocol == "decoupled":
+    inner, outer = optax.sgd(0.05), optax.sgd(0.7, momentum=0.9)
+    names = machines.names
+    if hasattr(server, "FragmentLearner"):  # The older trees.
+      learner = server.FragmentLearner(
+        loss_fn, inner, params, samples, workers=names, outer=outer, fragments=2
+      )
+    else:
+      learner = server.Pair(
+        server.FragmentSyncer(params, workers=names, outer=outer, fragments=2),
+        {
+          name: server.FragmentRunner(
+            loss_fn, inner, params, samples, number=i, num_workers=_WORKERS,
+            fragments=2,
+          )
+          for i, name in enumerate(names)
+        },
+      )  # fmt: skip
+  else:
+    learner = server.GradientLearner(
+      loss_fn, optimizer, params, samples, workers=machines.names, **options
+    )
+  profile = cluster.Profile(0.01, pull_bytes=1e4, push_bytes=1e4)
+  return server.Simulation(machines, rule, profile, learner=learner)
+
+
+def _serve() -> None:
+  """Answers lines of a case and a number of updates by their seconds."""
+  import jax
+
+  runs: dict[str, Any] = {}
+  for line in sys.stdin:
+    case, count = json.loads(line)
+    try:
+      run = runs.setdefault(case, None) or _simulation(case)
+    except (AttributeError, TypeError, ValueError) as error:
+      print(json.dumps({"error": f"{error!r:.300}"}), flush=True)
+      continue
+    runs[case] = run
+    began_s = time.perf_counter()
+    run.run(updates=run.state.version + count)
+    jax.block_until_ready(jax.tree.leaves(run.learner.model.params))
+    taken_s = time.perf_counter() - began_s
+    found = b"".join(
+      bytes(memoryview(jax.device_get(x)).cast("B"))
+      for x in jax.tree.leaves(run.learner.model.params)
+    )
+    digest = hashlib.sha256(found).hexdigest()
+    print(json.dumps({"seconds": taken_s, "digest": digest}), flush=True)
+
+
+class _Tree:
+  """A process that runs the cases in a tree."""
+
+  def __init__(self, root: pathlib.Path):
+    self._process = subprocess.Popen(
+      [sys.executable, str(pathlib.Path(__file__).resolve()), "--serve"],
+      env=os.environ | {"PYTHONPATH": str(root)}, cwd=root, text=True,
+      stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+
+  def run(self, case: str, count: int) -> dict[str, Any]:
+    """Runs so many more updates of a case."""
+    assert self._process.stdin is not None and self._process.stdout is not None
+    self._process.stdin.write(json.dumps([case, count]) + "\n")
+    self._process.stdin.flush()
+    found: dict[str, Any] = json.loads(self._process.stdout.readline())
+    return found
+
+  def close(self) -> None:
+    """Ends the process."""
+    assert self._process.stdin is not None
+    self._process.stdin.close()
+    self._process.wait(timeout=60)
+
+
+def main() -> None:
+  """Runs all cases, and prints a line each."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("commit", help="the older tree: a commit, or a folder")
+  parser.add_argument("--cases", nargs="*", default=_PROTOCOLS)
+  parser.add_argument("--sizes", nargs="*", default=tuple(_HIDDEN))
+  parser.add_argument("--blocks", type=int, default=60)
+  parser.add_argument("--updates", type=int, default=50, help="of a block")
+  options = parser.parse_args()
+  import old_tree
+
+  with contextlib.ExitStack() as stack:
+    before = pathlib.Path(options.commit)
+    if not before.is_dir():
+      before = stack.enter_context(old_tree.checked_out(options.commit))
+    roots = {"old": before, "again": before, "new": old_tree.ROOT}
+    trees = {name: _Tree(root) for name, root in roots.items()}
+    for tree in trees.values():
+      stack.callback(tree.close)
+    for case in (f"{x}/{y}" for y in options.sizes for x in options.cases):
+      first = {x: tree.run(case, options.updates) for x, tree in trees.items()}
+      if any("error" in x for x in first.values()):
+        print(case, first, flush=True)
+        continue
+      taken: dict[str, list[float]] = {name: [] for name in trees}
+      for _ in range(options.blocks):
+        for name in random.sample(list(trees), len(trees)):
+          first[name] = trees[name].run(case, options.updates)
+          taken[name].append(first[name]["seconds"] / options.updates)
+      cut = {
+        x: 1e6 * statistics.quantiles(y, n=10)[0] for x, y in taken.items()
+      }
+      pairs = {
+        x: statistics.median(
+          [b / a for a, b in zip(taken["old"], taken[x], strict=True)]
+        )
+        for x in ("again", "new")
+      }
+      equal = first["new"]["digest"] == first["old"]["digest"]
+      print(
+        f"{case:20s} old {cut['old']:6.0f} us, new {cut['new']:6.0f}; new/old "
+        f"{cut['new'] / cut['old']:.2f} (of pairs {pairs['new']:.2f}), noise "
+        f"{cut['again'] / cut['old']:.2f} (of pairs {pairs['again']:.2f}); "
+        f"bits {'equal' if equal else 'differ'}",
+        flush=True,
+      )
+
+
+if __name__ == "__main__":
+  if sys.argv[1:] == ["--serve"]:
+    _serve()
+  else:
+    main()
