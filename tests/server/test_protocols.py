@@ -425,3 +425,15 @@ def test_shares_follow_samples_and_parts():
   assert root.share(samples=48, mean_samples=12) == 2.0
   parts = server.Weighting(parts={"a": 0.75, "b": 0.25})
   assert [parts.share(8, 8, worker) for worker in "ab"] == [1.5, 0.5]
+
+
+def test_push_of_another_workers_task_is_discarded():
+  protocol = server.ASP()
+  state = protocol.init(["a", "b"])
+  for worker in "ab":
+    protocol.receive(state, 0.0, server.Pull(worker))
+  found = protocol.receive(state, 1.0, server.Push("b", 0, 32, 1.0))
+  assert found == [_messages.Discard(0, "repeated")]
+  # Its own worker may still push it.
+  (update,) = protocol.receive(state, 2.0, server.Push("a", 0, 32, 1.0))
+  assert isinstance(update, _messages.Apply) and update.tasks == (0,)
