@@ -69,3 +69,15 @@ def test_default_gives_every_worker_one_sample_at_least():
   batches = server.SpeedBatches(total=4)
   assert batches.sizes([1000.0, 1.0]) == (3, 1)
   assert server.SpeedBatches(total=4, minimum=2).sizes([1000.0, 1.0]) == (2, 2)
+
+
+def test_limit_below_the_smallest_batch_yields_to_it():
+  batches = server.SpeedBatches(total=12, minimum=4)
+  assert batches.sizes([1.0, 1.0], limits=[2, None]) == (4, 8)
+
+
+def test_overheads_count_only_once_a_speed_is_known():
+  """They are in seconds, of which an assumed speed makes no samples."""
+  batches, overheads_s = server.SpeedBatches(total=12), [4.0, 0.0]
+  assert batches.sizes([None, None], overheads_s=overheads_s) == (6, 6)
+  assert batches.sizes([1.0, 1.0], overheads_s=overheads_s) == (4, 8)

@@ -437,3 +437,16 @@ def test_push_of_another_workers_task_is_discarded():
   # Its own worker may still push it.
   (update,) = protocol.receive(state, 2.0, server.Push("a", 0, 32, 1.0))
   assert isinstance(update, _messages.Apply) and update.tasks == (0,)
+
+
+def test_gradient_of_the_greatest_staleness_is_late():
+  protocol = server.Ringmaster(max_staleness=2)
+  state = protocol.init("abc")
+  for worker in "abc":
+    protocol.receive(state, 0.0, server.Pull(worker))
+  found = [
+    protocol.receive(state, 1.0, server.Push(worker, task, 32, 1.0))[0]
+    for task, worker in enumerate("abc")
+  ]
+  assert found[1].staleness == (1,)
+  assert found[2] == _messages.Discard(2, "late")
