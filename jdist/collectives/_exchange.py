@@ -30,7 +30,7 @@ ALONE_BYTES = 1 << 20
 # and all-to-all send one message after the other, as the notice that a process
 # can receive waits behind its own message.  The pieces of a sum go both ways at
 # once, in 0.5 to 0.7 of the time (10 Mbit/s to 1 Gbit/s).
-_SUMMED_BYTES = 1 << 16
+_SUMMED_BYTES = 1 << 15
 _UNSIGNED: dict[int, np.dtype] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
 
 
