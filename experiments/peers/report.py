@@ -395,8 +395,8 @@ def draw(found, path):
             textcoords="offset points",
           )  # fmt: skip
       panel.set_xscale("log")
-      panel.set_xlim(3, 1000)
-      ticks = (5, 10, 20, 50, 100, 200, 500)
+      panel.set_xlim(2, 1000)
+      ticks = (2, 5, 10, 20, 50, 100, 200, 500)
       panel.set_xticks(ticks, map(str, ticks), fontsize=8)
       panel.set_xticks((), minor=True)
       panel.set_title(cell.name.removeprefix("2 hosts, "), fontsize=9)
