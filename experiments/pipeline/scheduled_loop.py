@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jdist.profiling import _hlo
-from jdist.profiling._timeline import _branches, _events, Event
+from jdist.profiling._timeline import _events, _walk, Event
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,13 @@ def read_loop(program: Any) -> Loop:
   around: dict[str, int] = {}
   for instruction in parsed.computations[loop.body]:
     if instruction.operation == "conditional":
-      branches.append(_branches(parsed, instruction, max))
+      branches.append(
+        tuple(
+          tuple(_walk(parsed, name, max, conditional=True))
+          for name in instruction.called
+          if name in parsed.computations
+        )
+      )
       continue
     for event in _events(parsed, instruction, conditional=False):
       events.append(event)
