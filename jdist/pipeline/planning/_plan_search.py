@@ -1,6 +1,5 @@
 """The joint search over cuts, machines, tables, micro-batches and windows."""
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -18,10 +17,11 @@ from jdist.pipeline.planning._candidate import (
   stage_times,
   ZERO_BUBBLE,
 )
-from jdist.pipeline.planning._plan import Footprint, Plan, stage_bytes
+from jdist.pipeline.planning._plan import Footprint, Plan
 from jdist.pipeline.planning._refinement import Layout, refine
 from jdist.pipeline.schedule._asynchronous_tables import least_window
 from jdist.pipeline.schedule._checker import check_table, TableReport
+from jdist.pipeline.schedule._table import Table
 from jdist.pipeline.schedule._table_registry import TABLES
 
 # The most micro-batches per machine that are tried by default.
@@ -123,6 +123,8 @@ def plan(
       f"`num_microbatches` must have 1 for {_EACH} alone, which updates after "
       f"each micro-batch, got {list(num_microbatches)}."
     )
+  if not any(x.compute_s + x.update_s for x in costs):
+    raise ValueError("`costs` must take time, got layers that take none.")
   search = _Search(
     costs, machines, batch_size, samples, optimizer_copies, input_bytes,
     windows is None, math.inf if max_delay is None else max_delay,
@@ -272,7 +274,7 @@ class _Search:
       found = self._partition(choice, footprint)
       made = make_table_of(choice, found, self.machines)
       report = check_table(made)
-      if self._fits(found, report):
+      if self._fits(found, made, report):
         most = self.batch_size / found.bottleneck_s / choice.num_microbatches
         return dataclasses.replace(
           choice, plan=found, made=made, samples_per_s=most,
@@ -313,17 +315,14 @@ class _Search:
       raise errors[0]
     return min(plans, key=lambda x: (x.bottleneck_s, x.trip_s))
 
-  def _fits(self, found: Plan, report: TableReport) -> bool:
-    """Returns whether each machine holds all of its stages."""
-    footprint = Footprint(self.optimizer_copies, report.versions, report.live)
-    needs: dict[str, float] = collections.defaultdict(float)
-    for name, need in zip(
-      found.nodes, stage_bytes(found.stages, footprint), strict=True
-    ):
-      needs[name] += need
+  def _fits(self, found: Plan, made: Table, report: TableReport) -> bool:
+    """Returns whether each machine holds what the table keeps there."""
+    needs = _simulator.device_bytes(
+      made, found.stages, report, self.optimizer_copies
+    )
     return all(
       need <= self.machines.node(name).memory_bytes * (1 + _ROUNDING)
-      for name, need in needs.items()
+      for name, need in zip(found.nodes, needs, strict=False)
     )
 
   def _simulated(self, choice: Candidate) -> Candidate:
@@ -428,15 +427,20 @@ class _Search:
     order, cuts = layout
     if self.wanted and len(order) not in self.wanted:
       return None
-    choice = dataclasses.replace(choice, num_stages=len(order))
+    # Another layout may have room for more micro-batches, or for fewer.
+    choice = dataclasses.replace(
+      choice, num_stages=len(order), extra_live=max(choice.extra_live, 0)
+    )
     found = chain.plan(_stage_nodes(choice, order), cuts)
-    least_s = found.bottleneck_s * choice.num_microbatches
-    most = self.batch_size / least_s if least_s else math.inf
+    most = self.batch_size / found.bottleneck_s / choice.num_microbatches
     if most <= rate:
       return None
     made = make_table_of(choice, found, self.machines)
-    if not self._fits(found, check_table(made)):
-      return None
+    while not self._fits(found, made, report := check_table(made)):
+      if choice.table not in LISTED or max(report.live) == 1:
+        return None
+      choice = dataclasses.replace(choice, extra_live=choice.extra_live - 1)
+      made = make_table_of(choice, found, self.machines)
     done = self._simulated(
       dataclasses.replace(choice, plan=found, made=made, samples_per_s=most)
     )
@@ -457,15 +461,12 @@ class _Search:
         for each in self._with_more_live(choice):
           best = max(best, each.samples_per_s)
           done.append(each)
-    for each in self._slower_sends(done):
-      best = max(best, each.samples_per_s)
-      done.append(each)
-    for each in self._refined(done):
-      best = max(best, each.samples_per_s)
-      done.append(each)
+    done += list(self._slower_sends(done))
+    done += list(self._refined(done))
     simulated = [x for x in done if x.times is not None]
     if not simulated:
       raise ValueError(done[0].reason)
+    best = max(x.samples_per_s for x in simulated)
     fast = [x for x in simulated if x.samples_per_s >= best * (1 - _EQUAL)]
     first = min(fast, key=Candidate.price)
     others = sorted(

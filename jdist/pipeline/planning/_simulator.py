@@ -108,7 +108,7 @@ def simulate(
     makespan_s=makespan,
     iteration_s=_steady_s(ends, table.window),
     busy_s=tuple(busy),
-    memory_bytes=_memory(table, costs, report, optimizer_copies),
+    memory_bytes=device_bytes(table, costs, report, optimizer_copies),
     link_use={name: use for name, use in uses if name not in names},
     edge_bytes=tuple(
       table.num_microbatches * cost.sent_bytes
@@ -252,7 +252,7 @@ def _steady_s(ends: Sequence[float], window: int) -> float:
   return (ends[last] - ends[first]) / (last - first)
 
 
-def _memory(
+def device_bytes(
   table: Table,
   costs: Sequence[_costs.LayerCost],
   report: TableReport,

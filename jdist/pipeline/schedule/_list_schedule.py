@@ -26,20 +26,13 @@ class StageTimes:
       the gradient in return.
 
   Raises:
-    ValueError: If a time is negative, or both passes take none.
+    ValueError: If a time is negative.
   """
 
   forward: signatures.NonNegativeFloat = 1.0
   backward: signatures.NonNegativeFloat = 1.0
   weight: signatures.NonNegativeFloat = 1.0
   send: signatures.NonNegativeFloat = 0.0
-
-  def __post_init__(self) -> None:
-    if not self.forward + self.backward:
-      raise ValueError(
-        "`forward` or `backward` must be positive, got a stage that takes no "
-        "time."
-      )
 
 
 def live_for_full_use(times: Sequence[StageTimes]) -> list[int]:
@@ -53,7 +46,7 @@ def live_for_full_use(times: Sequence[StageTimes]) -> list[int]:
   The weight part of a split backward pass does not count, as a micro-batch that
   waits for its weight part occupies the same room.
   """
-  period = max(x.forward + x.backward for x in times)
+  period = max(x.forward + x.backward for x in times) or 1.0
   found, trip = [], 0.0
   for i, x in reversed(list(enumerate(times))):
     trip += x.forward + x.backward

@@ -183,6 +183,33 @@ def test_order_that_fits_with_more_micro_batches_is_found():
   assert best.plan.nodes == ("large", "small")
 
 
+def test_other_machines_may_keep_more_micro_batches_than_the_first():
+  costs = [
+    _Cost(f"{f}", f, 2 * f, parameter_bytes=size, saved_bytes=saved)
+    for f, size, saved in ((3.0, 3, 1), (2.0, 1, 2), (1.0, 2, 3))
+  ]
+  nodes = [cluster.Node(f"n{x}", memory_bytes=x) for x in (21.0, 15.0)]
+  best, _ = pipeline.plan(
+    costs, cluster.Cluster(tuple(nodes)), 8, tables=["zb_h2"],
+    num_microbatches=[8], recompute=[False],
+  )  # fmt: skip
+  # On n21 first a stage has room for two fewer micro-batches, and takes 120.
+  assert best.plan.nodes == ("n15.0", "n21.0") and best.extra_live == -1
+  assert 8 / best.samples_per_s == pytest.approx(75)
+
+
+@pytest.mark.parametrize("table", ["greedy", "zb_h2", "ours"])
+def test_layer_without_any_time_may_be_a_stage_of_its_own(table):
+  costs = [_Cost("a", 1.0, 2.0, parameter_bytes=4)]
+  costs.append(_Cost("reshape", parameter_bytes=4))
+  nodes = [cluster.Node(f"n{i}", memory_bytes=12.0) for i in range(2)]
+  best, _ = pipeline.plan(
+    costs, cluster.Cluster(tuple(nodes)), 8, tables=[table]
+  )
+  assert best.plan.cuts == (1,)
+  assert best.samples_per_s == pytest.approx(1 / 3)
+
+
 def _unlike(seed):
   """Draws layers and machines of unlike speeds, links and memory."""
   draw = random.Random(seed)

@@ -93,6 +93,7 @@ def windows(number):
   ("batch_size", lambda: plan(0), "int >= 1"),
   ("num_microbatches", lambda: plan(num_microbatches=[3]), "divide the batch"),
   ("num_microbatches", lambda: windows(0), "int >= 1"),
+  ("costs", lambda: pipeline.plan([cost()] * 2, _TWO, 8), "must take time"),
   ("max_delay", lambda: plan(max_delay=-1), "int >= 0"),
   ("num_stages", lambda: plan(num_stages=[7]), "at most the 2 machines"),
   ("tables", lambda: plan(tables=["dapple"]), "'naive'"),
