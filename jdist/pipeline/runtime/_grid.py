@@ -190,12 +190,11 @@ def _slots(
       gradients[stage - 1, i] = tick + send_ticks - 1
 
   def most(starts: dict[tuple[int, int], int]) -> int:
-    spans = []
-    for s in range(table.num_stages):
-      keys = [(s, i) for i in range(table.num_microbatches)]
-      times = [starts[key] for key in keys], [ends[key] for key in keys]
-      spans.append(_span(*times, period))
-    return max(spans)
+    count = range(table.num_microbatches)
+    return max(
+      _span([starts[s, i] for i in count], [ends[s, i] for i in count], period)
+      for s in range(table.num_stages)
+    )
 
   return most(inputs), most(gradients), most(stashes)
 
@@ -256,24 +255,26 @@ def tick_times(
   *,
   late: bool,
   between_s: float = 0.0,
+  all_wait: bool = False,
 ) -> TickTimes:
-  """Adds up a step's ticks on devices that wait for their neighbours only.
+  """Adds up a step's ticks on devices that wait for each other.
 
   A device exchanges messages with both neighbours in every tick, whether they
   need them or not, both ways at once, and all three must have reached the tick.
   See `OneProgram.times` for the arguments.
   """
   checks.check_number("send_s", send_s)
-  passes = np.zeros((2, *grid.rows.shape[:2]))
+  devices, passes = grid.num_devices, np.zeros((2, *grid.rows.shape[:2]))
   for lane, column in enumerate((FORWARD, BACKWARD)):
     for tick, device in np.argwhere(grid.rows[..., column]).tolist():
       op, chunk = grid.rows[tick, device, column : column + 2].tolist()
-      stage = chunk * grid.num_devices + device
-      passes[lane, tick, device] = seconds(Op(op), stage)
-  ring = grid.num_stages > grid.num_devices
-  sends = [0.0 if grid.num_devices == 1 else x for x in (0.0, send_s)]
+      passes[lane, tick, device] = seconds(Op(op), chunk * devices + device)
+  ring = grid.num_stages > devices
+  apart = abs(np.subtract.outer(np.arange(devices), np.arange(devices)))
+  waits = (apart <= 1) | (ring & (apart == devices - 1)) | all_wait
+  sends = [0.0 if devices == 1 else x for x in (0.0, send_s)]
   # The run without sends shows what they add.
-  free_s, step_s = (_run(passes, x, between_s, late, ring) for x in sends)
+  free_s, step_s = (_run(passes, x, between_s, late, waits) for x in sends)
   return TickTimes(
     ticks=len(grid.rows),
     step_s=step_s,
@@ -284,18 +285,17 @@ def tick_times(
 
 
 def _run(
-  passes: np.ndarray, send_s: float, between_s: float, late: bool, ring: bool
+  passes: np.ndarray,
+  send_s: float,
+  between_s: float,
+  late: bool,
+  waits: np.ndarray,
 ) -> float:
   now = np.zeros(passes.shape[2])
 
   def sent(ready: np.ndarray) -> np.ndarray:
     """Returns when sends that begin when devices are ready are done."""
-    if ring:
-      before, after = np.roll(ready, 1), np.roll(ready, -1)
-    else:
-      before = np.append(ready[:1], ready[:-1])
-      after = np.append(ready[1:], ready[-1:])
-    return np.maximum(np.maximum(before, after), ready) + send_s
+    return np.where(waits, ready, 0.0).max(1) + send_s
 
   for forward, backward in zip(*passes, strict=True):
     if late:

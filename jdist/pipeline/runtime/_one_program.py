@@ -137,8 +137,9 @@ class OneProgram:
     send_s: float,
     *,
     between_s: float = 0.0,
+    all_wait: bool = False,
   ) -> _grid.TickTimes:
-    """Forecasts the ticks of a step; each device waits for its neighbours.
+    """Forecasts the ticks of a step, in which devices wait for each other.
 
     Args:
       seconds: Returns the seconds of an op of a stage as this runtime runs it:
@@ -146,10 +147,13 @@ class OneProgram:
         pass, and the last stage has no other.
       send_s: The seconds of `sent_bytes` on a link between two devices.
       between_s: The seconds of each tick on each device without its ops.
+      all_wait: Whether a device waits for all others, as on CPUs, and not for
+        its neighbours only.
     """
     return _grid.tick_times(
-      self.grid, seconds, send_s, late=self._late, between_s=between_s
-    )
+      self.grid, seconds, send_s, late=self._late, between_s=between_s,
+      all_wait=all_wait,
+    )  # fmt: skip
 
   def join(
     self, params: PyTree = None, state: PyTree = None

@@ -1,6 +1,12 @@
 """Seconds of ticks against closed forms."""
 
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jdist import pipeline
 from jdist.pipeline.runtime import _grid
@@ -69,3 +75,56 @@ def test_one_device_sends_nothing():
   found = _times(grid, 2.0, late=False, between_s=0.25)
   assert found.step_s == 4 * (_F + _B) + 8 * 0.25
   assert found.send_s == found.exposed_s == 0.0
+
+
+def test_all_devices_may_wait_for_the_slowest_of_a_tick():
+  # In turn the first and the last of three devices take long.
+  seconds = [[8.0, 1.0, 1.0], [1.0, 1.0, 8.0]]
+  rows = np.zeros((2, 3, _grid.NUM_COLUMNS), np.int32)
+  rows[..., _grid.FORWARD] = int(pipeline.Op.FORWARD)
+  rows[1, :, _grid.FORWARD + 1] = 1  # The second chunk.
+  kept = _grid.Grid(rows, 3, 1, 0, 0, 1, 1, 1, frozenset())
+
+  def of(op, stage):
+    return seconds[stage // 3][stage % 3]
+
+  near, every = (
+    _grid.tick_times(kept, of, 0.5, late=False, all_wait=x)
+    for x in (False, True)
+  )
+  # The last one does not wait for the first, two devices away.
+  assert (near.free_s, near.step_s) == (9.0, 10.0)
+  assert (every.free_s, every.step_s) == (16.0, 17.0)
+
+
+def test_permute_of_cpu_devices_waits_for_all_of_them():
+  like, ends = jax.ShapeDtypeStruct((), jnp.float32), {}
+
+  def pause(device, _):
+    time.sleep(0.3 if device == 0 else 0.0)
+    return np.float32(0)
+
+  def end(device, _):
+    ends[int(device)] = time.monotonic()
+    return np.float32(0)
+
+  def device(x):
+    number = jax.lax.axis_index("stage")
+    x = x + jax.pure_callback(pause, like, number, x[0])
+    x = jax.lax.ppermute(x, "stage", [(0, 1), (1, 2), (2, 3)])
+    return x + jax.pure_callback(end, like, number, x[0])
+
+  auto = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((4,), ("stage",), axis_types=auto)
+  spec = PartitionSpec("stage")
+  run = jax.jit(
+    jax.shard_map(
+      device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+  )
+  jax.block_until_ready(run(jnp.arange(4.0)))
+  start = time.monotonic()
+  jax.block_until_ready(run(jnp.arange(4.0)))
+  # The last device receives from the third one, which was ready at once.
+  assert sorted(ends) == [0, 1, 2, 3]
+  assert min(ends.values()) - start > 0.29
