@@ -32,8 +32,8 @@ class TicksState(NamedTuple):
     states: The model's state before each micro-batch's forward pass, likewise.
     gradients: The gradients of each chunk's outputs, [chunks, slots, ...].
     stash: What the weight parts of split backward passes read of the input
-      parts, by dtype, [chunks, slots + 1, size].  A backward action returns one
-      slot, [size].
+      parts, by dtype, [chunks, slots, size].
+    stashed: That of the last input part, [size].
     output: The output of the last forward pass, to be sent.
     gradient: The gradient of an input from the last backward pass, likewise.
     grads: The sums of gradients so far, [iterations, chunks, ...].
@@ -46,6 +46,7 @@ class TicksState(NamedTuple):
   states: PyTree
   gradients: jax.Array
   stash: dict[str, jax.Array]
+  stashed: dict[str, jax.Array]
   output: jax.Array
   gradient: jax.Array
   grads: PyTree
@@ -138,15 +139,13 @@ class TickActions:
   ) -> dict[int, list[Branch]]:
     """Returns the branches of both lanes, the first of which is idle."""
     given, stages = (versions, key_of), range(self.grid.num_stages)
+
+    def idle(state: PyTree, flight: TicksState, _: Place) -> Any:
+      return state, flight
+
     lanes: dict[int, list[Branch]] = {
-      _grid.FORWARD: [lambda state, flight, _: (state, flight)],
-      _grid.BACKWARD: [
-        lambda state, flight, _: (
-          state, flight._replace(stash=self._no_stash()),
-        )
-      ],
+      _grid.FORWARD: [idle], _grid.BACKWARD: [idle]
     }  # fmt: skip
-    idle, idle_backward = (lane[0] for lane in lanes.values())
     for s in stages[:-1]:
       lanes[_grid.FORWARD].append(functools.partial(self._forward, s, *given))
     # The last stage's backward pass follows at once and runs it anyway.
@@ -155,7 +154,7 @@ class TickActions:
     for op, s in itertools.product(self.grid.backward_ops, stages):
       run = functools.partial(self._backward, s, op, *given)
       # XLA compiles every branch, so one that no row takes is left empty.
-      lanes[_grid.BACKWARD].append(run if (op, s) in used else idle_backward)
+      lanes[_grid.BACKWARD].append(run if (op, s) in used else idle)
     return lanes
 
   def branch(
@@ -234,14 +233,14 @@ class TickActions:
       waiting = self.slot(at, self.grid.gradient_slots)
       cotangent = self._message.unflat(flight.gradients[waiting], number)
     grads, gradient, aux = None, None, ()
-    new_stash = self._no_stash()
     if op == Op.BACKWARD:
       grads, (gradient, aux) = self._pull(number, given, cotangent)
     elif op == Op.BACKWARD_INPUT:
       # The split is traced here, too, for the types of this device's values.
       parts = self._split(number, given, cotangent)
       (gradient, aux), stash = parts.input_part(given, cotangent)
-      new_stash = self.stash.to_own(stash, number)
+      if stash:
+        flight = flight._replace(stashed=self.stash.to_own(stash, number))
     else:
       place = self.slot(at, self.grid.stash_slots)
       kept = jax.tree.map(lambda ring: ring[place], flight.stash)
@@ -266,19 +265,24 @@ class TickActions:
     if number and op != Op.BACKWARD_WEIGHT:
       sent = self._message.flat(gradient, number - 1)
       flight = flight._replace(gradient=sent)
-    return state, flight._replace(stash=new_stash)
+    return state, flight
 
   def stored(
-    self, rings: PyTree, new: PyTree, op: jax.Array, at: Place
-  ) -> PyTree:
-    """Stores a stash; the last slot takes those of all other actions."""
-    slots = self.grid.stash_slots
-    chunk, number = self.slot(at, slots)
-    number = jnp.where(op == int(Op.BACKWARD_INPUT), number, slots)
-    return jax.tree.map(lambda x, y: x.at[chunk, number].set(y), rings, new)
-
-  def _no_stash(self) -> dict[str, jax.Array]:
-    return {kind: jnp.zeros(n, kind) for kind, n in self.stash.sizes.items()}
+    self, flight: TicksState, op: jax.Array, at: Place
+  ) -> dict[str, jax.Array]:
+    """Stores what an input part has stashed, at the end of its tick."""
+    place = self.slot(at, self.grid.stash_slots)
+    # This updates the rings in place, where a conditional would copy them, and
+    # costs nothing in the ticks of other actions.
+    turns = (op == int(Op.BACKWARD_INPUT)).astype(jnp.int32)
+    return jax.lax.fori_loop(
+      0,
+      turns,
+      lambda _, rings: jax.tree.map(
+        lambda x, y: x.at[place].set(y), rings, flight.stashed
+      ),
+      flight.stash,
+    )
 
   def _params(
     self, versions: Sequence[PyTree], number: int, offset: jax.Array

@@ -176,6 +176,10 @@ class Ticks:
     # The shapes of one chunk's arrays.
     state = jax.eval_shape(lambda x: self.states.to_own(x, 0), first.state)
     sums = jax.eval_shape(lambda x: self.params.to_own(x, 0), first.params)
+    stashed = {
+      kind: jax.ShapeDtypeStruct((length,), kind)
+      for kind, length in self.stash.sizes.items()
+    }
 
     def zeros(tree: PyTree, *front: int, wide: bool = False) -> PyTree:
       def zero(x: Any) -> jax.Array:
@@ -189,10 +193,8 @@ class Ticks:
       inputs=jnp.zeros((chunks, grid.slots, size), dtype),
       states=zeros(state, chunks, grid.slots),
       gradients=jnp.zeros((chunks, grid.gradient_slots, size), dtype),
-      stash={
-        kind: jnp.zeros((chunks, grid.stash_slots + 1, length), kind)
-        for kind, length in self.stash.sizes.items()
-      },
+      stash=zeros(stashed, chunks, grid.stash_slots),
+      stashed=zeros(stashed),
       output=jnp.zeros(size, dtype),
       gradient=jnp.zeros(size, dtype),
       grads=zeros(sums, turns, chunks, wide=True),
@@ -250,22 +252,17 @@ class Ticks:
         # Nothing in this tick depends on these sends before `_receive`, so XLA
         # starts them before the conditionals and finishes them after.
         received = self._shift(flight.output, flight.gradient)
-      # A conditional copies what passes through it, but not what it only reads.
-      rings = flight.stash
       for lane in (_grid.FORWARD, _grid.BACKWARD):
         op, at = self._place(row, lane, step)
         # While the pipeline fills, rows name iterations before the first one.
         there = (at.iteration >= 0) & (at.iteration < limit)
         which = jnp.where(there, self._actions.branch(op, at.chunk, device), 0)
-        if lane == _grid.FORWARD:
-          which = jnp.minimum(which, grid.num_stages)
-        flight = flight._replace(stash=rings if lane == _grid.BACKWARD else {})
         state, flight = jax.lax.switch(which, actions[lane], state, flight, at)
-      flight = flight._replace(
-        stash=self._actions.stored(rings, flight.stash, op, at)
-      )
+      flight = flight._replace(stash=self._actions.stored(flight, op, at))
       if not self._late:
         received = self._shift(flight.output, flight.gradient)
+      # XLA copies rings that are written before the actions may have read them.
+      received, flight = jax.lax.optimization_barrier((received, flight))
       flight = self._receive(flight, received, row, step)
       return (state, flight), None
 

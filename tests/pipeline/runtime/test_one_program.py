@@ -29,6 +29,23 @@ def _pipe(table, sizes=small.SIZES, *, statistics=False, **options):
   return _training.one_program(layers, table, sizes, **options), layers
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_ticks_update_rings_in_place(late):
+  pipe, _ = _pipe(pipeline.make_table("zb_h1", 2, 4), late_sends=late)
+  team, optimizer = _training.team_of(pipe), _momentum("worker")
+  state = pipe.abstract_state(team, optimizer)
+  batch = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((1, 4 * x.shape[0], *x.shape[1:]), x.dtype),
+    _training.microbatch(),
+  )
+  step = _training.compiled_step(pipe, team, optimizer, state)
+  text = step.lower(state, batch).compile().as_text()
+  flight = jax.eval_shape(pipe._ticks.start)
+  copied = set(re.findall(r"= (\w+)\[([\d,]*)\]\S* copy\(", text))
+  for ring in (flight.inputs, flight.gradients, *flight.stash.values()):
+    assert ("f32", ",".join(map(str, ring.shape))) not in copied
+
+
 @pytest.mark.parametrize(
   ("table", "sizes", "late"),
   [
