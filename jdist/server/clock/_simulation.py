@@ -217,9 +217,7 @@ class Simulation(_driver.Driver):
     """Sends the parameters, and adds the task to the machine's queue."""
     name = str(reply.worker)
     given, life = _Given(reply), self._lives[name]
-    if name in self._away:  # A message to a failed machine is lost.
-      life = -1
-    else:
+    if name not in self._away:  # A message to a failed machine is lost.
       self._queues[name].append(given)
       if self._under_way is not None:
         self._under_way.send(name, reply.task, more, payload)
