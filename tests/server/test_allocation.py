@@ -81,3 +81,9 @@ def test_overheads_count_only_once_a_speed_is_known():
   batches, overheads_s = server.SpeedBatches(total=12), [4.0, 0.0]
   assert batches.sizes([None, None], overheads_s=overheads_s) == (6, 6)
   assert batches.sizes([1.0, 1.0], overheads_s=overheads_s) == (4, 8)
+
+
+def test_rounding_of_a_huge_total_takes_nothing_from_a_small_share():
+  """The shares of floats sum to one more; the second's exact one is 1.43."""
+  sizes = _allocation.largest_remainder([7.0, 1e-16], 10**17)
+  assert sizes == (10**17 - 1, 1)

@@ -397,3 +397,31 @@ def test_learner_that_steps_itself_needs_samples():
       lambda *_: None, optax.sgd(0.1), {"w": np.zeros(2)}, None,
       number=0, num_workers=2,
     )  # fmt: skip
+
+
+def test_pushed_samples_count_in_one_merge():
+  rule = protocol(quorum=1.0, grace=0.0)
+  state = begin(rule, "ab")
+  tasks = {x: list(state.members[x].tasks) for x in "ab"}
+  for i, samples in enumerate((30, 10)):
+    rule.receive(state, 1.0, push("a", tasks["a"][i], 30))
+    (update,) = rule.receive(state, 1.0, push("b", tasks["b"][i], samples))
+  # The second pushes are of (30, 10) samples in as many steps: 900 to 100.
+  assert update.weights == pytest.approx((0.9, 0.1))
+  assert state.merged_samples == 60.0 + 40.0
+
+
+def test_late_push_in_step_is_part_of_its_fragments_next_merge():
+  rule = protocol(fragments=2, quorum=0.5, grace=0.0, ahead=1, in_step=True)
+  state = begin(rule, "ab")
+  (second, update) = rule.receive(state, 1.0, push("a", 0))
+  assert (second.fragment, update.tasks, state.version) == (1, (0,), 1)
+  # Fragment 0's next merge is the third, and the second has to come first.
+  assert _applied(rule.receive(state, 2.0, push("b", 1))) == []
+  found = rule.receive(state, 3.0, push("a", second.task))
+  assert _applied(found) == [(second.task,), (1,)]
+  assert state.merges == [2, 1]
+
+
+def _applied(actions):
+  return [x.tasks for x in actions if isinstance(x, server.Apply)]

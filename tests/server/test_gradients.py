@@ -18,7 +18,7 @@ from jdist import (
   server,
   training,
 )
-from jdist.server.gradients import _packed
+from jdist.server.gradients import _merge, _packed
 
 pytest.importorskip("simpy")
 
@@ -210,3 +210,23 @@ def test_packed_trees_are_what_they_were():
   large = {"a": jnp.zeros(1 << 14), "b": jnp.zeros(1)}
   for whole in (keys, large, jnp.zeros(3)):
     assert not isinstance(_packed.pack(whole)[0], _packed.Packed)
+
+
+def test_padding_of_a_merge_weighs_nothing():
+  pushes = [_merge.Pushed(x, x) for x in "abc"]
+  pushes, factors = _merge.narrowed(pushes, (1.0, 2.0, 3.0), (0.5,) * 3, 8)
+  # Integers of the last push are returned.
+  assert [x.grads for x in pushes] == ["a", "b", "c", "c"]
+  np.testing.assert_array_equal(factors, [[1, 2, 3, 0], [0.5, 0.5, 0.5, 0]])
+
+
+def test_last_settled_task_is_the_latest_in_every_order():
+  """A worker may have several tasks, of which a later one is dropped first."""
+  found = server.GradientServer(
+    SGD, {"w": jnp.zeros(2)}, plans=server.message_plans(), workers=["a"]
+  )
+  for task in (0, 1):
+    found.reply(server.Reply("a", task, 0, 4))
+  for task in (1, 0):
+    found.discard(task)
+  assert found.reply(server.Reply("a", 2, 0, 4))[0]["settled"] == 1

@@ -16,6 +16,7 @@ from jdist import (
   server,
   training,
 )
+from jdist.server.run import _server_run
 from jdist.storage import sealed_json
 from tests.server import test_gradients as gradients
 
@@ -238,3 +239,10 @@ def test_states_that_are_not_finite_are_not_saved(tmp_path):
     assert given[0].endswith("not saved: the last checkpoint stays.")
     kept = sorted(x.name for x in (tmp_path / "b").glob("update_*"))
     assert kept == ["update_0000000004"]
+
+
+def test_rounding_adds_no_mark_before_the_end():
+  """In floats 2.1 / 0.3 is 7.000000000000001."""
+  marks = _server_run._plan(2.1, "seconds", 0.3, None, {}).marks
+  assert marks == pytest.approx([0.3, 0.6, 0.9, 1.2, 1.5, 1.8, 2.1])
+  assert marks[-1] == 2.1

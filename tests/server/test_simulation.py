@@ -6,6 +6,7 @@ import math
 import sys
 
 import hypothesis
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
@@ -387,3 +388,59 @@ def test_iteration_spread_is_of_the_last_tasks():
   found = [run.nodes[name].iteration_s for name in machines.names]
   # Five samples of 0.1 s each, on machines of speeds 1 and 1/4.
   assert found == pytest.approx([0.5, 2.0])
+
+
+def test_utilisation_is_the_mean_over_machines():
+  # Half of the barrier's time for the first machine, all for the second.
+  run = simulation((2.0, 1.0), server.BSP(batches=FIVE))
+  run.run(updates=10)
+  assert run.summary()["utilisation"] == pytest.approx(0.75)
+
+
+def test_repeated_push_is_not_discarded_while_the_first_one_waits():
+  run = simulation((1.0, 1.0), server.BSP(batches=FIVE), learner=noting())
+  for worker in run.nodes:
+    run.deliver(server.Pull(worker))
+  push = server.Push("worker0", 0, 5, 0.5)
+  run.deliver(push)
+  run.deliver(push)
+  run.deliver(server.Leave("worker0"))
+  run.deliver(push)
+  assert run.state.discarded == {"repeated": 1, "left": 1}
+  run.deliver(server.Push("worker1", 1, 5, 0.5))
+  assert (run.applied_samples, run.lost_samples) == (10, 0)
+  assert run.nodes["worker0"].discarded == 0
+
+
+class Refusing(server.EmptyServer):
+  """Refuses pushes on demand."""
+
+  refuses = True
+
+  def push(self, *arguments):
+    if self.refuses:
+      raise server.RefusedError("shape", "It is not one of the model.")
+    super().push(*arguments)
+
+
+def test_refused_pushes_are_forgiven_after_a_good_one_and_a_restart():
+  outages = (cluster.Outage(1.0, 2.0),)
+  learner = server.Pair(Refusing(0), {"a": server.EmptyWorker()})
+  run = simulation(
+    machines=cluster.Cluster((cluster.Node("a", 0.01, outages=outages),)),
+    learner=learner,
+  )
+  run.deliver(server.Pull("a"))
+
+  def accept(*, refuses):
+    learner.server.refuses = refuses
+    return run.accept(server.Push("a", 0, 5, 0.5), {}, np.zeros(0, np.uint8))
+
+  for refuses in (True, True, False, True, True):
+    assert accept(refuses=refuses) is not refuses
+  assert not run.expelled("a")  # Never three in a row.
+  accept(refuses=True)
+  run.run(seconds=1.5)
+  assert run.expelled("a")
+  run.run(seconds=2.5)
+  assert not run.expelled("a")
