@@ -228,3 +228,25 @@ def test_host_ends_rounds_by_default(monkeypatch):
     _workload.Prepared(workload, chosen, "diloco", 0.1)
   # None lets the trainer decide.
   assert told == [None, False]
+
+
+def test_warmup_is_half_of_a_short_run_at_most():
+  options = _commands.Train(steps=10, warmup_epochs=2.0)
+  budget = _methods.make_budget(options, 0.1, steps_per_epoch=4.0)
+  assert (budget.num_steps, budget.warmup_steps) == (10, 5)
+  longer = dataclasses.replace(options, steps=40)
+  budget = _methods.make_budget(longer, 0.1, steps_per_epoch=4.0)
+  assert budget.warmup_steps == 8
+
+
+def test_quadratic_rule_lengthens_rounds_below_half_of_the_peak():
+  options = _commands.Train(interval=4, interval_policy="qsr")
+  rate = optax.exponential_decay(0.1, 100, 0.5)
+  run = _methods.run_of(options, 10_000, 0, rate)
+  policy = _methods._interval(
+    "local_sgd", methods.registry["local_sgd"], options, run
+  )
+  # The rate is halved in 100 steps: at a fourth rounds have 4 * 2**2 steps.
+  for step, steps in ((0, 4), (99, 4), (200, 16)):
+    found, _ = policy.next(policy.init(), jnp.int32(step), jnp.float32(1.0))
+    assert found == pytest.approx(steps, abs=1)

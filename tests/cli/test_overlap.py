@@ -315,3 +315,21 @@ def test_operations_match_published_counts(model, giga_flops):
   events = _timeline.read_timeline(program)
   found = sum(event.flops for event in events)
   assert found / 2 / 1e9 == pytest.approx(giga_flops, rel=0.01)
+
+
+def test_rates_and_steps_are_shown_in_their_units(capsys):
+  device = cluster.Device("toy", 3e12, 4e9, launch_s=5e-6)
+  link = cluster.Link(6e9, latency_s=7e-6)
+  assert _overlap_report.rates(device, link) == (
+    "Stated rates, not measurements: 3 TFLOP/s, 4 GB/s of memory, 5 µs at "
+    "least a kernel; link 6 Gbit/s each way, 7 µs a message."
+  )
+  step = types.SimpleNamespace(
+    end_s=0.5, send_s=0.25, exposed_s=0.0, wire_bytes=2e6, hidden_share=1.0
+  )
+  found = _overlap_report.Found("msdpu", step, step, 1, 0, 0.0)
+  _output.console().print(_overlap_report.methods_table([found]))
+  cells = capsys.readouterr().out.split("│ msdpu")[1].splitlines()[0]
+  assert [x.strip() for x in cells.split("│")[1:8]] == [
+    "1", "2", "250.000", "100.0", "500.000", "500.000", "100.0",
+  ]  # fmt: skip

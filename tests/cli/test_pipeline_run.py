@@ -1,5 +1,6 @@
 """`jdist train --stages`: trained and resumed runs, and refusals."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -10,8 +11,8 @@ import jax
 import pytest
 
 from jdist import cli, models
-from jdist.cli import _methods
-from jdist.cli.pipelines import _pipeline_run
+from jdist.cli import _commands, _methods
+from jdist.cli.pipelines import _pipeline_run, _tables
 
 pytest.importorskip("grain")
 _RUN = (
@@ -179,3 +180,12 @@ def test_pipeline_train_is_train_with_stages(tmp_path, capsys):
   capsys.readouterr()
   row = json.loads((tmp_path / "rows.jsonl").read_text())
   assert (row["config"]["stages"], row["config"]["table"]) == (4, "gpipe")
+
+
+def test_table_has_two_micro_batches_for_each_stage_by_default():
+  options = _commands.Train(stages=3, table="gpipe")
+  assert _tables.of_options(options).num_microbatches == 6
+  given = dataclasses.replace(options, microbatches=4)
+  assert _tables.of_options(given).num_microbatches == 4
+  # PipeDream updates after every micro-batch.
+  assert _tables.make("pipedream", 2, 8).num_microbatches == 1

@@ -9,7 +9,7 @@ import pytest
 
 from jdist import cli, server, training
 from jdist.cli import _commands, _workload
-from jdist.cli.servers import _server_parts
+from jdist.cli.servers import _protocols, _server_parts
 
 pytest.importorskip("simpy")
 
@@ -293,3 +293,25 @@ def test_server_options_need_a_protocol(more, capsys):
 def test_protocol_needs_machines(capsys):
   assert cli.main(["train", "--protocol", "asp"]) == 2
   assert "`--cluster` must be given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("name", "options", "gradients"),
+  [
+    ("asp", {}, 1),
+    ("bsp", {}, 8),
+    ("bsp", {"backups": 3}, 5),
+    ("h_ps", {}, 8),
+    ("decoupled_diloco", {}, 8),
+    ("n_softsync", {}, 8),
+    ("n_softsync", {"splits": 3}, 2),
+    ("n_softsync", {"splits": 3, "buffer": 5}, 5),
+    ("fedbuff", {}, 10),
+    ("fedbuff", {"buffer": 5}, 5),
+  ],
+)
+def test_gradients_of_an_update_give_the_length_of_a_run(
+  name, options, gradients
+):
+  train = _commands.Train(protocol=name, **options)
+  assert _protocols.gradients_per_update(name, train, 8) == gradients

@@ -1,10 +1,13 @@
 """`jdist simulate`: its output, its files and its refusals."""
 
+import dataclasses
 import json
 
 import pytest
 
 from jdist import cli, server
+from jdist.cli import _commands, _output
+from jdist.cli.servers import _protocols, _simulate
 
 pytest.importorskip("simpy")
 pytest.importorskip("matplotlib")
@@ -149,3 +152,28 @@ def test_run_without_machines_reports_its_end(
   out = capsys.readouterr().out
   assert f"asp has ended after update {updates} at " in out
   assert "away for good" in out
+
+
+def test_defaults_are_a_thousand_updates_and_tasks_of_the_median(file):
+  options = _commands.Simulate(cluster=file, batch_size=50)
+  machines, profile, limits = _simulate._check(options)
+  assert limits["updates"] == 1000
+  limited = dataclasses.replace(options, seconds=2.0)
+  assert _simulate._check(limited)[2]["updates"] is None
+  # Twenty tasks of 0.5 s at speed 8, as two of three machines have it.
+  drawn = _simulate._drawn_seconds(options, machines, profile)
+  assert drawn == pytest.approx(20 * 0.5 / 8)
+
+
+def test_figures_have_the_units_of_their_headings(file, capsys):
+  machines, profile = _protocols.load(file)
+  run = server.Simulation(machines, server.ASP(), profile)
+  run.run(updates=1)
+  run.pulled_bytes, run.pushed_bytes = 2e9, 1.5e9
+  _output.console().print(_simulate._table({"asp": run}))
+  assert "│     3.5 │" in capsys.readouterr().out
+  heading = _simulate._heading(
+    machines, dataclasses.replace(profile, pull_bytes=3e6)
+  )
+  assert heading.startswith("3 machines of speed 1 to 8; ")
+  assert ": 10 ms for a sample at speed 1, 3 MB pulled and 0.002 MB" in heading
