@@ -262,7 +262,7 @@ class Ticks:
       if not self._late:
         received = self._shift(flight.output, flight.gradient)
       # XLA copies rings that are written before the actions may have read them.
-      received, flight = jax.lax.optimization_barrier((received, flight))
+      flight = jax.lax.optimization_barrier(flight)
       flight = self._receive(flight, received, row, step)
       return (state, flight), None
 
