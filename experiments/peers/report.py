@@ -352,6 +352,22 @@ def flower(rows, found):
   return "\n".join(lines)
 
 
+def exchange(before, found):
+  """Returns steps of 4-bit methods with gloo's gather, and by a sum."""
+  lines = []
+  for cell in cells(before, {}):
+    now = next((x for x in found if x.name == cell.name), None)
+    for key in cell.rows if now else ():
+      old_s, new_s = cell.step_s(key), now.step_s(key)
+      lines.append((
+        cell.name, key[1], f"{1e3 * old_s:.1f}", f"{1e3 * new_s:.1f}",
+        f"{new_s / old_s:.2f}",
+      ))  # fmt: skip
+  return studies.table(
+    "network | method | ms a step by a gather | by a sum | ratio", lines
+  )
+
+
 def setting(steps, times):
   """Returns what the rows were made with."""
   rows = [*steps, *times]
@@ -410,10 +426,13 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--check", action="store_true")
   check = parser.parse_args().check
-  steps, times, fed_avg = (
+  steps, times, fed_avg, before = (
     training.read_rows(x) if x.exists() else []
-    for x in (run.STEPS, run.TIMES, run.STEPS.with_name("flower.jsonl"))
-  )
+    for x in (
+      run.STEPS, run.TIMES, run.STEPS.with_name("flower.jsonl"),
+      run.STEPS.with_name("gather.jsonl"),
+    )
+  )  # fmt: skip
   tuning = tuned(steps)
   found = cells(times, tuning)
   pages = {
@@ -424,7 +443,7 @@ def main():
     },
     run.FOLDER / "TABLES.md": {
       "times": times_table(found), "steps": steps_table(tuning),
-      "same": same_updates(steps),
+      "same": same_updates(steps), "exchange": exchange(before, found),
     },
     _COMPARISON: {
       "peers": comparison(found), "flower": flower(fed_avg, found)

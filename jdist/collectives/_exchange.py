@@ -29,7 +29,7 @@ ALONE_BYTES = 1 << 20
 # From this size on, two CPU hosts exchange by a sum of integers.  Gloo's gather
 # and all-to-all send one message after the other, as the notice that a process
 # can receive waits behind its own message.  The pieces of a sum go both ways at
-# once, in 0.5 to 0.7 of the time (10 Mbit/s to 1 Gbit/s).
+# once (experiments/peers has the times of a step with either).
 _SUMMED_BYTES = 1 << 15
 _UNSIGNED: dict[int, np.dtype] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
 
@@ -52,13 +52,11 @@ def gather(tree: PyTree, axis: _axis.Axis) -> PyTree:
       # The shapes are [inner, ...], then [outer, inner, ...], which becomes one
       # axis of workers.
       rows = _axis.varying(rows, name)
-      long = rows.nbytes >= _SUMMED_BYTES
-      other = _from_other(rows, name) if long else None
-      if other is None:
-        rows = jax.lax.all_gather(rows, name)
-      else:
-        both = jnp.stack([rows, other])
+      if rows.nbytes >= _SUMMED_BYTES and _joins_two_hosts(rows, name):
+        both = jnp.stack([rows, _from_other(rows, name)])
         rows = jnp.roll(both, jax.lax.axis_index(name), 0)
+      else:
+        rows = jax.lax.all_gather(rows, name)
       rows = rows.reshape(-1, *x.shape)
     return _axis.varying(rows, axis)
 
@@ -139,28 +137,30 @@ def all_to_all(tree: PyTree, axis: _axis.Axis) -> PyTree:
     y = _by_name(x, names)
     for dim, name in zip(reversed(range(len(names))), names, strict=True):
       y = _mapped(y, name)
-      other = 1 - jax.lax.axis_index(name)
-      sent = jax.lax.dynamic_index_in_dim(y, other, dim)
-      long = sent.nbytes >= _SUMMED_BYTES
-      found = _from_other(sent, name) if long else None
-      if found is None:
-        y = jax.lax.all_to_all(y, name, dim, dim)
-      else:
+      if y.nbytes >= 2 * _SUMMED_BYTES and _joins_two_hosts(y, name):
+        other = 1 - jax.lax.axis_index(name)
+        sent = jax.lax.dynamic_index_in_dim(y, other, dim)
+        found = _from_other(sent, name)
         y = jax.lax.dynamic_update_index_in_dim(y, found, other, dim)
+      else:
+        y = jax.lax.all_to_all(y, name, dim, dim)
     return _axis.varying(y.reshape(x.shape), axis)
 
   return jax.tree.map(one, _axis.arrays(tree))
 
 
-def _from_other(x: jax.Array, name: str) -> jax.Array | None:
-  """Returns the array of the other of two CPU hosts; None for other workers."""
-  if (
-    x.dtype.kind not in "fiu"
-    or name not in jax.sharding.get_abstract_mesh().manual_axes
-    or jax.lax.axis_size(name) != 2
-    or not _axis.joins_cpu_hosts()
-  ):
-    return None
+def _joins_two_hosts(x: jax.Array, name: str) -> bool:
+  """Returns whether two CPU hosts can exchange an array by a sum."""
+  return (
+    x.dtype.kind in "fiu"
+    and name in jax.sharding.get_abstract_mesh().manual_axes
+    and jax.lax.axis_size(name) == 2
+    and _axis.joins_cpu_hosts()
+  )
+
+
+def _from_other(x: jax.Array, name: str) -> jax.Array:
+  """Returns the array of the other one of two workers."""
   bits = jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint8
   own = jax.lax.bitcast_convert_type(x, bits)
   return jax.lax.bitcast_convert_type(jax.lax.psum(own, name) - own, x.dtype)

@@ -34,7 +34,8 @@ class _Channel:
     if carried is None and not under_way:
       deliver(*arguments)
       return
-    # Whether it has been carried: a list, as the clock makes millions of them.
+    # The first entry says that it has been carried. The clock makes millions of
+    # messages, so they are lists.
     message = [carried is None, deliver, arguments]
     under_way.append(message)
 

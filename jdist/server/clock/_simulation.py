@@ -118,7 +118,7 @@ class Simulation(_driver.Driver):
       for node in machines.nodes
     }
     self.events = 0
-    # What each machine must hold at once of its first batch.
+    # A machine must hold one pass of its first batch at once.
     first = {name: x.samples for name, x in self.state.members.items()}
     first = {x: math.ceil(n / protocol.passes(x, n)) for x, n in first.items()}
     machines.check_batches(profile, [first.get(x, 0) for x in machines.names])

@@ -9,8 +9,8 @@ import jax
 from jdist import collectives, states
 
 PyTree = Any
-# On a CPU a program takes about 3 us for each array that it returns, which is a
-# small net's whole time, and a copy of this many bytes takes as long.
+# Each array that a program takes or returns costs about a microsecond on a CPU,
+# which a small net's arithmetic hardly exceeds; larger copies cost more.
 _MAX_BYTES = 1 << 16
 
 

@@ -219,7 +219,7 @@ def test_first_delayed_round_has_no_loss(delay):
 
 
 def test_round_after_a_drain_has_no_loss():
-  """What was received before it is no news in the next round."""
+  """The next round does not count again what an earlier one received."""
   optimizer = transforms.local_steps(
     optax.sgd(RATE), TOLD, axis=None, overlap=transforms.Delayed(steps=1)
   )
