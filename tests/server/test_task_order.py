@@ -9,9 +9,10 @@ import optax
 import pytest
 
 from jdist import cluster, server
+from jdist.server import _links
 from tests.server import _live_runs
 
-pytest.importorskip("simpy")
+simpy = pytest.importorskip("simpy")
 
 NAMES = ("worker0", "worker1")
 UPDATES, BATCH, MARK = 10, 8, 6
@@ -167,3 +168,24 @@ def test_versions_hold_after_a_resume(tmp_path):
   # Both tasks of the beginning are of the checkpoint's version.
   for pairs in log.values():
     assert [version for version, _ in pairs[:3]] == [MARK, MARK, MARK + 1]
+
+
+def test_messages_of_a_connection_keep_their_order():
+  environment = simpy.Environment()
+  link = cluster.Link(8.0, sharing="fair")  # A byte in a second.
+  links = _links.Links(environment, cluster.workers([1.0], link=link))
+  found = []
+
+  def arrive(name):
+    found.append((name, environment.now))
+
+  # Fair links carry the small one first, and the last has no bytes.
+  for name, num_bytes in (("large", 10), ("small", 2), ("none", None)):
+    links.send("push", "worker0", num_bytes, arrive, name)
+  links.connect("worker0")
+  links.send("push", "worker0", None, arrive, "new")
+  environment.run()
+  assert [name for name, _ in found] == ["new", "large", "small", "none"]
+  assert found[0][1] == 0.0
+  # The large one alone takes 10 s on its way.
+  assert all(time > 10 for _, time in found[1:])
