@@ -197,6 +197,21 @@ def test_a_model_that_is_replaced_trains_as_before():
   chex.assert_trees_all_equal(*found)
 
 
+def test_packing_changes_no_bit(monkeypatch):
+  codec = reducers.MessageCodec(codecs.Quantize(4), reducers.ErrorFeedback())
+  protocol = server.ASP(batches=server.FixedBatches(8))
+  found = []
+  for most in (_packed._MAX_BYTES, -1):
+    jax.clear_caches()
+    monkeypatch.setattr(_packed, "_MAX_BYTES", most)
+    learner, _ = learn(protocol, [2.0, 1.0], 20, push_codec=codec)
+    packs = isinstance(learner.server.model.params, _packed.Packed)
+    assert packs == (most > 0)
+    found.append(learner.model.params)
+  jax.clear_caches()
+  chex.assert_trees_all_equal(*found)
+
+
 def test_packed_trees_are_what_they_were():
   tree = {
     "count": jnp.int32(3), "w": jnp.arange(6.0).reshape(2, 3), "none": None,
