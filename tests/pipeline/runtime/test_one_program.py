@@ -272,8 +272,11 @@ def test_memory_of_1f1b_does_not_grow_with_micro_batches():
   flat = [_temporary_bytes("1f1b", m) for m in (8, 64)]
   grows = [_temporary_bytes("gpipe", m) for m in (8, 64)]
   assert flat[1] < 1.05 * flat[0]
-  # It keeps an input of each of the 56 additional micro-batches.
-  assert grows[1] - grows[0] > 56 * _MICRO * 61 * 4
+  # It keeps an input of each of the 56 additional micro-batches, and one copy
+  # alone of this ring. XLA need not copy the whole batch, of which both tables
+  # have the same.
+  ring = 56 * _MICRO * 61 * 4
+  assert ring < (grows[1] - grows[0]) - (flat[1] - flat[0]) < 2 * ring
 
 
 def _of_parameters(text):
