@@ -119,7 +119,7 @@ class Lease:
     }  # fmt: skip
 
   def _write(self) -> None:
-    sealed_json.write_whole(self._path, json.dumps(self._entry()).encode())
+    sealed_json.write_text(self._path, json.dumps(self._entry()))
 
   def _read(self) -> dict[str, Any] | None:
     """Returns the entry; None without a file, and empty while it is created."""

@@ -9,6 +9,7 @@ move, so that all listed files are complete.
 import json
 import os
 import pathlib
+import threading
 from collections.abc import Callable
 from typing import Any, IO
 
@@ -57,18 +58,22 @@ def read(path: pathlib.Path, *, form: int) -> Any:
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-  """Writes a text that is there whole or not at all."""
-  write_whole(path, text.encode())
+  """Writes a whole text, which other writers may replace at the same time."""
+  own = f".{os.getpid()}-{threading.get_native_id()}.partial"
+  write_whole(path, text.encode(), own)
 
 
 def write_whole(
-  path: pathlib.Path, data: bytes | Callable[[IO[bytes]], object]
+  path: pathlib.Path,
+  data: bytes | Callable[[IO[bytes]], object],
+  suffix: str = ".partial",
 ) -> None:
   """Writes a file that is either there whole or not at all.
 
-  The `data` may also be a function that writes them to a file.
+  The `data` may also be a function that writes them to a file. Until then they
+  are in a file with a `suffix`, of which there must be one writer at a time.
   """
-  partial = path.with_name(path.name + ".partial")
+  partial = path.with_name(path.name + suffix)
   with partial.open("wb") as file:
     data(file) if callable(data) else file.write(data)
     file.flush()

@@ -93,7 +93,8 @@ def test_run_trains_evaluates_and_resumes(words, tmp_path, capsys, monkeypatch):
     cluster.write("seconds_per_batch = 0.1\n")
   assert cli.main(words) == 2
   error = capsys.readouterr().err
-  assert "`--cluster` is of other machines" in error and error.count("\n") == 1
+  assert "`--cluster` is of other machines" in error, error
+  assert error.count("\n") == 1, error
   assert cli.main([*words, "--seed", "1"]) == 2
   assert "`--seed` is 0 in the checkpoint and 1 here" in capsys.readouterr().err
 

@@ -88,6 +88,20 @@ def quick(monkeypatch):
   monkeypatch.setattr(lease, "_BEAT_S", 0.1)
 
 
+def test_leases_of_one_run_are_renewed_at_the_same_time(tmp_path, monkeypatch):
+  """Threads that wrote one partial file moved it away under each other."""
+  monkeypatch.setattr(lease, "_BEAT_S", 1e-4)
+  leases = [lease.Lease(tmp_path, "one") for _ in range(4)]
+  for found in leases:
+    found.claim()
+  for _ in range(300):
+    again = lease.Lease(tmp_path, "one")
+    again._write()
+    again.check()
+  for found in leases:
+    found.release()
+
+
 def _elsewhere(folder, beat):
   entry = {"run": "one", "machine": "another", "process": 1, "beat": beat}
   (folder / "lease.json").write_text(json.dumps(entry))
