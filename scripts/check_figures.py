@@ -44,6 +44,7 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
     ("report.py", "mnist"),
     ("report.py", "cifar10"),
     ("report.py", "clock"),
+    ("protocols_report.py", "--check"),
   ),
   "first_comparison": (("report.py",),),
   "failures": (("report.py", "mnist"), ("scale.py", "--check")),

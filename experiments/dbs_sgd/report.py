@@ -32,7 +32,7 @@ def _staleness(rows: Sequence[comparison.Row], name: str) -> float:
   return comparison.mean(rows, lambda row: row["staleness"][name])
 
 
-def _relative(runs: Runs, name: str, other: str) -> str:
+def relative(runs: Runs, name: str, other: str) -> str:
   """Returns a loss relative to another one's, paired by seeds."""
   if other not in runs:
     return ""
@@ -61,7 +61,7 @@ def table(runs: Runs, tuned: Mapping[str, comparison.Tuned]) -> str:
         name,
         rate,
         "{:.4f} ± {:.4f}".format(*spread),
-        "" if name == _BASE else _relative(runs, name, _BASE),
+        "" if name == _BASE else relative(runs, name, _BASE),
         "{:.2f} ± {:.2f}".format(*studies.mean_accuracy(rows)),
         " / ".join(ages),
         f"{comparison.mean(rows, 'samples'):,.0f}",
@@ -92,7 +92,7 @@ def summary(found: Found) -> str:
         sharing,
         f"{speed:g}x",
         *(
-          _relative(runs, "dbs", other)
+          relative(runs, "dbs", other)
           for other in ("asgd", "n-softsync", "n-softsync, rate/staleness")
         ),
         "" if more is None else more.plus_minus(),

@@ -3,6 +3,7 @@
     python experiments/dbs_sgd/run.py mnist
     python experiments/dbs_sgd/run.py mnist --speeds 8 --data shared
     python experiments/dbs_sgd/run.py mnist --variants asgd dbs --seeds 0 1
+    python experiments/dbs_sgd/run.py protocols
 
 Gradients are real, time is computed: every variant has the same virtual
 seconds.  Every row is written when its run has ended, and runs whose rows are
@@ -18,10 +19,12 @@ from typing import Any
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import config
+import jax
+import optax
 import studies
 import tyro
 
-from jdist import data, server
+from jdist import data, server, training
 from jdist.training import comparison
 
 
@@ -37,6 +40,70 @@ class Fit:
       options.dataset, options.model, options.batch_size,
       momentum=options.momentum,
     )  # fmt: skip
+    # Programs are compiled once for equal optimizers.
+    self.sgd = functools.lru_cache(functools.partial(optax.sgd, nesterov=True))
+
+  @functools.cached_property
+  def message_bytes(self) -> float:
+    """Bytes of all parameters in 32 bits."""
+    return 4.0 * sum(
+      x.size for x in jax.tree.leaves(self.problem.model(0).params)
+    )
+
+  @functools.cached_property
+  def plans(self) -> server.BitPlans:
+    """Plans of H-PS's bits: one set for all runs, of the first gradient."""
+    problem, model = self.problem, self.problem.model(0)
+    train = problem.workloads["comparison"].train
+    batch = data.SampleStream(train, 1, seed=0).batch(0, 0, 64)
+    gradient = jax.jit(training.make_gradient(problem.loss))(
+      model.params, model.state, batch, jax.random.key(0)
+    )
+    return server.fit_bit_plans(gradient.grads, error_limit=0.02)
+
+  def protocol(self, variant: str) -> server.Protocol:
+    """Builds a variant's protocol, with the model's own plans of bits."""
+    found = config.VARIANTS[variant](self.options)
+    if isinstance(found, server.HPS) and found.plans is not None:
+      return dataclasses.replace(found, plans=self.plans)
+    return found
+
+  def learner(
+    self, trial: comparison.Trial, protocol: server.Protocol,
+    names: tuple[str, ...], samples: data.SampleStream,
+  ) -> server.Pair:  # fmt: skip
+    """Builds what computes a variant's gradients, or its local steps."""
+    problem, model = self.problem, self.problem.model(trial.seed)
+    if isinstance(protocol, server.DecoupledDiLoCo):
+      common = {"model_state": model.state}
+      outer = self.sgd(config.OUTER_RATE, config.OUTER_MOMENTUM[trial.variant])
+      syncer = server.FragmentSyncer(
+        model.params, workers=names, outer=outer, **common
+      )
+      inner = self.sgd(trial.learning_rate, self.options.momentum)
+      runners = {
+        name: server.FragmentRunner(
+          problem.loss, inner, model.params, samples, number=number,
+          num_workers=len(names), seed=trial.seed, **common,
+        )
+        for number, name in enumerate(names)
+      }  # fmt: skip
+      return server.Pair(syncer, runners)
+    few = isinstance(protocol, server.HPS) and protocol.plans is not None
+    learner = server.GradientLearner(
+      problem.loss,
+      problem.optimizer,
+      model.params,
+      samples,
+      workers=names,
+      model_state=model.state,
+      seed=trial.seed,
+      plans=self.plans if few else None,
+    )
+    learner.server.model = learner.model._replace(
+      opt_state=studies.set_rate(learner.model.opt_state, trial.learning_rate)
+    )
+    return learner
 
   def __call__(
     self, setting: config.Setting, trial: comparison.Trial
@@ -44,7 +111,8 @@ class Fit:
     """Trains a variant on the virtual clock, and returns its measurements."""
     options, problem = self.options, self.problem
     train = problem.train_set(trial)
-    machines = config.machines(options, setting.speed)
+    size = self.message_bytes
+    machines = config.machines(options, setting.speed, size)
     samples = data.SampleStream(
       train,
       options.workers,
@@ -52,25 +120,13 @@ class Fit:
       owned=setting.sharing != "shared",
       alpha=options.alpha if setting.sharing == "skewed" else None,
     )
-    model = problem.model(trial.seed)
-    learner = server.GradientLearner(
-      problem.loss,
-      problem.optimizer,
-      model.params,
-      samples,
-      workers=machines.names,
-      model_state=model.state,
-      seed=trial.seed,
-    )
-    learner.server.model = learner.model._replace(
-      opt_state=studies.set_rate(learner.model.opt_state, trial.learning_rate)
-    )
+    protocol = self.protocol(trial.variant)
     run = server.Simulation(
       machines,
-      config.VARIANTS[trial.variant](options),
-      config.COSTS,
+      protocol,
+      config.costs(options, size),
       seed=trial.seed,
-      learner=learner,
+      learner=self.learner(trial, protocol, machines.names, samples),
     )
     speed = sum(node.speed for node in machines.nodes)
     seconds_per_sample = config.COSTS.seconds_per_sample / speed
@@ -90,6 +146,7 @@ class Fit:
       "workers": options.workers,
       "samples": run.applied_samples,
       "discarded": sum(run.state.discarded.values()),
+      "message_bytes": run.pulled_bytes + run.pushed_bytes,
       "iteration_spread": max(iterations) / min(iterations),
       "staleness": {
         "mean_over_updates": sum(n.staleness for n in nodes)
@@ -121,12 +178,13 @@ def compare(
     study,
     rows,
     functools.partial(fit, setting),
-    rank=comparison.by_loss,
+    rank=options.rank,
     on_row=show,
     on_tuned=studies.warn_of_end,
   )
   # Once more with one rate for all: that which is best for the baseline.
-  if config.BASE in found.tuned and len(options.rates) > 1:
+  tuned = config.BASE in found.tuned and len(options.rates) > 1
+  if options.one_rate and tuned:
     comparison.compare(
       dataclasses.replace(
         study, learning_rates=(found.tuned[config.BASE].best,)
