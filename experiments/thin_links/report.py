@@ -206,13 +206,14 @@ def of_shards(rows):
     ceiling = config["bits_per_s"] / 8 / part
     lines.append((
       num, config["workers"], row["commit"][:7], row["updates"],
-      f"{row['counted_s']:.1f}", f"{row['updates_per_s']:.3f}",
+      f"{config['skipped_s']:g}", f"{row['counted_s']:.1f}",
+      f"{row['updates_per_s']:.3f}",
       f"{100 * row['updates_per_s'] / ceiling:.0f}", f"{factor:.2f}",
       "-" if aim is None else f"{aim:g}: {_met(factor >= aim)}",
       f"{row['staleness']:.1f}",
     ))  # fmt: skip
   return studies.table(
-    "servers | workers | commit | updates | in s | updates a second "
+    "servers | workers | commit | updates | after s | in s | updates a second "
     "| of what the links carry, % | times one server | aim | staleness",
     lines,
   )
