@@ -471,7 +471,6 @@ EVERY = {
     "test_engine_trains_by_the_law": 12,
   },
   "server/test_one_pair.py": {
-    "test_engine_trains_by_the_law": 68,
     "test_refused_worker_keeps_nothing_that_is_not_finite": 2,
   },
   "server/test_protocols.py": {

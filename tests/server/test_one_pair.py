@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,14 @@ NAMES, EIGHT, UPDATES = ("worker0", "worker1"), server.FixedBatches(8), 10
 PARAMS = jnp.zeros(8)
 SGD = optax.sgd(_reference.RATE, momentum=_reference.MOMENTUM)
 STEP = server.LocalStep(0.02, 0.9, nesterov=True)
-INT4 = reducers.MessageCodec(codecs.Quantize(4), reducers.ErrorFeedback())
+FEEDBACK = reducers.ErrorFeedback()
+INT4 = reducers.MessageCodec(codecs.Quantize(4), FEEDBACK)
+CODECS = {
+  "exact": None,
+  "int8": reducers.MessageCodec(codecs.Quantize(8), FEEDBACK),
+  "int4": INT4,
+  "top-k": reducers.MessageCodec(codecs.TopK(0.25), FEEDBACK),
+}
 PLANS = server.BitPlans(bits=((32,), (8,)), sizes=(8,), block=8)
 PROTOCOLS = {
   "bsp": server.BSP(batches=EIGHT),
@@ -31,7 +39,7 @@ PROTOCOLS = {
     weighting=server.Weighting(staleness=server.inverse_staleness),
   ),
   "ssp": server.SSP(batches=EIGHT, bound=1),
-  "softsync": server.NSoftsync(n=1, batches=EIGHT),
+  "n_softsync": server.NSoftsync(n=1, batches=EIGHT),
   "fedbuff": server.fedbuff(batches=EIGHT, buffer=3),
   "dbs": server.dbs(16),
   "ringmaster": server.Ringmaster(batches=EIGHT, max_staleness=1),
@@ -115,39 +123,58 @@ ENGINES = {
 }
 
 
+STEPS = {"no step": None, "step": STEP}
+
+
+def is_frequent(protocol, codec, step, engine):
+  """Returns whether a combination is in the default set.
+
+  A fourth of them has all pairs of two protocols, codecs, steps or engines.
+  """
+  protocol, codec = list(PROTOCOLS).index(protocol), list(CODECS).index(codec)
+  chosen = (protocol + codec) % 2, (protocol + codec // 2) % 2
+  return chosen == (step == "step", engine == "threads")
+
+
 def cases():
-  """Every codec and local step, on Ray the two cases that have most parts."""
-  for name, protocol in PROTOCOLS.items():
-    for codec in (None, INT4):
-      for step in (None, STEP):
-        for engine in ("clock", "threads"):
-          yield engine, name, protocol, codec, None, step
-    yield "ray", name, protocol, INT4, None, STEP
-  for engine in ENGINES:
-    for step in (None, STEP):
-      yield engine, "h_ps with plans", PLANNED, None, PLANS, step
-
-
-def identified(case):
-  engine, name, _, codec, _, step = case
+  """All combinations; on Ray of each protocol that which has most parts."""
   needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray"
   )
-  words = [engine, name, codec and "int4", step and "step"]
-  return pytest.param(
-    engine, *case[2:], id=", ".join(filter(None, words)),
-    marks=(pytest.mark.slow, needs_ray) if engine == "ray" else (),
-  )  # fmt: skip
+
+  def case(protocol, codec, step, engine, frequent, run, plans=None):
+    marks = [] if frequent else [pytest.mark.slow]
+    marks += [needs_ray] if engine == "ray" else []
+    options = {"codec": CODECS[codec], "plans": plans, "step": STEPS[step]}
+    words = ", ".join((engine, protocol, codec, step))
+    return pytest.param(engine, run, options, id=words, marks=marks)
+
+  for name, run in PROTOCOLS.items():
+    for names in itertools.product(CODECS, STEPS, ("clock", "threads")):
+      yield case(name, *names, is_frequent(name, *names), run)
+    yield case(name, "int4", "step", "ray", False, run)
+  for step, engine in itertools.product(STEPS, ENGINES):
+    yield case(
+      "h_ps with plans", "exact", step, engine, engine != "ray", PLANNED, PLANS
+    )
 
 
-@pytest.mark.parametrize(
-  ("engine", "protocol", "codec", "plans", "step"),
-  list(map(identified, cases())),
-)
-def test_engine_trains_by_the_law(
-  engine, protocol, codec, plans, step, tmp_path
-):
-  options = {"codec": codec, "plans": plans, "step": step}
+def test_default_set_has_all_pairs():
+  parts = PROTOCOLS, CODECS, STEPS, ("clock", "threads")
+  frequent = [x for x in itertools.product(*parts) if is_frequent(*x)]
+  assert len(frequent) == len(PROTOCOLS) * len(CODECS)
+  for first, second in itertools.combinations(range(len(parts)), 2):
+    found = {(x[first], x[second]) for x in frequent}
+    assert len(found) == len(parts[first]) * len(parts[second])
+
+
+def test_every_protocol_of_gradients_is_compared():
+  """Decoupled DiLoCo sends fragments, and has a reference of its own."""
+  assert set(server.PROTOCOLS) - {"decoupled_diloco"} <= set(PROTOCOLS)
+
+
+@pytest.mark.parametrize(("engine", "protocol", "options"), list(cases()))
+def test_engine_trains_by_the_law(engine, protocol, options, tmp_path):
   log, params = ENGINES[engine](protocol, tmp_path, **options)
   wanted = _reference.Reference(protocol, NAMES, **options).run(log)
   assert np.abs(wanted).max() > 0.05
