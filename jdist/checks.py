@@ -72,10 +72,10 @@ def check_type(
 
 
 def check_function(
-  name: str, value: Any, of: str, *, optional: bool = False
+  name: str, value: Any, of: str, number: int, *, optional: bool = False
 ) -> None:
-  """Raises a ValueError unless `value` is a function, or None if optional."""
-  if not (is_function(value) or (optional and value is None)):
+  """Raises a ValueError unless a value is a function of so many arguments."""
+  if not (is_function(value, number) or (optional and value is None)):
     rule = f"`{name}` must be a function of {of}"
     rule += ", or None" if optional else ""
     raise ValueError(f"{rule}, got {show(value)}.")
@@ -310,11 +310,16 @@ def check_optimizer(
   return value
 
 
-def check_arrays(name: str, tree: Any, *, shapes: bool = True) -> None:
+def check_arrays(
+  name: str, tree: Any, *, shapes: bool = True, keys: bool = True
+) -> None:
   """Raises a ValueError that names the first leaf that is not an array."""
   for leaf, value in named_leaves(tree).items():
     abstract = isinstance(value, jax.ShapeDtypeStruct)
-    if (abstract and shapes) or isinstance(value, jax.Array | float):
+    dtype = getattr(value, "dtype", float)
+    key = not keys and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    known = (abstract and shapes) or isinstance(value, jax.Array | float)
+    if known and not key:
       continue  # This case is common, and each trace makes the check.
     if isinstance(value, int) and abs(value) > _LARGEST:
       raise ValueError(
@@ -323,10 +328,11 @@ def check_arrays(name: str, tree: Any, *, shapes: bool = True) -> None:
       )
     with contextlib.suppress(TypeError):
       jax.eval_shape(lambda x: x, value)
-      if not abstract:
+      if not (abstract or key):
         continue
     raise ValueError(
-      f"`{name}` must be a tree of arrays, got {'the shape of ' * abstract}"
+      f"`{name}` must be a tree of {'arrays' if keys else 'numbers'}, got "
+      f"{'the shape of ' * (abstract and not key)}"
       f"{show(value)}{f' at {leaf!r}' if leaf else ''}."
     )
 
@@ -334,7 +340,7 @@ def check_arrays(name: str, tree: Any, *, shapes: bool = True) -> None:
 def check_real(name: str, tree: Any, of: str) -> None:
   """Raises a ValueError that names the first complex leaf."""
   for leaf, value in named_leaves(tree).items():
-    if jnp.issubdtype(jnp.result_type(value), jnp.complexfloating):
+    if jnp.iscomplexobj(value):
       raise ValueError(
         f"`{name}` must be real for {of}, got {jnp.result_type(value)}"
         f"{f' at {leaf!r}' if leaf else ''}. Put the optimizer into "

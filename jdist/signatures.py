@@ -36,7 +36,11 @@ Optimizer: TypeAlias = Annotated[
 Arrays: TypeAlias = Annotated[
   Any, functools.partial(checks.check_arrays, shapes=False)
 ]
-# The same, or their shapes alone.
+# The same without random keys.
+Numbers: TypeAlias = Annotated[
+  Any, functools.partial(checks.check_arrays, shapes=False, keys=False)
+]
+# A tree of arrays, or of their shapes alone.
 Shapes: TypeAlias = Annotated[Any, checks.check_arrays]
 _Door = typing.TypeVar("_Door", bound=Callable[..., Any])
 _WORDS: dict[Any, str] = {

@@ -298,7 +298,7 @@ def _walk(
 
 def _law_of(x: Any, law: Any, name: str, floats: Any) -> Any:
   dtype = jnp.result_type(x)
-  if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+  if is_key(x):
     return law if law == "constant" else "random"
   if law is not None:
     return law

@@ -492,9 +492,6 @@ EVERY = {
     "test_right_call_is_right": 42,
     "test_wrong_argument_is_named": 83,
   },
-  "test_wrong_constructors.py": {
-    "test_wrong_argument_is_named": 10,
-  },
   "training/loop/test_shapes.py": {
     "test_buffer_that_a_loader_refills_changes_nothing": 4,
     "test_each_shape_compiles_programs_of_its_own": 4,

@@ -17,9 +17,13 @@ _REFUSED = (
   ),
   (lambda x: checks.check_choice("x", x, ("a", "b")), ("c", 3), "'a' or 'b'"),
   (lambda x: checks.check_type("x", x, int, "a number"), ("c",), "a number"),
-  (lambda x: checks.check_function("x", x, "y"), (None, 3), "function of y"),
   (
-    lambda x: checks.check_function("x", x, "y", optional=True),
+    lambda x: checks.check_function("x", x, "y", 1),
+    (None, 3, lambda: 1),
+    "function of y",
+  ),
+  (
+    lambda x: checks.check_function("x", x, "y", 1, optional=True),
     (3,),
     "or None",
   ),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks
+from jdist import checks, states
 
 PyTree: TypeAlias = Any
 # An order of leaves: from the front, from the back, or by a key of their paths.
@@ -134,8 +134,7 @@ def fingerprint(tree: PyTree) -> jax.Array:
 
 
 def _hash(x: jax.Array) -> jax.Array:
-  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-    x = jax.random.key_data(x)
+  x = states.key_words(x)
   if jnp.iscomplexobj(x):
     x = jnp.stack([x.real, x.imag])
   if x.dtype == jnp.bool_:

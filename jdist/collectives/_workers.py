@@ -407,9 +407,8 @@ def _row(x: jax.Array, worker: int) -> jax.Array:
   """Returns row `worker` of an array, which this process must hold."""
   if not isinstance(x, jax.Array) or x.is_fully_addressable:
     return x[worker]
-  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-    words = _row(jax.random.key_data(x), worker)
-    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+  if states.is_key(x):
+    return states.as_key(_row(states.key_words(x), worker), x)
   parts: dict[tuple[tuple[int, int], ...], jax.Array] = {}
   for shard in x.addressable_shards:
     # Slices have no hash before Python 3.12, bounds do.
@@ -439,7 +438,7 @@ def _to_host(x: Any) -> Any:
 
 
 def _check_plain(x: Any) -> None:
-  if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+  if states.is_key(x):
     raise ValueError(
       "`tree` must hold plain arrays here, got a typed PRNG key. Pass "
       "`jax.random.key_data(key)` and wrap it again with "

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from jdist import checks, signatures
+from jdist import checks, signatures, states
 from jdist.data._dataset import Dataset, TextDataset
 
 # Each use of a user's seed adds a key of its own, so that no two uses draw the
@@ -64,9 +64,9 @@ def partition(
     ours. When all classes of a worker's mix are exhausted, it draws from the
     rest in proportion.
   """
+  if states.is_key(labels) or np.ndim(labels) != 1:
+    raise ValueError(f"`labels` must be one axis, got {checks.show(labels)}.")
   labels = np.asarray(labels)
-  if labels.ndim != 1:
-    raise ValueError(f"`labels` must be one axis, got shape {labels.shape}.")
   num_workers = check_num_workers(num_workers, len(labels))
   if alpha is not None:
     alpha = checks.check_number("alpha", alpha, open_low=True)

@@ -146,7 +146,7 @@ class Rounds:
   def __init__(
     self,
     method: optax.GradientTransformation,
-    params: signatures.Arrays,
+    params: signatures.Numbers,
     *,
     workers: Sequence[str],
     samples: Any = 32,
@@ -198,7 +198,7 @@ class Rounds:
     loss_fn: Callable[..., Any],
     samples: server.Samples | None,
     *,
-    params: signatures.Arrays = None,
+    params: signatures.Numbers = None,
     sizes: Sequence[int] | None = None,
     kind: Any = server.FragmentRunner,
   ) -> Any:

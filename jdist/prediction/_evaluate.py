@@ -181,7 +181,7 @@ def check_images(
 ) -> None:
   """Raises a ValueError unless images, labels and model fit each other."""
   own, other = names
-  checks.check_function("normalize", normalize, "images as they are stored")
+  checks.check_function("normalize", normalize, "images as stored", 1)
   images, labels = np.asarray(images), np.asarray(labels)
   if not images.ndim or not len(images):
     raise ValueError(

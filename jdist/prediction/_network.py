@@ -156,7 +156,9 @@ def _natural(item: tuple[tuple[str, ...], Any]) -> Any:
 
 
 def _checked(order: Sequence[str], names: list[str]) -> Sequence[str]:
-  several = isinstance(order, Iterable) and not isinstance(order, str)
+  several = isinstance(order, Iterable) and not isinstance(
+    order, str | jax.Array
+  )
   given: list[Any] = list(order) if several else [order]
   wrong = [f"{x!r} is none of them" for x in given if x not in names]
   wrong += [f"{x!r} is missing" for x in names if x not in given]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from jdist import checks
+from jdist import checks, states
 from jdist.prediction import _cut
 
 PyTree = Any
@@ -255,11 +255,8 @@ def _dense(params: Params, x: jax.Array) -> jax.Array:
 
 def _check_key(value: Any) -> None:
   """Raises a ValueError unless `value` is a random key."""
-  dtype = getattr(value, "dtype", None)
-  if dtype is None or not (
-    jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    or (dtype == jnp.uint32 and jnp.ndim(value) == 1)
-  ):
+  words = getattr(value, "dtype", None) == jnp.uint32 and jnp.ndim(value) == 1
+  if not (words or states.is_key(value)):
     raise ValueError(
       f"`key` must be a random key, got {checks.show(value)}. Make one with "
       "`jax.random.key(seed)`."

@@ -146,7 +146,7 @@ def fit_predictor(
   """
   fit = PredictorFit() if fit is None else fit
   checks.check_type("fit", fit, PredictorFit, "a `PredictorFit` or None")
-  checks.check_function("on_epoch", on_epoch, "an `Epoch`", optional=True)
+  checks.check_function("on_epoch", on_epoch, "an `Epoch`", 1, optional=True)
   train = (np.asarray(images), np.asarray(labels))
   test = (np.asarray(test_images), np.asarray(test_labels))
   _evaluate.check_model(predictor, model)

@@ -9,7 +9,7 @@ from jdist import signatures
 
 
 @signatures.checked
-def inverse_staleness(staleness: int) -> float:
+def inverse_staleness(staleness: signatures.NonNegativeInt) -> float:
   """Returns 1 / staleness, and 1 for a fresh gradient.
 
   References:

@@ -60,7 +60,8 @@ def make_gradient(
   (-4.0, 2.0)
   """
   accumulate = checks.check_structural("accumulate", accumulate, minimum=1)
-  checks.check_function("loss_fn", loss_fn, "params, model_state, batch, key")
+  arguments = "params, model_state, batch, key"
+  checks.check_function("loss_fn", loss_fn, arguments, 4)
 
   def checked(*given: Any) -> Any:
     found = loss_fn(*given)

@@ -165,9 +165,7 @@ def predict_rest(
         "`cut` must have `split(tree)` and `join(front, rest)`, for instance "
         f"`jdist.prediction.cut(model, num_layers)`, got {cut!r}."
       )
-  checks.check_function(
-    "predict", predict, "the predictor's parameters and the front"
-  )
+  checks.check_function("predict", predict, "the predictor and the front", 2)
   checks.check_arrays("predictor_params", predictor_params)
   collectives.check_axis(axis)
   front = optax.with_extra_args_support(front)

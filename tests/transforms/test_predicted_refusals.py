@@ -15,7 +15,7 @@ from tests.transforms._fronts import Cut, PARAMS, predict, THETA, whole
     ({"front": 0.1}, "`front` must be an Optax transformation"),
     ({"rest": 0.1}, "`rest` must be an Optax transformation"),
     ({"cut": {}}, r"`cut` must have `split\(tree\)` and `join"),
-    ({"predict": None}, "`predict` must be a function of the predictor's"),
+    ({"predict": None}, "`predict` must be a function of the predictor"),
     ({"predictor_params": "text"}, "`predictor_params` must be.* got 'text'"),
     ({"predictor_params": {"w": [{}, "text"]}}, r"got 'text' at 'w\.1'"),
     ({"axis": 1}, "`axis` must be None, a name"),

@@ -204,9 +204,9 @@ def make_inputs(
         f"{', '.join(map(repr, known)) or 'none'}, got {inputs!r}."
       )
     return lambda batch, key: batch[inputs]
-  checks.check_function("inputs", inputs, "a micro-batch")
-  if _takes(inputs, "key", by_name=True):
+  if checks.is_function(inputs) and _takes(inputs, "key", by_name=True):
     return lambda batch, key: inputs(batch, key=key)
+  checks.check_function("inputs", inputs, "a micro-batch", 1)
   return lambda batch, key: inputs(batch)
 
 

@@ -123,7 +123,7 @@ def trace_model(
     )
   if clip_norm is not None:
     clip_norm = checks.check_number("clip_norm", clip_norm, open_low=True)
-  checks.check_function("loss", loss, "outputs and a micro-batch")
+  checks.check_function("loss", loss, "outputs and a micro-batch", 2)
   shapes = _stages.shapes_of(microbatch)
   first = _stages.make_inputs(inputs, shapes)
   model = TracedModel(tuple(stages), loss, first, shapes, clip_norm)

@@ -87,7 +87,7 @@ class FragmentRunner:
     self,
     loss_fn: Callable[..., Any],
     optimizer: signatures.Optimizer,
-    params: signatures.Arrays,
+    params: signatures.Numbers,
     samples: _learner.Samples | None,
     *,
     number: int,

@@ -60,7 +60,7 @@ class FragmentSyncer(_gradient_server.ServerLedger):
 
   def __init__(
     self,
-    params: signatures.Arrays,
+    params: signatures.Numbers,
     *,
     workers: Sequence[_messages.Worker],
     outer: signatures.Optimizer | None = None,

@@ -33,7 +33,7 @@ class GradientLearner(_learner.Pair):
     self,
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
-    params: signatures.Arrays,
+    params: signatures.Numbers,
     samples: _learner.Samples,
     *,
     workers: Sequence[_messages.Worker],

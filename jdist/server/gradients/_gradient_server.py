@@ -212,7 +212,7 @@ class GradientServer(ServerLedger):
   def __init__(
     self,
     optimizer: signatures.Optimizer,
-    params: signatures.Arrays,
+    params: signatures.Numbers,
     plans: _gradient_messages.MessagePlans,
     *,
     workers: Sequence[_messages.Worker],

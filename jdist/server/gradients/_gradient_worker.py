@@ -50,7 +50,7 @@ class GradientWorker:
   def __init__(
     self,
     loss_fn: Callable[..., Any],
-    params: signatures.Arrays,
+    params: signatures.Numbers,
     samples: _learner.Samples,
     plans: _gradient_messages.MessagePlans,
     *,

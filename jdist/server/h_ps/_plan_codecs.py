@@ -41,11 +41,11 @@ def _codec(bits: int, block: int) -> codecs.Codec:
 
 @signatures.checked
 def fit_bit_plans(
-  gradient: signatures.Arrays,
+  gradient: signatures.Numbers,
   *,
   error_limit: signatures.PositiveFloat = 2e-2,
-  block: int = 64,
-  seed: int = 0,
+  block: signatures.PositiveInt = 64,
+  seed: signatures.Seed = 0,
 ) -> _bit_plans.BitPlans:
   r"""Makes the plans that a gradient allows.
 

@@ -50,7 +50,7 @@ def scheduled(
   >>> growing.next((), jnp.array(25), None)[0].item()
   4
   """
-  checks.check_function("schedule", schedule, "the local step")
+  checks.check_function("schedule", schedule, "the local step", 1)
 
   def next_fn(
     state: Any, start_step: jax.Array, loss: jax.Array | None
