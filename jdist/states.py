@@ -27,6 +27,8 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jdist import checks
+
 _T = TypeVar("_T", bound=type)
 PyTree = Any
 Law = Literal["iterate", "moment", "statistic", "random", "counter", "constant"]
@@ -178,7 +180,7 @@ def exceptions(
     )
   given = dict(given or {})
   _check_laws(given.values())
-  named = _named(tree)
+  named = checks.named_leaves(tree)
   for name in given:
     if not any(_holds(name, leaf) for leaf in named):
       raise ValueError(
@@ -210,7 +212,7 @@ def find_laws(
   """
   found: list[Law] = list(_walk(tree, None, "", floats))
   if isinstance(laws, Laws):
-    for number, name in enumerate(_named(tree)):
+    for number, name in enumerate(checks.named_leaves(tree)):
       for key, law in laws.named:
         found[number] = law if _holds(key, name) else found[number]
   return jax.tree.unflatten(jax.tree.structure(tree), found)
@@ -309,14 +311,6 @@ def _law_of(x: Any, law: Any, name: str, floats: Any) -> Any:
   return "random" if raw and called else "counter"
 
 
-def _named(tree: PyTree) -> dict[str, Any]:
-  pairs = jax.tree_util.tree_leaves_with_path(tree)
-  return {
-    jax.tree_util.keystr(path, simple=True, separator="."): leaf
-    for path, leaf in pairs
-  }
-
-
 def _holds(name: str, leaf: str) -> bool:
   """Returns whether a name is that of a leaf, or of a tree that holds it."""
   return leaf == name or leaf.startswith(f"{name}.")
@@ -331,9 +325,7 @@ def _is_infinite(leaf: Any) -> bool:
 
 def _check_laws(given: Iterable[Any]) -> None:
   for law in given:
-    if law not in LAWS:
-      known = ", ".join(map(repr, LAWS))
-      raise ValueError(f"`laws` must be of {known}, got {law!r}.")
+    checks.check_choice("laws", law, LAWS)
 
 
 def wide_dtype(dtype: Any) -> Any:

@@ -141,7 +141,7 @@ def test_user_overrides_what_is_inferred():
   ("laws", "said"),
   [
     ({"nrom": "constant"}, "`laws` must name leaves.*'nrom'.*norm"),
-    ({"norm": "fixed"}, "`laws` must be of 'iterate'.*'fixed'"),
+    ({"norm": "fixed"}, "`laws` must be 'iterate'.*'fixed'"),
   ],
 )
 def test_unknown_names_and_laws_raise(laws, said):
