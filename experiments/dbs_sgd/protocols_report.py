@@ -170,6 +170,21 @@ def numbers(found: Found) -> str:
   )
 
 
+def without_momentum(plain: Found, usual: Found) -> str:
+  """Returns a table of the runs without momentum, paired with those with it."""
+  lines = []
+  for name in plain.chosen():
+    both = {"without": plain.runs[name], "with": usual.runs[name]}
+    more = report.relative(both, "without", "with")
+    title = _NAMES[method_of(name)]
+    lines.append((title, own_of(name), *cells(plain, name), more))
+  return studies.table(
+    f"method | its own number | {_TITLES} "
+    "| loss, % more than with momentum (paired)",
+    lines,
+  )
+
+
 def _listed(names: Sequence[str]) -> str:
   words = [_NAMES[method_of(x)] for x in names]
   if len(words) < 2:
@@ -215,11 +230,11 @@ def setting(rows: Sequence[comparison.Row]) -> str:
   commits = sorted({row["commit"] for row in rows})
   devices = sorted({row["device"] for row in rows})
   versions = sorted({row["versions"]["jax"] for row in rows})
-  tuning = sum(row["purpose"] == "tuning" for row in rows)
-  seconds = statistics.fmean(row["train_s"] for row in rows)
+  test = [row for row in rows if row["purpose"] == "comparison"]
+  seconds = comparison.mean(test, "train_s")
   return (
-    f"{tuning} tuning runs and {len(rows) - tuning} on test data, each of "
-    f"{seconds:.1f} virtual seconds; commit {', '.join(commits)}, jax "
+    f"{len(rows) - len(test)} tuning runs, and {len(test)} on test data, each "
+    f"of {seconds:.1f} virtual seconds; commit {', '.join(commits)}, jax "
     f"{', '.join(versions)}, {', '.join(devices)}."
   )
 
@@ -271,11 +286,12 @@ def parts(rows: Sequence[comparison.Row]) -> Mapping[str, str]:
   """Returns the parts of the page."""
   by_momentum = studies.group(rows, lambda row: row["config"]["momentum"])
   found = {x: Found(own) for x, own in by_momentum.items()}
-  usual = found.get(OPTIONS.momentum)
+  usual, plain = found.get(OPTIONS.momentum), found.get(0.0)
   return {
     "verdict": _NONE if usual is None else verdict(usual),
     "methods": _NONE if usual is None else table(usual),
     "numbers": _NONE if usual is None else numbers(usual),
+    "plain": without_momentum(plain, usual) if plain and usual else _NONE,
     "setting": setting(rows) if rows else _NONE,
   }
 

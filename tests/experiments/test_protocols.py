@@ -123,6 +123,15 @@ def test_a_number_is_chosen_by_held_out_loss_alone(config, report):
   assert "Within the noise of the first: none." in report.verdict(found)
 
 
+def test_runs_without_momentum_are_paired_with_those_with_it(config, report):
+  usual = report.Found(_rows(config, "asgd", 0.5, 0.2))
+  plain = report.Found(_rows(config, "asgd", 0.5, 0.25))
+  (line,) = report.without_momentum(plain, usual).splitlines()[2:]
+  # 0.252 is 0.05, a quarter, more than 0.202.
+  assert line.startswith("| ASP | none | 0.2 | 0.2520 ± 0.0020 |")
+  assert line.endswith("| +25 ± 0 |")
+
+
 def test_a_best_rate_at_an_end_enters_no_table(config, report):
   rows = [
     x for x in _rows(config, "asgd", 0.5, 0.2) if x["learning_rate"] < 0.4
