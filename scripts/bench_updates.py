@@ -1,13 +1,15 @@
 """Times updates of the virtual clock with gradients, in an older tree and here.
 
-    python scripts/bench_updates.py COMMIT [--cases asp ssp] [--blocks 15]
+    python scripts/bench_updates.py COMMIT [--cases asp ssp] [--inline]
 
 Two small perceptrons under the servers' protocols, workers of four speeds.  A
 process of the older tree, another one of it, whose ratio to the first is the
 noise, and one of this tree run each case in turn, in blocks of as many updates.
 Prints for each case the microseconds of an update, the lowest decile of the
 blocks, as others may be at work; its ratio, and the median ratio of neighbours;
-and whether both trees end with the same bits.  Run it alone.
+and whether both trees end with the same bits.  Run it alone: a thread that has
+to be woken for each program costs more on busy cores.  With `--inline` no tree
+has such a thread, as JAX then runs a CPU's programs in the calling one.
 """
 
 import argparse
@@ -116,6 +118,8 @@ def _serve() -> None:
   """Answers lines of a case and a number of updates by their seconds."""
   import jax
 
+  if "--inline" in sys.argv:
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
   runs: dict[str, Any] = {}
   for line in sys.stdin:
     case, count = json.loads(line)
@@ -140,9 +144,9 @@ def _serve() -> None:
 class _Tree:
   """A process that runs the cases in a tree."""
 
-  def __init__(self, root: pathlib.Path):
+  def __init__(self, root: pathlib.Path, *more: str):
     self._process = subprocess.Popen(
-      [sys.executable, str(pathlib.Path(__file__).resolve()), "--serve"],
+      [sys.executable, str(pathlib.Path(__file__).resolve()), "--serve", *more],
       env=os.environ | {"PYTHONPATH": str(root)}, cwd=root, text=True,
       stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
@@ -170,6 +174,7 @@ def main() -> None:
   parser.add_argument("--sizes", nargs="*", default=tuple(_HIDDEN))
   parser.add_argument("--blocks", type=int, default=60)
   parser.add_argument("--updates", type=int, default=50, help="of a block")
+  parser.add_argument("--inline", action="store_true", help="without a thread")
   options = parser.parse_args()
   import old_tree
 
@@ -178,7 +183,8 @@ def main() -> None:
     if not before.is_dir():
       before = stack.enter_context(old_tree.checked_out(options.commit))
     roots = {"old": before, "again": before, "new": old_tree.ROOT}
-    trees = {name: _Tree(root) for name, root in roots.items()}
+    more = ["--inline"] if options.inline else []
+    trees = {name: _Tree(root, *more) for name, root in roots.items()}
     for tree in trees.values():
       stack.callback(tree.close)
     for case in (f"{x}/{y}" for y in options.sizes for x in options.cases):
@@ -211,7 +217,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  if sys.argv[1:] == ["--serve"]:
+  if "--serve" in sys.argv:
     _serve()
   else:
     main()

@@ -257,10 +257,11 @@ class SampleStream:
     size = count if size is None else size
     if size < count:
       raise ValueError(f"`size` must be at least {count}, got {size}.")
-    rows = self.indices(worker, start, count)
-    padded = np.concatenate([rows, np.repeat(rows[:1], size - count)])
-    mask = (np.arange(size) < count).astype(np.float32)
-    return {**self.dataset.batch(padded), "mask": mask}
+    rows, mask = self.indices(worker, start, count), np.ones(size, np.float32)
+    if size > count:
+      rows = np.concatenate([rows, np.repeat(rows[:1], size - count)])
+      mask[count:] = 0.0
+    return {**self.dataset.batch(rows), "mask": mask}
 
   def _order(self, number: int, size: int) -> _Order:
     if number not in self._orders:
