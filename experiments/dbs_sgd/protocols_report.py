@@ -267,12 +267,16 @@ def draw(found: Found, path: pathlib.Path) -> None:
       above = place
       axes.annotate(
         _NAMES[method_of(name)], (last_x, max(y, low)),
-        xytext=(1.03 * last_x, place), fontsize=9, va="center",
+        xytext=(1.06 * last_x, place), fontsize=9, va="center",
         color=colours.get(name, "#777777"),
-        arrowprops={"arrowstyle": "-", "lw": 0.6, "color": "#aaaaaa"},
+        arrowprops={
+          "arrowstyle": "-", "lw": 0.6, "color": "#aaaaaa",
+          "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 1,
+        },
       )  # fmt: skip
     axes.set_ylim(low, high)
-    axes.set_xlim(0, 1.28 * last_x)
+    axes.set_xlim(0, 1.3 * last_x)
+    axes.set_xticks([x for x in axes.get_xticks() if x <= last_x + 0.5])
     axes.set_xlabel("virtual seconds")
     axes.set_ylabel("test accuracy, %")
     axes.set_title(
