@@ -6,6 +6,8 @@
 #   ./scripts/release.sh -m ""       with all quick tests from the archive, in place
 #                                    of the small set; any option of pytest
 #
+# JDIST_URL is the repository's address, https://HOST/OWNER/NAME, for the links
+# of the index's page; without it the rest is tried and the end is a refusal.
 # JDIST_CHECKED names a Python with jdist's tests' packages (default: .venv's).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -38,6 +40,10 @@ step "Archive and wheel are built from the commit, and their pages are valid"
 python3 -m venv "$scratch/tools"
 "$scratch/tools/bin/pip" install --quiet build twine mypy
 git archive --format=tar --prefix=source/ HEAD | tar -x -C "$scratch"
+if [ -n "${JDIST_URL:-}" ]; then
+  "$checked" scripts/addresses.py "$scratch/source" "$JDIST_URL" \
+    "$(git rev-parse HEAD)"
+fi
 rm -rf dist
 "$scratch/tools/bin/python" -m build --outdir dist "$scratch/source" \
   >"$scratch/build.log" || { tail -n 20 "$scratch/build.log"; exit 1; }
@@ -77,5 +83,18 @@ tools/bin/mypy $flags right.py
 ! tools/bin/mypy $flags wrong.py >mypy.txt
 cat mypy.txt
 grep -q 'Unexpected keyword argument "axes"' mypy.txt
+
+step "The index's page has links of its own, and its links lead somewhere"
+"$scratch/tools/bin/python" - "$root"/dist/*.whl <<'PYTHON'
+import re, sys, zipfile
+
+with zipfile.ZipFile(sys.argv[1]) as wheel:
+  (name,) = (x for x in wheel.namelist() if x.endswith(".dist-info/METADATA"))
+  text = wheel.read(name).decode()
+if "Project-URL: Repository" not in text:
+  sys.exit("Not ready: set JDIST_URL to the repository's address.")
+dead = [x for x in re.findall(r"\]\(([^)]+)\)", text) if "://" not in x]
+assert not dead, dead
+PYTHON
 
 step "Ready: $(cd "$root/dist" && ls -x)"

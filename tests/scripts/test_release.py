@@ -1,8 +1,11 @@
 """What a release consists of: versions with hashes, and no host."""
 
+import importlib.util
 import pathlib
 import re
 import tomllib
+
+import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -26,3 +29,43 @@ def test_archive_has_what_its_tests_and_its_image_need():
   for name in ("constraints.txt", "Dockerfile", "tests", "docs", "scripts"):
     assert f"/{name}" in included
     assert (_ROOT / name).exists()
+
+
+def _addresses():
+  path = _ROOT / "scripts" / "addresses.py"
+  spec = importlib.util.spec_from_file_location("addresses", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def test_released_readme_has_no_relative_link():
+  text = (_ROOT / "README.md").read_text()
+  found = _addresses().readme(text, "https://host/me/jdist", "abc")
+  links = re.findall(r"\]\(([^)\s]+)\)", found)
+  assert len(links) == len(re.findall(r"\]\(([^)\s]+)\)", text)) > 15
+  assert all(x.startswith("https://") for x in links)
+  assert "](https://host/me/jdist/blob/abc/docs/servers.md#members" in found
+  (picture,) = re.findall(r"!\[[^\]]*\]\((\S+)\)", found)
+  path = picture.removeprefix("https://host/me/jdist/raw/abc/")
+  assert (_ROOT / path).is_file()
+  # What leads elsewhere already stays.
+  kept = "[a](https://x.y/z) [b](#part)"
+  assert _addresses().readme(kept, "https://host", "abc") == kept
+
+
+def test_released_metadata_has_addresses():
+  text = (_ROOT / "pyproject.toml").read_text()
+  found = tomllib.loads(_addresses().metadata(text, "https://host/me/jdist"))
+  assert found["project"].pop("urls") == {
+    "Repository": "https://host/me/jdist",
+    "Issues": "https://host/me/jdist/issues",
+    "Changelog": "https://host/me/jdist/blob/main/CHANGELOG.md",
+  }
+  assert found == tomllib.loads(text)
+
+
+def test_wrong_address_is_refused(tmp_path):
+  for address in ("http://host/x", "https://host/x/", 'https://h"x', ""):
+    with pytest.raises(SystemExit, match="must be https://HOST/OWNER/NAME"):
+      _addresses().main(str(tmp_path), address, "abc")
