@@ -56,6 +56,8 @@ suppress_warnings = [
   "toc.not_included",
   # Parts of other pages are included below headings of their own.
   "myst.header",
+  # Notebooks that are not run have no kernel, which names their language.
+  "myst-nb.lexer",
 ]
 
 napoleon_numpy_docstring = False

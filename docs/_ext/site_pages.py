@@ -33,6 +33,10 @@ _LOADED = re.compile(
   r"<(?:script|img|iframe|source|link)\b[^>]*?\b(?:src|href)=\"(?:https?:)?//"
   r"[^\"]+\"[^>]*>|url\((?:https?:)?//[^)]*\)|@import\s+[\"']https?:[^\"']+"
 )
+_ANNOTATED = re.compile(r"~?(?:\w+\.)*Annotated\[")
+# An object that has no name is shown by its address in memory.
+_ADDRESS = '<span class="pre">0x'
+_SIGNATURE = re.compile(r'<dl>\n(<dd><em class="sig-param">.*?)</dl>', re.S)
 _ARRAY_LIKE = (
   "Array", "ndarray", "bool", "number", "bool", "int", "float", "complex",
 )  # fmt: skip
@@ -144,9 +148,23 @@ def shorten(
   signature: str | None,
   returned: str | None,
 ) -> tuple[str | None, str | None]:
-  """Writes `ArrayLike` in signatures in place of the union that it is."""
+  """Writes types as a reader would, in place of what they consist of.
+
+  `ArrayLike` is a union of eight types, and `PositiveInt` is an int with the
+  function that checks it.
+  """
   union = r" \| ".join(rf"~?(?:\w+\.)*{x}\b" for x in _ARRAY_LIKE)
-  return signature and re.sub(union, "ArrayLike", signature), returned
+  if signature:
+    signature = re.sub(union, "ArrayLike", signature)
+    while found := _ANNOTATED.search(signature):
+      start, depth, commas, end = found.end(), 1, [], found.end()
+      while depth:
+        depth += {"[": 1, "(": 1, "]": -1, ")": -1}.get(signature[end], 0)
+        commas += [end] * (depth == 1 and signature[end] == ",")
+        end += 1
+      kept = signature[start : commas[0]]
+      signature = signature[: found.start()] + kept + signature[end:]
+  return signature, returned
 
 
 def check(app: Any, error: Exception | None) -> None:
@@ -162,7 +180,10 @@ def check(app: Any, error: Exception | None) -> None:
   ]
   if missing:
     raise errors.ExtensionError(f"Not documented: {', '.join(missing)}")
-  name_toggles(pathlib.Path(app.outdir))
+  make_accessible(pathlib.Path(app.outdir))
+  rooms = pathlib.Path(app.outdir) / "docs" / "api"
+  if raw := [x.name for x in rooms.glob("*.html") if _ADDRESS in x.read_text()]:
+    raise errors.ExtensionError(f"Objects without a name: {', '.join(raw)}")
   loaded = sorted(set(_loaded(pathlib.Path(app.outdir))))
   if loaded:
     raise errors.ExtensionError("From other hosts:\n" + "\n".join(loaded))
@@ -171,14 +192,31 @@ def check(app: Any, error: Exception | None) -> None:
   )
 
 
-def name_toggles(folder: pathlib.Path) -> None:
-  """Names the arrows of the navigation, which the theme draws without words."""
+def make_accessible(folder: pathlib.Path) -> None:
+  """Mends what readers of the screen cannot use in the pages of the theme.
+
+  The arrows of the navigation have no words, the search button has another
+  name than its text, and a signature is a list of descriptions without terms.
+  """
+  label = 'aria-label="Show or hide the pages below"'
   for page in folder.rglob("*.html"):
     text = page.read_text()
-    label = 'aria-label="Show or hide the pages below"'
     named = text.replace(
       '<summary><span class="toctree-toggle"',
       f'<summary {label}><span class="toctree-toggle"',
+    )
+    named = re.sub(
+      r'(<button\b[^>]*search-button-field[^>]*?)\s+aria-label="Search"',
+      r"\1",
+      named,
+    )
+    named = _SIGNATURE.sub(
+      lambda found: (
+        '<ul class="sig-params">\n'
+        + re.sub(r"(</?)dd>", r"\1li>", found[1])
+        + "</ul>"
+      ),
+      named,
     )
     if named != text:
       page.write_text(named)

@@ -35,7 +35,7 @@ class Simulation(_driver.Driver):
     now_s: Virtual seconds since the start.
     events: Steps of the clock so far.  A simulation of the same arguments is in
       the same state after the same number of events.
-    machines, profile, trace, learner: As given.
+    machines: The cluster, as given, like `profile`, `trace` and `learner`.
 
   >>> from jdist import cluster, server
   >>> simulation = Simulation(
