@@ -215,7 +215,7 @@ def _print_table(
   found: dict[str, list[comparison.Row]],
   options: _commands.Compare,
 ) -> None:
-  """Prints what is known of each method; nothing if that is nothing."""
+  """Prints a table of the methods that have rows, if there are any."""
   if not found:
     return
   base = next(iter(found))

@@ -68,7 +68,7 @@ def options(name: str, defaults: Any) -> str:
 
 
 def _listed(command: str) -> tuple[str, dict[str, str]]:
-  """Returns what a command's options name, with a line about each."""
+  """Returns the kind of parts that a command names, with a line for each."""
   # Each import takes a second, and a command needs only one of them.
   if command == "simulate":
     from jdist import server
@@ -87,10 +87,11 @@ def _listed(command: str) -> tuple[str, dict[str, str]]:
 
 
 def _need(fields: Mapping[str, Any], field: str) -> str:
-  """Returns a sentence about what an option cannot be without."""
+  """Returns a sentence about the option that another one needs."""
   entry = fields[field].metadata.get("option")
   need, *values = entry.needs if entry and entry.needs else ("",)
-  if need not in fields or need == "action":  # Texts name the actions.
+  # The texts of options that depend on `action` name the actions themselves.
+  if need not in fields or need == "action":
     return ""
   rule = "Not with" if None in values else "Needs"
   words = [_options.word(need), "|".join(filter(None, values))]

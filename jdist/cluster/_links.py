@@ -183,9 +183,10 @@ class Topology:
   def _climb(
     self, parents: dict[str, str], start: str, root: str
   ) -> tuple[Hop, ...]:
+    """Returns the hops from a machine up to the root of a tree."""
     if start not in parents:
       raise ValueError(
-        f"There is no way between {start!r} and {root!r}: add a link."
+        f"There is no route between {start!r} and {root!r}: add a link."
       )
     hops = []
     while start != root:

@@ -190,11 +190,10 @@ class Driver:
     """
     worker, gone = None, []
     if not isinstance(message, _FREQUENT):
-      worker = (
-        message.worker
-        if not isinstance(message, _messages.Expired)
-        else getattr(self._tasks.get(message.task), "worker", None)
-      )
+      of: Any = message
+      if isinstance(message, _messages.Expired):
+        of = self._tasks.get(message.task)
+      worker = getattr(of, "worker", None)
       # Noted before: a member that leaves takes its tasks along.
       if worker in self.state.members:
         gone = list(self.state.members[worker].tasks)

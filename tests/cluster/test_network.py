@@ -158,7 +158,7 @@ def test_routes_have_the_fewest_hops():
 
 def test_missing_route_raises():
   apart = cluster.Topology({("a", "b"): byte_link(), ("c", "d"): byte_link()})
-  with pytest.raises(ValueError, match="no way between 'a' and 'd'"):
+  with pytest.raises(ValueError, match="no route between 'a' and 'd'"):
     apart.route("a", "d")
 
 

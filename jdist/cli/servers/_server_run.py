@@ -18,17 +18,15 @@ from jdist.cli import (
 from jdist.cli.report import _status
 from jdist.cli.servers import _protocols, _server_parts
 
-# Options of runs without a server, whose workers are the cluster's machines and
-# whose checkpoints are one for each evaluation. `check_used` does not refuse
-# them: they fill no argument, or one that a protocol has as well.
+# Options of runs without a server. With one, the cluster's machines are the
+# workers, and each evaluation saves a checkpoint. `check_used` does not refuse
+# these options: they fill no argument, or one that a protocol has as well.
 _UNUSED = (
   "method", "workers", "substrate", "accumulate", "host_rounds", "steps",
   "interval_policy", "reducer", "coordinator_address", "num_processes",
   "process_id", "skip_nonfinite", "checkpoint_every_epochs", "final_params",
   "tensorboard", "stages",
 )  # fmt: skip
-
-
 # Options of methods that an elastic run uses, too.
 _OF_METHODS = ("method", "workers", "interval_policy")
 
@@ -38,12 +36,13 @@ def train(options: _commands.Train) -> None:
   options = _workload.named(options)
   _check(options)
   parts = _server_parts.assemble(options)
-  asked, options, workload = options, parts.options, parts.workload
-  heading = _workload.heading(options, workload, options.method)
+  filled = parts.options
+  heading = _workload.heading(filled, parts.workload, filled.method)
   label = f"train-{options.dataset}"
-  # The options of the run's parts name what a server's command must not.
-  command = functools.partial(_options.command_line, asked)
-  with _status.Status(vars(options), command, label, heading) as status:
+  # As given: the parts' options have `--method` and `--workers` filled in, and
+  # a command that resumes the run with them would be refused.
+  command = functools.partial(_options.command_line, options)
+  with _status.Status(vars(filled), command, label, heading) as status:
     _fit(parts, status)
 
 

@@ -159,7 +159,7 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
       return first
 
   def check_agreement(self, what: str, text: str, number: int = 0) -> None:
-    """Raises a ValueError unless all processes call this with equal texts."""
+    """Raises a ValueError unless all processes' calls of a number agree."""
     found = self._exchange(Tag(Kind.AGREED, iteration=number), text.encode())
     for other, body in zip(self.others, found, strict=True):
       if (theirs := body.decode(errors="replace")) != text:
@@ -326,8 +326,9 @@ def connect(
           "processes run, and whether they reach "
           f"{addresses[device][0]}:{own[1]}."
         )
-    for other in found if learns and not device else ():
-      found[other].send(where)
+    if learns and not device:  # Now all ports are known here.
+      for connection in found.values():
+        connection.send(where)
   except BaseException:
     for connection in found.values():
       connection.close()

@@ -186,13 +186,12 @@ class Simulation(_driver.Driver):
     if collects:
       gc.disable()
     environment, state = self._environment, self.state
-    count_samples = max_samples < math.inf
     try:
       while state.version < max_updates and self.events < max_events:
         after = environment.peek()
         if after > max_s or after == math.inf:
           break
-        if count_samples and self.applied_samples >= max_samples:
+        if self.applied_samples >= max_samples:
           break
         environment.step()
         self.events += 1
