@@ -81,6 +81,14 @@ def check_function(
     raise ValueError(f"{rule}, got {show(value)}.")
 
 
+def check_pair(name: str, found: Any, of: str) -> Any:
+  """Returns what a user's function returned; a ValueError unless a pair."""
+  # An array of two rows could be unpacked, too.
+  if not isinstance(found, tuple | list) or len(found) != 2:
+    raise ValueError(f"`{name}` must return {of}, got {show(found)}.")
+  return found
+
+
 def is_function(value: Any, number: int | None = None) -> bool:
   """Returns whether a value is a function, of so many arguments if given."""
   # A class is callable, too, but calling it would build an instance.
@@ -307,6 +315,7 @@ def check_optimizer(
       f"`{name}` must be an Optax transformation, for instance "
       f"`optax.sgd(0.1)`, got {show(value)}."
     )
+  check_function(f"{name}.update", value.update, "updates, state, params", 3)
   return value
 
 
@@ -371,6 +380,7 @@ def check_rate(name: str, value: Any) -> Any:
     # JAX refuses a Python int that does not fit into int32.
     most = float(_LARGEST) if isinstance(value, int) else math.inf
     return check_continuous(name, value, open_low=True, high=most)
+  check_function(name, value, "the step", 1)
   return value
 
 
@@ -386,26 +396,30 @@ def named_leaves(tree: Any) -> dict[str, Any]:
   }
 
 
-def check_shapes(
-  rule: str, remedy: str, leaves: Mapping[str, Any], wanted: Mapping[str, Any]
+def check_form(
+  rule: str, tree: Any, like: Any, remedy: str = "", exact: bool = False
 ) -> None:
-  """Raises a ValueError that names the first leaf of another shape.
+  """Raises a ValueError unless a tree has another's leaves, shapes and types.
 
-  The `rule` is the beginning of the error, up to "but", and the `remedy` its
-  last sentence.
+  All floats count as one type unless types must be `exact`.  The `rule` is the
+  beginning of the error, which names the tree in backticks.
   """
-  for name, shape in wanted.items():
-    leaf = name or "the only leaf"
-    if name not in leaves:
-      raise ValueError(
-        f"{rule} there is no leaf {name}. {remedy}"
-        if name
-        else f"{rule} it is a tree of several. {remedy}"
-      )
-    if jnp.shape(leaves[name]) != shape:
-      raise ValueError(
-        f"{rule} {leaf} has shape {list(jnp.shape(leaves[name]))} and not "
-        f"{list(shape)}. {remedy}"
-      )
-  if more := sorted(leaves.keys() - wanted.keys()):
-    raise ValueError(f"{rule} there is a leaf {more[0]} besides. {remedy}")
+  check_arrays(rule.split("`")[1], tree)
+
+  def described(leaf: Any) -> str:
+    dtype = jnp.result_type(leaf)
+    one = not exact and jnp.issubdtype(dtype, jnp.floating)
+    return f"{'float' if one else dtype}{list(jnp.shape(leaf))}"
+
+  theirs, ours = (
+    {f"leaf {key}".rstrip(): described(x) for key, x in leaves.items()}
+    for leaves in map(named_leaves, (tree, like))
+  )
+  names = [*ours, *theirs, "structure"]
+  for words, one in ((theirs, tree), (ours, like)):
+    words["structure"] = str(jax.tree.structure(one))
+  for key in names:
+    given, wanted = theirs.get(key, "missing"), ours.get(key, "missing")
+    if given != wanted:
+      text = f"{rule}, but its {key} is {given} and not {wanted}."
+      raise ValueError(f"{text} {remedy}".rstrip())

@@ -161,15 +161,30 @@ def test_annotation_has_its_range(kind, least, below):
 @pytest.mark.parametrize(
   ("leaves", "rule"),
   [
-    ({}, "there is no leaf a"),
-    ({"a": np.ones(3)}, r"a has shape \[3\] and not \[2\]"),
-    ({"a": np.ones(2), "b": 1.0}, "there is a leaf b besides"),
+    ({}, r"leaf a is missing and not float\[2\]"),
+    ({"a": np.ones(3)}, r"leaf a is float\[3\] and not float\[2\]"),
+    ({"a": np.ones(2, int)}, r"leaf a is int32\[2\] and not float\[2\]"),
+    ({"a": np.ones(2), "b": 1.0}, r"leaf b is float\[\] and not missing"),
+    ({"a": [np.ones(2)]}, r"leaf a is missing and not float\[2\]"),
   ],
 )
-def test_first_leaf_of_another_shape_is_named(leaves, rule):
-  with pytest.raises(ValueError, match=rf"^`x` must be y, but {rule}\. Do\.$"):
-    checks.check_shapes("`x` must be y, but", "Do.", leaves, {"a": (2,)})
-  checks.check_shapes("", "", {"a": np.ones(2)}, {"a": (2,)})
+def test_first_leaf_of_another_form_is_named(leaves, rule):
+  like = {"a": jax.ShapeDtypeStruct((2,), "float32")}
+  told = rf"^`x` must be y, but its {rule}\. Do\.$"
+  with pytest.raises(ValueError, match=told):
+    checks.check_form("`x` must be y", leaves, like, "Do.")
+  checks.check_form("`x`", {"a": jnp.ones(2, "bfloat16")}, like)
+
+
+def test_form_has_a_structure_and_exact_dtypes():
+  with pytest.raises(ValueError, match=r"its structure is PyTreeDef.* and not"):
+    checks.check_form("`x` is y", [1.0], (1.0,))
+  with pytest.raises(ValueError, match=r"leaf is bfloat16\[\] and not float32"):
+    checks.check_form("`x`", jnp.bfloat16(1), jnp.float32(1), exact=True)
+  with pytest.raises(
+    ValueError, match=r"`x` must be a tree of arrays, got 'a'"
+  ):
+    checks.check_form("`x` is y", "a", 1.0)
 
 
 def test_all_that_is_missing_is_named_at_once():

@@ -361,7 +361,7 @@ def test_wrong_argument_is_named(room, tmp_path, monkeypatch):
     (
       "metadata",
       lambda: training.check_same_run({}, {"a": np.ones(2)}),
-      "values of JSON",
+      "a value of JSON",
     ),
   ],
 )

@@ -89,20 +89,20 @@ def check_leaves(tree: PyTree, like: PyTree, what: str) -> None:
     return
   named, wanted = map(checks.named_leaves, (tree, like))
   ours = {
-    name: jnp.shape(x)
+    name: x
     for name, x in wanted.items()
     if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
   }
   rest = wanted.keys() - ours.keys()
-  rule = f"{what} must be a tree like the parameters, but"
+  rule = f"{what} must be a tree like the parameters"
   remedy = "Take the loss's gradient by these very parameters."
   given = {name: x for name, x in named.items() if name not in rest}
-  checks.check_shapes(rule, remedy, given, ours)
+  checks.check_form(rule, given, ours, remedy)
   # An integer's gradient may be missing.
   left_out = _left_out(tree), _left_out(like)
   if not rest or left_out[0] != left_out[1]:
     raise ValueError(
-      f"{rule} it is {checks.show(structures[0])} and not "
+      f"{rule}, but it is {checks.show(structures[0])} and not "
       f"{checks.show(structures[1])}. {remedy}"
     )
 

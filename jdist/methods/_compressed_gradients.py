@@ -34,7 +34,6 @@ def ssgd(
   Returns:
     `chain(average_gradients(axis, compression), optimizer)`.
   """
-  optimizer = checks.check_optimizer("optimizer", optimizer)
   return transforms.only_floats(
     optax.chain(
       transforms.average_gradients(axis, compression),

@@ -177,13 +177,13 @@ class Cut:
     whole = argument == "tree"
     found = _network.leaves_of(tree)
     layers = self.front + self.rear if whole else getattr(self, argument)
-    checks.check_shapes(
-      f"`{argument}` must be the {'network' if whole else argument} of "
-      f"{self!r}, but",
+    rule = f"`{argument}` must be the {'network' if whole else argument} of"
+    checks.check_form(
+      f"{rule} {self!r}",
+      {".".join(path): leaf for path, leaf in found.items()},
+      {x.name: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in _leaves(layers)},
       "Make the cut from this network's parameters; of parameters "
       "[workers, ...] take one worker's, as a step sees them.",
-      {".".join(path): leaf for path, leaf in found.items()},
-      {leaf.name: leaf.shape for leaf in _leaves(layers)},
     )
     return found
 

@@ -114,11 +114,11 @@ class Predictor:
 
   def check_params(self, params: Params) -> None:
     """Raises a ValueError unless the parameters are of this predictor."""
-    checks.check_shapes(
-      f"`params` must be of {self!r}, but",
+    checks.check_form(
+      f"`params` must be of {self!r}",
+      params,
+      jax.eval_shape(self.init, jax.random.key(0)),
       "Take the parameters that were trained with this predictor.",
-      checks.named_leaves(params),
-      {".".join(path): shape for path, shape in self._shapes().items()},
     )
 
   def _features(self, params: Params, vector: jax.Array) -> jax.Array:

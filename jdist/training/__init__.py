@@ -7,6 +7,7 @@ from jdist.training._checkpoints import Checkpoints as Checkpoints
 from jdist.training._checkpoints import OtherWorkers as OtherWorkers
 from jdist.training._checkpoints import Restored as Restored
 from jdist.training._evaluation import Evaluator as Evaluator
+from jdist.training._gradient import check_loss as check_loss
 from jdist.training._gradient import Gradient as Gradient
 from jdist.training._gradient import make_gradient as make_gradient
 from jdist.training._labels import num_samples as num_samples

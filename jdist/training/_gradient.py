@@ -65,27 +65,17 @@ def make_gradient(
 
   def checked(*given: Any) -> Any:
     found = loss_fn(*given)
-    if not (
-      isinstance(found, tuple)
-      and len(found) == 2
-      and isinstance(found[1], tuple)
-      and len(found[1]) == 2
-      and isinstance(found[1][1], Mapping)
-    ):
-      raise ValueError(
-        "`loss_fn` must return `loss, (model_state, metrics)`, got "
-        f"{checks.show(found)}. Without batch statistics and metrics: `loss, "
-        "(model_state, {})`."
-      )
-    loss, (_, metrics) = found
-    checks.check_arrays("metrics", metrics)
-    kind = jnp.result_type(loss) if checks.is_number(loss) else object
-    if not jnp.issubdtype(kind, jnp.floating):
-      raise ValueError(
-        "`loss_fn` must return one float as its loss, got "
-        f"{checks.show(loss)}. Take the mean over the batch."
-      )
-    return found
+    match found:
+      case tuple((loss, tuple((after, metrics)))):
+        check_loss("loss_fn", loss, metrics)
+        rule = "`loss_fn` must return `model_state` in its form"
+        checks.check_form(rule, after, given[1], exact=True)
+        return found
+    raise ValueError(
+      "`loss_fn` must return `loss, (model_state, metrics)`, got "
+      f"{checks.show(found)}. Without batch statistics and metrics: `loss, "
+      "(model_state, {})`."
+    )
 
   # Integer leaves, for instance counters in a tree of parameters, are allowed.
   value_and_grad = jax.value_and_grad(checked, has_aux=True, allow_int=True)
@@ -109,6 +99,19 @@ def make_gradient(
     return Gradient(grads, loss, samples, model_state, metrics)
 
   return gradient
+
+
+def check_loss(name: str, loss: Any, metrics: Any) -> None:
+  """Raises a ValueError unless a function's loss is a float, with metrics."""
+  kind = jnp.result_type(loss) if checks.is_number(loss) else object
+  named = isinstance(metrics, Mapping) and {str} >= {type(x) for x in metrics}
+  if not (named and jnp.issubdtype(kind, jnp.floating)):
+    raise ValueError(
+      f"`{name}` must return one float as its loss, and a dict of metrics, got "
+      f"{checks.show(loss)} and {checks.show(metrics)}. Take the mean over the "
+      "batch, and texts as the metrics' names."
+    )
+  checks.check_arrays("metrics", metrics, keys=False)
 
 
 def _number(param: jax.Array, gradient: Any) -> jax.Array:
@@ -151,7 +154,8 @@ def _accumulated(
       params, model_state, part, jax.random.fold_in(key, number)
     )
     found = jax.tree.map(
-      lambda x: x.astype(_wide_dtype(x.dtype)), (loss, metrics, grads)
+      lambda x: jnp.asarray(x, _wide_dtype(jnp.result_type(x))),
+      (loss, metrics, grads),
     )
     if weighted:
       # A mean over all samples weights each micro-batch by its own samples.

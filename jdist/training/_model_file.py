@@ -69,8 +69,8 @@ def save_model(
 @signatures.checked
 def load_model(
   path: str | os.PathLike[str],
-  params: PyTree,
-  model_state: PyTree | None = None,
+  params: signatures.Shapes,
+  model_state: signatures.Shapes = None,
 ) -> tuple[PyTree, PyTree]:
   """Reads a model that `save_model` has written.
 
@@ -92,12 +92,12 @@ def load_model(
     saved = safetensors.load_file(path)
   state = {} if model_state is None else model_state
   named = _named(params, state)
-  checks.check_shapes(
-    f"`path` must be a file of this model, but in {os.fspath(path)}",
+  checks.check_form(
+    f"`path` must be a file of this model, got {os.fspath(path)}",
+    saved,
+    named,
     "Build the model as it was: a file of `jdist train` has the arguments of "
     "`models.build` in `training.load_metadata(path)['build']`.",
-    saved,
-    {name: np.shape(x) for name, x in named.items()},
   )
   likes = jax.tree.leaves((params, state))
   leaves = [

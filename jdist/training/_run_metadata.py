@@ -38,11 +38,8 @@ class OtherRunError(ValueError):
 
 def as_json(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
   """Returns a dict as a file of JSON holds it, with lists for tuples."""
-  try:
-    found: dict[str, Any] = json.loads(json.dumps(dict(value)))
-  except TypeError as error:
-    raise ValueError(f"`{name}` must be values of JSON: {error}.") from None
-  return found
+  sealed_json.check(name, dict(value))
+  return dict(json.loads(json.dumps(dict(value))))
 
 
 @signatures.checked

@@ -140,7 +140,7 @@ def make_update(
   collectives.check_axis(axis)
   checks.check_choice("independent", independent, (True, False))
   first = optimizer if isinstance(optimizer, transforms.UpdateFirst) else None
-  optimizer = transforms.lenient(checks.check_optimizer("optimizer", optimizer))
+  optimizer = transforms.lenient(optimizer)
 
   def update(
     state: _train_state.TrainState,

@@ -117,15 +117,9 @@ def _suited(
   # The state was laid out by the parameters.  If it would have the same layout
   # for these gradients, they can be sent as they are.
   made = jax.eval_shape(lambda x: compression.init(x, axis), updates)
-  if _layout(made) == _layout(state):
+  if _anchor.layout(made) == _anchor.layout(state):
     return updates
   return optax.tree.cast_like(updates, params)
-
-
-def _layout(state: Any) -> Any:
-  """Returns the structure of a state, and shapes and dtypes of its arrays."""
-  leaves, structure = jax.tree.flatten(state)
-  return structure, [(x.shape, x.dtype) for x in leaves]
 
 
 def with_mean_loss(
@@ -140,7 +134,7 @@ def with_mean_loss(
     ValueError: At trace time, if the optimizer uses a given `grad` or
       `value_fn`, as a line search does: these stay each worker's own.
   """
-  optimizer = optax.with_extra_args_support(optimizer)
+  optimizer = _anchor.lenient(optimizer)
   if axis is None:
     return optimizer
 

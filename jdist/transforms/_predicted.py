@@ -155,10 +155,9 @@ def predict_rest(
   >>> [x.item() for x in optax.apply_updates(w, updates)]
   [4.0, 8.0]
   """
-  front = checks.check_optimizer("front", front)
+  front = _anchor.lenient(front, "front")
   if rest is not None:
-    rest = checks.check_optimizer("rest", rest)
-    rest = optax.with_extra_args_support(rest)
+    rest = _anchor.lenient(rest, "rest")
   for name in ("split", "join"):
     if not callable(getattr(cut, name, None)):
       raise ValueError(
@@ -168,7 +167,6 @@ def predict_rest(
   checks.check_function("predict", predict, "the predictor and the front", 2)
   checks.check_arrays("predictor_params", predictor_params)
   collectives.check_axis(axis)
-  front = optax.with_extra_args_support(front)
 
   def init_fn(params: optax.Params) -> PredictRestState:
     front_params, rest_params = cut.split(params)
@@ -332,9 +330,7 @@ def _check_prediction(
   predict: Predict, predictor: PyTree, front: PyTree, rest: PyTree
 ) -> None:
   """Raises a ValueError unless a function predicts this rest."""
-  rule = (
-    "`predict` must give the rest from `predictor_params` and the front, but"
-  )
+  rule = "`predict` must give the rest from `predictor_params` and the front"
   remedy = (
     "Take the predictor that was made for this cut of this network, and its "
     "own trained parameters."
@@ -349,30 +345,9 @@ def _check_prediction(
   except (TypeError, ValueError, LookupError, AttributeError) as error:
     reason = str(error).partition("\n")[0]
     raise ValueError(
-      f"{rule} it fails: {type(error).__name__}: {reason} {remedy}"
+      f"{rule}, but it fails: {type(error).__name__}: {reason} {remedy}"
     ) from error
-  theirs, ours = _leaves(found), _leaves(rest)
-  for name in {**ours, **theirs}:
-    given, wanted = theirs.get(name, "missing"), ours.get(name, "none of them")
-    if given != wanted:
-      raise ValueError(
-        f"{rule} its leaf {name} is {given} and not {wanted}. {remedy}"
-      )
-  given, wanted = str(jax.tree.structure(found)), str(jax.tree.structure(rest))
-  if given != wanted:
-    raise ValueError(f"{rule} it gives {given} and not {wanted}. {remedy}")
-
-
-def _leaves(tree: PyTree) -> dict[str, str]:
-  """Describes leaves by their paths; all floats count as one type."""
-
-  def described(leaf: Any) -> str:
-    dtype = jnp.result_type(leaf)
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    return f"{'float' if is_float else dtype}{list(jnp.shape(leaf))}"
-
-  named = checks.named_leaves(tree)
-  return {name or "(alone)": described(x) for name, x in named.items()}
+  checks.check_form(rule, found, rest, remedy)
 
 
 def _kept(found: Any) -> jax.Array:

@@ -145,7 +145,9 @@ def update_first(
   0.0
   1.0
   """
-  optimizer = checks.check_optimizer("optimizer", optimizer)
+  # The loss must be the workers' mean: with its own loss each worker's
+  # optimizer would make another update, and the replicas would drift apart.
+  optimizer = _averaging.with_mean_loss(optimizer, axis)
   collectives.check_axis(axis)
   max_bytes = checks.check_structural("max_bytes", max_bytes, minimum=8)
   in_flight = checks.check_structural("in_flight", in_flight, minimum=1)
@@ -168,9 +170,6 @@ def update_first(
       "`scatter` splits flat buckets by rows and cannot be used with `specs`. "
       "Take `scatter=False` for workers that are themselves sharded."
     )
-  # The loss must be the workers' mean: with its own loss each worker's
-  # optimizer would make another update, and the replicas would drift apart.
-  optimizer = _averaging.with_mean_loss(optimizer, axis)
 
   def buckets_of(like: PyTree) -> collectives.Buckets:
     return collectives.Buckets.of(

@@ -240,13 +240,15 @@ def test_other_fronts_and_parameters_are_refused():
   other = prediction.predictor(cut_of("lenet", 2), grid=8)
   with _refusals.refused(
     "params",
-    "block1.conv.kernel has shape [3, 3, 2572, 8] and not [3, 3, 41, 8]",
+    "conv.kernel is float[3, 3, 2572, 8] and not float[3, 3, 41, 8]",
   ):
     other.apply_vector(params, jnp.zeros(2572))
   few = {k: v for k, v in params.items() if k != "hidden_dense"}
-  with pytest.raises(ValueError, match=r"no leaf hidden_dense\.kernel"):
+  with pytest.raises(ValueError, match=r"leaf hidden_dense\.bias is missing"):
     predictor.apply_vector(few, jnp.zeros(2572))
-  with pytest.raises(ValueError, match=r"a leaf more besides"):
+  with pytest.raises(
+    ValueError, match=r"leaf more is float\[1\] and not missing"
+  ):
     predictor.apply_vector(params | {"more": jnp.zeros(1)}, jnp.zeros(2572))
   with _refusals.refused("front", "the front of"):
     predictor.apply(params, {"conv1": {"kernel": jnp.zeros((5, 5, 1, 6))}})
@@ -260,7 +262,7 @@ def test_predictor_of_another_cut_is_refused_when_the_state_is_made():
   params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
   for predict, theta, rule in (
     (other.apply, params[1], "`front` must be the front of|`tree` must be"),
-    (own.apply, params[1], r"`params` must be of Predictor.*has shape"),
+    (own.apply, params[1], r"`params` must be of Predictor.*is float"),
     (
       lambda _, f: other.cut.split(model.params)[1],
       (),

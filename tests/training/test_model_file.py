@@ -67,7 +67,7 @@ def test_file_of_another_model_raises(tmp_path):
   training.save_model(path, {"w": np.ones((2, 3), np.float32)})
   with _refusals.refused("path", "a file of this model"):
     training.load_model(path, {"w": np.ones((3, 2), np.float32)})
-  with pytest.raises(ValueError, match=r"there is no leaf params\.b"):
+  with pytest.raises(ValueError, match=r"its leaf params\.b is missing"):
     training.load_model(path, {"b": np.ones(3, np.float32)})
 
 

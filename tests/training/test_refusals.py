@@ -4,7 +4,9 @@ import tempfile
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import pytest
 
 from jdist import training
 from jdist.training.loop import _programs
@@ -68,6 +70,7 @@ def loss_alone(found):
 
 
 ONE, METRICS = jnp.ones(()), {"loss": 1.0, "rounds": 1}
+KEY = jax.random.key(0)
 GRADIENT = training.make_gradient(
   lambda p, s, b, k: (jnp.sum(p["a"]), (s, {}))
 )({"a": jnp.ones(2)}, {}, {"x": jnp.ones(2)}, jax.random.key(0))
@@ -122,7 +125,15 @@ def updated(gradient):
   ("loss_fn", lambda: gradient_of("mean"), "a function of params"),
   ("loss_fn", lambda: loss_alone(jnp.ones(())), "return `loss, (model_state"),
   ("loss_fn", lambda: loss_alone((jnp.ones(()), {})), "return `loss, (model_"),
-  ("loss_fn", lambda: loss_alone((ONE, ({}, None))), "return `loss, (model_"),
+  ("loss_fn", lambda: loss_alone((ONE, ({}, None))), "a dict of metrics, got"),
+  ("loss_fn", lambda: loss_alone((ONE, ({}, {1: ONE}))), "a dict of metrics"),
+  (
+    "loss_fn",
+    lambda: loss_alone((ONE, ({"a": ONE}, {}))),
+    "must return `model_state` in its form, but its leaf a is float32[]",
+  ),
+  ("metrics", lambda: loss_alone((ONE, ({}, {"a": KEY}))), "tree of numbers"),
+  ("loss_fn", lambda: gradient_of(lambda params: 0.0), "a function of params"),
   ("loss_fn", lambda: loss_alone((jnp.ones(3), ({}, {}))), "one float"),
   ("loss_fn", lambda: loss_alone(((ONE, ONE), ({}, {}))), "one float"),
   ("loss_fn", lambda: loss_alone((None, ({}, {}))), "one float"),
@@ -139,7 +150,12 @@ def updated(gradient):
     lambda: stepped(lambda state: ((), METRICS)),
     "a state like its own",
   ),
-  ("step", lambda: stepped(lambda state: (state, 1.0)), "and a dict"),
+  ("step(...)[1]", lambda: stepped(lambda state: (state, 1.0)), "a dict of"),
+  (
+    "step",
+    lambda: stepped(lambda state: (state._replace(step=ONE), METRICS)),
+    "its leaf step is float32[] and not int32[]",
+  ),
   (
     "step",
     lambda: stepped(lambda state: (state, METRICS | {"a": jnp.ones(3)})),
@@ -147,7 +163,7 @@ def updated(gradient):
   ),
   ("gradient", lambda: updated(None), "a `Gradient`"),
   ("gradient", lambda: updated(jnp.ones(2)), "a `Gradient`"),
-  ("updates", lambda: updated(GRADIENT), "there is no leaf bias"),
+  ("updates", lambda: updated(GRADIENT), "its leaf bias is missing"),
   ("params", lambda: init(jax.eval_shape(_tiny.params)), "got the shape of"),
   (
     "model_state",
@@ -177,3 +193,22 @@ def updated(gradient):
 )
 def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("state", [ONE, {}, {"m": jnp.ones(3)}, {"m": 1}])
+def test_model_state_of_another_form_raises(state, accumulate):
+  team = _tiny.team("vmap")
+  step = training.make_step(
+    lambda p, s, b, k: (jnp.sum(p["bias"]), (state, {"a": 1.0})),
+    optax.sgd(0.1),
+    axis=team.axis,
+    accumulate=accumulate,
+    independent=True,
+  )
+  start = training.init_state(
+    team, optax.sgd(0.1), {"bias": jnp.ones(2)}, {"m": jnp.ones(2)}
+  )
+  batch = team.place({"x": np.ones((team.num_workers, 2))})
+  with _refusals.refused("loss_fn", "return `model_state` in its form"):
+    team.jit(step)(start, batch)

@@ -50,7 +50,7 @@ def ones(front, **shapes):
     (lambda _, f: ones(f, c=3, d=(1, 2)), r"leaf d is float\[1, 2\] and not"),
     (
       lambda _, f: ones(f, c=3, d=(3, 2), e=1),
-      r"leaf e is float\[1\] and not none",
+      r"leaf e is float\[1\] and not missing",
     ),
     (
       lambda _, f: {"c": jnp.arange(3), "d": jnp.ones((3, 2))},
@@ -86,7 +86,7 @@ def test_parameters_of_another_predictor_are_refused_at_init():
   optimizer = methods.mp2(
     optax.sgd(0.1), Alone, lambda theta, f: f[:2], THETA, axis=None
   )
-  with pytest.raises(ValueError, match=r"leaf \(alone\) is float\[2\]"):
+  with pytest.raises(ValueError, match=r"its leaf is float\[2\]"):
     optimizer.init(PARAMS)
   # The rest may be of another floating type, for instance bfloat16.
   optimizer = methods.mp2(optax.sgd(0.1), Cut(), predict, THETA, axis=None)

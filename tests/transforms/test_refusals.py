@@ -38,7 +38,7 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
   ("axis", lambda: local(axis=3), "None, a name"),
   ("inner", lambda: local(inner=0.1), "an Optax transformation"),
   (
-    "outer",
+    "rule",
     lambda: transforms.OuterStep("nesterov"),
     "an Optax transformation",
   ),
@@ -253,6 +253,49 @@ def test_two_anchors_side_by_side_are_refused():
   state = jax.eval_shape(optimizer.init, jnp.ones(2))
   with pytest.raises(ValueError, match=r"one `local_steps` at most, .* are 2"):
     transforms.synchronized(state)
+
+
+# A user's own optimizer, and what its update returns in place of a pair.
+UPDATES = {
+  "nothing": lambda g, state: None,
+  "no state": lambda g, state: g,
+  "three": lambda g, state: (g, state, g),
+  "no updates": lambda g, state: (None, state),
+  "a leaf less": lambda g, state: ({"a": g["a"]}, state),
+  "a leaf more": lambda g, state: (g | {"c": g["a"]}, state),
+  "another shape": lambda g, state: (jax.tree.map(jnp.sum, g), state),
+  "integers": lambda g, state: (jax.tree.map(jnp.int32, g), state),
+  "complex": lambda g, state: (jax.tree.map(jnp.complex64, g), state),
+  "texts": lambda g, state: ({"a": "a", "b": "b"}, state),
+  "another state": lambda g, state: (g, (state, state)),
+  "a longer state": lambda g, state: (g, jnp.ones(3)),
+  "a text as state": lambda g, state: (g, "a"),
+}
+HOLDERS = {
+  "inner": lambda own: local(own),
+  "rule": lambda own: local(rule=own, interval=1),
+  "front": lambda own: transforms.update_first(own, axis=None),
+  "delayed": lambda own: transforms.delay_gradients(own, 1),
+  "predicted": lambda own: transforms.predict_weights(own, 1),
+  "fragments": lambda own: transforms.fragment_steps(own, 2, 2, axis=None),
+  "synchronous": lambda own: methods.ssgd(own, axis=None),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("wrong", UPDATES)
+def test_update_of_another_form_raises(wrong, holder):
+  own = optax.GradientTransformation(
+    lambda params: jnp.ones(2),
+    lambda updates, state, params=None: UPDATES[wrong](updates, state),
+  )
+  name = {"inner": holder, "rule": holder, "fragments": "inner"}
+  name = name.get(holder, "optimizer")
+  optimizer = HOLDERS[holder](own)
+  w = {"a": jnp.ones(2), "b": jnp.ones((2, 2))}
+  state = optimizer.init(w)
+  with _refusals.refused(f"{name}.update", "must"):
+    jax.eval_shape(optimizer.update, w, state, w)
 
 
 # With what stands for the gradient of an integer in JAX.

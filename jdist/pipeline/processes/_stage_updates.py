@@ -44,7 +44,7 @@ class UpdateProgram:
   ):
     """Makes the programs for means over `count` micro-batches."""
     # All stages share these programs, so JAX compiles equal stages once.
-    self._optimizer = optax.with_extra_args_support(optimizer)
+    self._optimizer = transforms.lenient(optimizer)
     self._count, self.whole = count, sees_all(optimizer, stages)
     jit = jax.jit if team is None else team.jit
     self._axis = None if team is None else team.axis

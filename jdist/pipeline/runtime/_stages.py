@@ -173,13 +173,10 @@ def _run(
     number = zlib.crc32(layer.name.encode())
     options = {**options, "key": jax.random.fold_in(key, number)}
   found = layer.apply(params, state, x, **options)
-  # An array of two rows could be unpacked, too.
-  if not isinstance(found, tuple) or len(found) != 2:
-    raise ValueError(
-      f"`apply` of layer {layer.name!r} must return its outputs and its new "
-      f"state, got {checks.show(found)}. Return `(y, state)`."
-    )
-  return found
+  name = f"apply` of layer `{layer.name}"
+  y, after = checks.check_pair(name, found, "its outputs and its new state")
+  checks.check_arrays(f"{name}`: `y", y)
+  return y, after
 
 
 @functools.cache

@@ -65,14 +65,8 @@ class TracedModel:
     # The loss is checked here, while it is traced: a wrong one would fail deep
     # inside of `jax.vjp`.
     found = self.loss(y, batch)
-    scalar = isinstance(found, tuple) and jnp.shape(found[0]) == ()
-    if not scalar or len(found) != 2 or not isinstance(found[1], dict):
-      shown = found[0] if isinstance(found, tuple) and found else found
-      raise ValueError(
-        "`loss` must return a scalar and a dict of metrics, got "
-        f"{checks.show(shown)}. Return `(jnp.mean(losses), {{}})`."
-      )
-    loss, metrics = found
+    loss, metrics = checks.check_pair("loss", found, "a loss and metrics")
+    training.check_loss("loss", loss, metrics)
     return loss, (new, {"loss": loss, **metrics})
 
   def cut(

@@ -59,24 +59,22 @@ class CompiledStep:
     # A user's own step may not have the parameter, so the default is left out.
     given = {} if control == transforms.Control() else {"control": control}
     found = self._user_step(state, batch, **given)
-    kinds = type(state), dict
-    if not isinstance(found, tuple) or tuple(map(type, found)) != kinds:
-      raise ValueError(
-        "`step` must return a state like its own and a dict of scalars, got "
-        f"{checks.show(found)}."
-      )
-    if missing := {"loss", "rounds"} - found[1].keys():
+    rule = "a state like its own"
+    new, metrics = checks.check_pair("step", found, f"{rule} and a dict")
+    checks.check_type("step(...)[1]", metrics, dict, "a dict of scalars")
+    checks.check_form(f"`step` must return {rule}", new, state, exact=True)
+    if missing := {"loss", "rounds"} - metrics.keys():
       raise ValueError(
         f"`step` must return the metrics `loss` and `rounds`, but {missing} "
-        f"are missing; got {sorted(found[1])}."
+        f"are missing; got {sorted(metrics)}."
       )
-    for name, value in found[1].items():
+    for name, value in metrics.items():
       if not checks.is_number(value):
         raise ValueError(
           f"`step` must return scalars as metrics, got {checks.show(value)} as "
           f"{name!r}. Take a mean."
         )
-    return found
+    return new, metrics
 
   def _packed(
     self,

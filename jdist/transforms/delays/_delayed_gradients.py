@@ -10,6 +10,7 @@ import optax
 
 from jdist import checks, states
 from jdist.transforms import _control, _shared
+from jdist.transforms.local import _anchor
 
 PyTree = Any
 
@@ -138,10 +139,10 @@ def delay_gradients(
   """
   optimizer = checks.check_optimizer("optimizer", optimizer)
   delays = check_steps(steps)
-  optimizer = optax.with_extra_args_support(optimizer)
   # Without a delay the result is the optimizer's to the bit, with its state.
   if delays == [0]:
-    return optimizer
+    return optax.with_extra_args_support(optimizer)
+  optimizer = _anchor.lenient(optimizer)
 
   def ring(p: jax.Array, k: int) -> Any:
     zero = jnp.zeros_like(p)

@@ -78,11 +78,10 @@ def predict_weights(
   >>> w.item(), predicted_weights(state, w).item()  # -4 - (2 + 1)
   (-4.0, -7.0)
   """
-  optimizer = checks.check_optimizer("optimizer", optimizer)
+  optimizer = _anchor.lenient(optimizer)
   if b2 is not None:
     checks.check_continuous("b2", b2, open_low=True, high=1.0)
   farthest = _delayed_gradients.check_steps(steps)[-1]
-  optimizer = optax.with_extra_args_support(optimizer)
 
   def init_fn(params: optax.Params) -> PredictWeightsState:
     _delayed_gradients.broadcast(steps, params)

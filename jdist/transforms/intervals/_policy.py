@@ -58,17 +58,17 @@ def check_first(name: str, interval: int, longest: int) -> None:
 
 
 def rate_at(
-  learning_rate: optax.ScalarOrSchedule, step: jax.Array | int
+  learning_rate: optax.ScalarOrSchedule,
+  step: jax.Array | int,
+  name: str = "learning_rate",
 ) -> jax.Array:
   """Returns the learning rate at a local step, float32 scalar."""
   rate = learning_rate(step) if callable(learning_rate) else learning_rate
-  return as_float(rate)
-
-
-def as_float(x: Any) -> jax.Array:
-  """Casts a number to float32."""
+  if not checks.is_number(rate):
+    rule = f"`{name}` must give a number for each step"
+    raise ValueError(f"{rule}, got {checks.show(rate)}.")
   # An injected number has the dtype of the parameters, which may be bfloat16.
-  return jnp.asarray(x).astype(jnp.float32)
+  return jnp.asarray(rate).astype(jnp.float32)
 
 
 def whole_steps(steps: jax.Array, longest: float = math.inf) -> jax.Array:

@@ -56,9 +56,8 @@ def scheduled(
     state: Any, start_step: jax.Array, loss: jax.Array | None
   ) -> tuple[jax.Array, Any]:
     del loss
-    return _policy.whole_steps(
-      jnp.floor(_policy.as_float(schedule(start_step)))
-    ), state
+    steps = _policy.rate_at(schedule, start_step, "schedule")
+    return _policy.whole_steps(jnp.floor(steps)), state
 
   return IntervalPolicy(lambda: (), next_fn)
 
@@ -309,6 +308,23 @@ def as_policy(interval: int | IntervalPolicy) -> IntervalPolicy:
   Raises:
     ValueError: If it is neither a policy nor an int of at least 1.
   """
-  if isinstance(interval, IntervalPolicy):
-    return interval
-  return fixed(interval)
+  if not isinstance(interval, IntervalPolicy):
+    return fixed(interval)
+  checks.check_function("interval.next", interval.next, "state, step, loss", 3)
+  if interval.constant is not None:
+    checks.check_structural("interval.constant", interval.constant, minimum=1)
+
+  def next_fn(
+    state: Any, start_step: jax.Array, loss: jax.Array | None
+  ) -> tuple[jax.Array, Any]:
+    checks.check_arrays("interval.init()", state)
+    found = interval.next(state, start_step, loss)
+    steps, after = checks.check_pair("interval.next", found, "steps, state")
+    if not checks.is_number(steps):
+      rule = "`interval.next` must return an int32 scalar as the steps"
+      raise ValueError(f"{rule}, got {checks.show(steps)}.")
+    rule = "`interval.next` must keep its state's form"
+    checks.check_form(rule, after, state, exact=True)
+    return jnp.asarray(steps, jnp.int32), after
+
+  return interval._replace(next=next_fn)

@@ -21,6 +21,7 @@ from jdist import checks, states
 from jdist import collectives as workers
 
 PyTree = Any
+_FORM = ("shape", "dtype")
 
 
 def wide(x: jax.Array) -> jax.Array:
@@ -268,14 +269,23 @@ def by_fast(updates: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
 def lenient(
   optimizer: optax.GradientTransformation, argument: str = "optimizer"
 ) -> optax.GradientTransformationExtraArgs:
-  """Withholds arguments that an update does not know; refuses missing ones."""
+  """Withholds arguments that an update does not know; refuses missing ones.
+
+  Updates and a state in another form are refused, too.
+  """
+  optimizer = checks.check_optimizer(argument, optimizer)
   optimizer = optax.with_extra_args_support(optimizer)
+
+  def init(params: PyTree) -> PyTree:
+    state = optimizer.init(params)
+    checks.check_arrays(f"{argument}.init(params)", state)
+    return state
 
   def update(
     updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
   ) -> tuple[PyTree, PyTree]:
     try:
-      return optimizer.update(updates, state, params, **extra_args)
+      found = optimizer.update(updates, state, params, **extra_args)
     except (AttributeError, TypeError) as error:
       # `optax.contrib.sam`, for instance, takes one, and no others.
       for name in extra_args:
@@ -288,8 +298,21 @@ def lenient(
         f"`{argument}` must be an optimizer that needs neither pairs of "
         f"parameters nor arguments of its own, but its update fails: {error}."
       ) from error
+    like = updates if params is None else params
+    if layout(found) != layout((like, state)):
+      rule, wanted = f"{argument}.update", "updates and a new state"
+      moves, after = checks.check_pair(rule, found, wanted)
+      checks.check_form(f"`{rule}` must update each leaf", moves, like)
+      checks.check_form(f"`{rule}` must keep its state's form", after, state)
+    return found
 
-  return optax.GradientTransformationExtraArgs(optimizer.init, update)
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def layout(tree: PyTree) -> Any:
+  """Returns the structure of a tree, and shapes and dtypes of its arrays."""
+  leaves, structure = jax.tree.flatten(tree)
+  return structure, [[getattr(x, y, None) for y in _FORM] for x in leaves]
 
 
 def check_anchor(anchor: PyTree, params: PyTree) -> None:
@@ -298,12 +321,11 @@ def check_anchor(anchor: PyTree, params: PyTree) -> None:
     return
   wanted = checks.named_leaves(anchor)
   given = checks.named_leaves(params)
-  checks.check_shapes(
-    "`params` must be those of which the optimizer's state was made, but",
+  checks.check_form(
+    "`params` must be those of which the optimizer's state was made",
+    {name: x for name, x in given.items() if name in wanted}, wanted,
     "Make the state of these parameters by `optimizer.init(params)`.",
-    {name: x for name, x in given.items() if name in wanted},
-    {name: jnp.shape(x) for name, x in wanted.items()},
-  )
+  )  # fmt: skip
 
 
 def is_masked(x: Any) -> bool:

@@ -1,7 +1,6 @@
 """Fragments of the parameters, each of which has its own rounds."""
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -289,7 +288,13 @@ def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
     )
   if callable(fragments):
     paths = collectives.leaf_paths(tree)
-    labels = tuple(_label(fragments, path) for path in paths)
+
+    def number(path: str) -> int:
+      found = checks.call("fragments", fragments, path)
+      found = int(found) if isinstance(found, bool) else found
+      return checks.check_int(f"fragments({path!r})", found, 0)
+
+    labels = tuple(map(number, paths))
     if set(labels) != set(range(max(labels) + 1)):
       raise ValueError(
         "`fragments` must return 0, 1, 2, ... with none left out, got "
@@ -315,18 +320,6 @@ def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
     cut.append(label)
     before += size
   return tuple(cut)
-
-
-def _label(fragments: Callable[[str], int], path: str) -> int:
-  """Returns the fragment of one leaf by a user's function."""
-  label = checks.call("fragments", fragments, path)
-  try:
-    return operator.index(label)
-  except TypeError:
-    raise ValueError(
-      f"`fragments` must return an int for every leaf, got {label!r} for "
-      f"{path!r}. Return 0, 1, 2, ..., the number of the leaf's fragment."
-    ) from None
 
 
 def _check_number(fragments: int, interval: int) -> None:

@@ -339,7 +339,6 @@ class OuterStep(SyncRule):
   """
 
   def __init__(self, optimizer: optax.GradientTransformation):
-    optimizer = checks.check_optimizer("outer", optimizer)
     self.optimizer = _anchor.lenient(optimizer, "rule")
 
   def init(self, anchor: PyTree) -> PyTree:

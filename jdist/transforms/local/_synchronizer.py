@@ -447,13 +447,12 @@ def make_synchronizer(
   compression: reducers.Compression | None,
 ) -> Synchronizer:
   """Checks the arguments of `local_steps`, and builds its synchronizer."""
-  inner = checks.check_optimizer("inner", inner)
+  optimizer = _anchor.lenient(inner, "inner")
   collectives.check_axis(axis)
   reducers.Compression.check(compression)
   policy, rule = _scheduled_interval.as_policy(interval), _round.as_rule(rule)
   wanted = "`transforms.Delayed(...)`, or None for a mean at the round's end"
   checks.check_type("overlap", overlap, _delayed.Delayed | None, wanted)
-  optimizer = _anchor.lenient(inner)
   late, mix = None, None
   if overlap is not None:
     overlap.check_rule(rule)

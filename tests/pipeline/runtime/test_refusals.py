@@ -163,12 +163,12 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
   (
     "loss",
     lambda: _process(loss=lambda y, batch: y.mean()),
-    "a scalar and a dict of metrics",
+    "a loss and metrics",
   ),
   (
     "loss",
     lambda: _one_program(loss=lambda y, batch: (y.mean(-1), {})),
-    "a scalar and a dict of metrics, got float32[2]",
+    "one float as its loss, and a dict of metrics, got float32[2]",
   ),
   (
     "apply",

@@ -6,10 +6,11 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import methods
+from jdist import methods, transforms
 from jdist.transforms import intervals
 from jdist.transforms.intervals import _scheduled_interval
 from jdist.transforms.local import _round
+from tests import _refusals
 
 
 def unfold(policy, losses, num_steps=10**6):
@@ -344,3 +345,63 @@ def test_argument_out_of_range_is_refused(name):
   make, message = REJECTED[name]
   with pytest.raises(ValueError, match=message):
     make()
+
+
+def policy(first=0, then=lambda state: (jnp.int32(2), state), **others):
+  return intervals.IntervalPolicy(
+    lambda: first, lambda state, step, loss: then(state), **others
+  )
+
+
+@pytest.mark.parametrize(
+  ("argument", "make", "rule"),
+  [
+    ("interval.next", lambda: policy(then=lambda s: None), "steps, state"),
+    ("interval.next", lambda: policy(then=lambda s: jnp.ones(2)), "steps, st"),
+    ("interval.next", lambda: policy(then=lambda s: (None, s)), "int32 scalar"),
+    ("interval.next", lambda: policy(then=lambda s: ("2", s)), "int32 scalar"),
+    (
+      "interval.next",
+      lambda: policy(then=lambda s: (jnp.ones(2), s)),
+      "int32 scalar as the steps, got float32[2]",
+    ),
+    ("interval.next", lambda: policy(then=lambda s: (2, s + 0.5)), "its leaf"),
+    (
+      "interval.next",
+      lambda: policy(then=lambda s: (2, (s, s))),
+      "its leaf is missing",
+    ),
+    ("interval.init()", lambda: policy(first="a"), "a tree of arrays"),
+    ("interval.constant", lambda: policy(constant=2.5), "an int >= 1"),
+    ("interval.constant", lambda: policy(constant=0), "an int >= 1"),
+    (
+      "interval.next",
+      lambda: intervals.IntervalPolicy(lambda: (), lambda state: (2, state)),
+      "a function of state, step, loss",
+    ),
+    ("schedule", lambda: intervals.scheduled(lambda: 1), "the local step"),
+    ("schedule", lambda: intervals.scheduled(lambda t: "a"), "give a number"),
+    (
+      "schedule",
+      lambda: intervals.scheduled(lambda t: (t, t)),
+      "give a number",
+    ),
+    (
+      "learning_rate",
+      lambda: intervals.qsr(lambda t: jnp.ones(2), 1.0, 2),
+      "give a number for each step",
+    ),
+    ("learning_rate", lambda: intervals.msdpu(2, lambda: 1.0), "the step"),
+  ],
+)
+def test_policy_that_returns_something_else_raises(argument, make, rule):
+  with _refusals.refused(argument, rule):
+    transforms.local_steps(optax.sgd(0.1), make(), axis=None).init(jnp.ones(2))
+
+
+def test_policy_may_return_any_number():
+  for steps in (2, 2.5, np.int8(2), jnp.bfloat16(2)):
+    own = policy(then=lambda state, steps=steps: (steps, state))
+    found = transforms.local_steps(optax.sgd(0.1), own, axis=None)
+    clock = found.init(jnp.ones(2)).sync.clock
+    assert clock.interval == 2 and clock.interval.dtype == jnp.int32
