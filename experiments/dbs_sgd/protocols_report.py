@@ -1,6 +1,6 @@
 """Writes the tables of the protocols' comparison, and draws it, from its rows.
 
-python experiments/dbs_sgd/protocols_report.py          # PROTOCOLS.md
+python experiments/dbs_sgd/protocols_report.py          # both pages, picture
 python experiments/dbs_sgd/protocols_report.py --check  # fails if it differs
 """
 
@@ -286,29 +286,35 @@ def draw(found: Found, path: pathlib.Path) -> None:
     )
 
 
-def parts(rows: Sequence[comparison.Row]) -> Mapping[str, str]:
-  """Returns the parts of the page."""
+def parts(
+  rows: Sequence[comparison.Row],
+) -> Mapping[pathlib.Path, Mapping[str, str]]:
+  """Returns the parts of each page."""
   by_momentum = studies.group(rows, lambda row: row["config"]["momentum"])
   found = {x: Found(own) for x, own in by_momentum.items()}
   usual, plain = found.get(OPTIONS.momentum), found.get(0.0)
   return {
-    "verdict": _NONE if usual is None else verdict(usual),
-    "methods": _NONE if usual is None else table(usual),
-    "numbers": _NONE if usual is None else numbers(usual),
-    "plain": without_momentum(plain, usual) if plain and usual else _NONE,
-    "setting": setting(rows) if rows else _NONE,
+    FOLDER / "PROTOCOLS.md": {
+      "verdict": _NONE if usual is None else verdict(usual),
+      "methods": _NONE if usual is None else table(usual),
+      "setting": setting(rows) if rows else _NONE,
+    },
+    FOLDER / "PROTOCOLS_TABLES.md": {
+      "numbers": _NONE if usual is None else numbers(usual),
+      "plain": without_momentum(plain, usual) if plain and usual else _NONE,
+    },
   }
 
 
 def main() -> int:
-  """Writes the page and its picture; returns 1 if a checked one differs."""
+  """Writes the pages and the picture; returns 1 if a checked one differs."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--check", action="store_true")
   check = parser.parse_args().check
   rows = studies.read(FOLDER / "results" / "protocols.jsonl")
-  found = parts(rows)
-  print("\n\n".join(found.values()))
-  differs = studies.write({FOLDER / "PROTOCOLS.md": found}, check=check)
+  pages = parts(rows)
+  print("\n\n".join(x for found in pages.values() for x in found.values()))
+  differs = studies.write(pages, check=check)
   own = [x for x in rows if x["config"]["momentum"] == OPTIONS.momentum]
   if own and not check:
     draw(Found(own), FOLDER / "results" / "protocols.png")
@@ -317,4 +323,4 @@ def main() -> int:
 
 if __name__ == "__main__":
   if main():
-    raise SystemExit("The page differs from what the rows say.")
+    raise SystemExit("A page differs from what the rows say.")
