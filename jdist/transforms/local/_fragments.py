@@ -289,12 +289,12 @@ def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
   if callable(fragments):
     paths = collectives.leaf_paths(tree)
 
-    def number(path: str) -> int:
+    def chosen(path: str) -> int:
       found = checks.call("fragments", fragments, path)
       found = int(found) if isinstance(found, bool) else found
       return checks.check_int(f"fragments({path!r})", found, 0)
 
-    labels = tuple(map(number, paths))
+    labels = tuple(map(chosen, paths))
     if set(labels) != set(range(max(labels) + 1)):
       raise ValueError(
         "`fragments` must return 0, 1, 2, ... with none left out, got "
