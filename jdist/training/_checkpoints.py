@@ -21,8 +21,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdist import channel, checks, collectives, signatures, states
-from jdist.storage import lease
-from jdist.training import _checkpoint_directory, _run_metadata, _train_state
+from jdist.storage import lease, sealed_json
+from jdist.training import _checkpoint_directory, _train_state
 
 PyTree = Any
 
@@ -124,9 +124,10 @@ class Checkpoints:
     if self._is_first:
       self._lease.claim()
 
+  @signatures.checked
   def save(
     self,
-    step: int,
+    step: signatures.NonNegativeInt,
     state: PyTree,
     shared: PyTree = None,
     metadata: dict[str, Any] | None = None,
@@ -148,8 +149,7 @@ class Checkpoints:
       ValueError: If JSON cannot hold the metadata, `shared` does not fit the
         state, or another run has leased the directory.
     """
-    checks.check_int("step", step, 0)
-    _run_metadata.check_is_json(metadata)
+    sealed_json.check("metadata", metadata)
     self.wait()
     names, leaves = _named(state)
     flags = _train_state.shared_flags(shared, state)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import collectives, signatures, transforms
+from jdist import checks, collectives, signatures, transforms
 from jdist.training import _labels, _losses, _train_state
 
 PyTree = Any
@@ -56,17 +56,21 @@ class Evaluator:
     inputs_of = _losses.model_inputs(
       normalize=normalize, compute_dtype=compute_dtype
     )
-    rows = list(workers.local_workers)
-    own = [
-      jax.tree.map(lambda x: np.asarray(x)[rows], batch) for batch in batches
-    ]
+
+    def rows(x: Any) -> np.ndarray:
+      if np.shape(x)[:1] != (workers.num_workers,):
+        wanted = f"[workers, n, ...] of {workers.num_workers} workers"
+        raise ValueError(f"`batches` must be {wanted}, got {checks.show(x)}.")
+      return np.asarray(x)[list(workers.local_workers)]
+
+    own = [jax.tree.map(rows, batch) for batch in batches]
     self._batches = list(map(workers.place, own))
     labels = [_labels.labels_of(x)[_labels.counted(x)] for x in own]
     extremes = [f(x) for x in labels if x.size for f in (np.min, np.max)]
     if not self._batches:
       raise ValueError("`batches` must hold at least one batch, got none.")
 
-    def prepare(state: _train_state.TrainState) -> tuple[PyTree, PyTree]:
+    def prepare(state: _train_state.TrainState) -> Any:
       params, opt_state = state.params, state.opt_state
       if optimizer is not None:
         params, opt_state = transforms.drain(optimizer, opt_state, params)
@@ -76,26 +80,21 @@ class Evaluator:
           "update is applied in the next step: without it the parameters are "
           "one step old. Build `Evaluator(..., optimizer=optimizer)`."
         )
-      found: tuple[PyTree, PyTree] = transforms.evaluation_params(
+      return transforms.evaluation_params(
         opt_state, params, state.model_state, axis=axis, laws=state.laws
       )
-      return found
 
     def totals(params: PyTree, model_state: PyTree, batch: PyTree) -> PyTree:
       # Evaluation does not augment, so that the key is not used.
       inputs = inputs_of(batch, jax.random.key(0))
-      logits, _ = apply(
+      found = apply(
         _losses.cast(params, compute_dtype), model_state, inputs, train=False
       )
+      logits, _ = checks.check_pair("apply", found, "logits, state")
       # Here alone the number of classes and the labels are both known.
-      classes = logits.shape[-1]
+      remedy = "Label others -100, or give them a mask of 0."
       for label in extremes:
-        if not 0 <= label < classes:
-          raise ValueError(
-            f"`batches` must have labels from 0 to {classes - 1}, the classes "
-            f"of the model, got {label}. Label others -100, which do not "
-            "count, or give them a mask of 0."
-          )
+        checks.check_int("label", int(label), 0, logits.shape[-1] - 1, remedy)
       losses, hits, inside = _losses.label_scores(logits, batch)
       # Padding may have produced NaN, and 0 * NaN would be NaN.
       counted = (hits, losses, jnp.ones_like(losses))
@@ -134,10 +133,8 @@ class Evaluator:
       params: The parameters, without the workers' dimension.
       model_state: The batch statistics, if any.
     """
-    num = len(self._workers.local_workers)
     both = (params, {} if model_state is None else model_state)
-    copies = jax.tree.map(lambda x: np.broadcast_to(x, (num, *x.shape)), both)
-    return self._measure(*self._workers.place(copies))
+    return self._measure(*self._workers.replicate(both))
 
   def _measure(self, params: PyTree, model_state: PyTree) -> dict[str, float]:
     totals = np.zeros(3)

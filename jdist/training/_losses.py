@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdist import checks
 from jdist.training import _gradient, _labels
 
 PyTree = Any
@@ -71,10 +72,11 @@ def model_loss(
     # Only a batch with a mask passes it on, since not every model takes one.
     mask = batch.get("mask")
     given = {} if mask is None else {"mask": mask}
-    logits, model_state = apply(
+    found = apply(
       cast(params, compute_dtype), model_state, inputs_of(batch, key),
       train=True, **given,
     )  # fmt: skip
+    logits, model_state = checks.check_pair("apply", found, "logits, state")
     loss, metrics = label_loss(logits, batch)
     return loss, (model_state, metrics)
 
@@ -138,6 +140,12 @@ def label_scores(
   labels, inside = _labels.labels_of(batch), _labels.counted(batch)
   # In bfloat16 the sum over many classes would lose most digits of the loss.
   logits, classes = logits.astype(jnp.float32), logits.shape[-1]
+  whole = jnp.issubdtype(labels.dtype, jnp.integer)
+  if labels.shape != logits.shape[:-1] or not whole:
+    raise ValueError(
+      "`batch` must have the number of a class for each row of logits, got "
+      f"labels {checks.show(labels)} for logits {checks.show(logits)}."
+    )
   hits = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
   wrong = inside & ((labels < 0) | (labels >= classes))
   known = jnp.clip(labels, 0, classes - 1)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jdist import checks, signatures
+from jdist import signatures
 from jdist.storage import sealed_json
 
 
@@ -76,9 +76,3 @@ def _differ(there: Any, here: Any) -> bool:
     return False
   one, other = (json.dumps(x, sort_keys=True) for x in (there, here))
   return one != other
-
-
-def check_is_json(metadata: Any) -> None:
-  """Raises a ValueError unless metadata are None or a dict of JSON's values."""
-  checks.check_type("metadata", metadata, dict | None, "a dict or None")
-  sealed_json.check("metadata", metadata)

@@ -3,11 +3,13 @@
 import json
 import math
 import sys
+import types
 import warnings
 
 import pytest
 
 from jdist import cli, training
+from jdist.cli import _run_end
 from jdist.training import comparison
 
 pytest.importorskip("grain")
@@ -116,3 +118,14 @@ def test_unknown_loss_is_no_divergence(tmp_path, capsys):
   one, two = (x for x in lines if x.startswith("step "))
   assert one.startswith("step 1/2") and one.endswith(" – images/s")
   assert two.startswith("step 2/2") and "–" not in two
+
+
+@pytest.mark.parametrize("driver", [None, "clock"])
+def test_a_server_is_not_told_to_skip_gradients(driver):
+  record = training.Record(2, 1, 1.0, 1.0, {}, 1.0, 1.0, "wall", True)
+  options = types.SimpleNamespace(
+    checkpoints="there", driver=driver, learning_rate=0.1
+  )
+  with pytest.raises(_run_end.DivergedError) as told:
+    _run_end.check(options, [record], saved=False)
+  assert ("--skip-nonfinite" in str(told.value)) == (driver is None)

@@ -321,6 +321,10 @@ def _caused(error, cause):
   [
     (OSError(errno.ENOSPC, "No space left on device", "rows.jsonl"), True),
     (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), True),
+    (OSError(errno.EMFILE, "x"), True),
+    (OSError(errno.ENFILE, "x"), True),
+    (OSError(errno.ESTALE, "x"), True),
+    (OSError(errno.EAGAIN, "x"), True),
     (_caused(OSError("was not saved"), OSError(errno.EIO, "...")), True),
     (_caused(OSError("x"), ValueError("FAILED: No space left on dev")), False),
     (_caused(OSError("x"), ValueError("A: No space left on device [2]")), True),

@@ -2,12 +2,14 @@
 
 import dataclasses
 import sys
+import types
 import typing
 
 import pytest
 
 from jdist import server
-from jdist.cli import _commands, _output, _parts
+from jdist.cli import _commands, _options, _output, _parts
+from tests import _refusals
 
 _COMMANDS = [
   x
@@ -60,3 +62,18 @@ def test_table_has_its_title_and_caption():
   grid = _output.table("Title", "Caption", {"a": str, "b": str}, [])
   assert (grid.title, grid.caption) == ("Title", "Caption")
   assert [x.justify for x in grid.columns] == ["left", "right"]
+
+
+def test_process_behind_the_last_is_refused():
+  given = types.SimpleNamespace(
+    num_processes=2, process_id=2, coordinator_address="a:1", workers=2
+  )
+  with _refusals.refused("--process-id", "from 0 to 1, got 2"):
+    _options.join_processes(given, 2)
+
+
+def test_bools_are_words_of_a_command():
+  usual = _options.with_preset(_commands.Train, "digits")
+  given = dataclasses.replace(usual, host_rounds=False, skip_nonfinite=True)
+  words = _options.command_line(given).split()
+  assert {"--no-host-rounds", "--skip-nonfinite"} <= {*words}

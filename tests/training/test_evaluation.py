@@ -1,5 +1,6 @@
 """Evaluation: what counts, and what does not."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -64,6 +65,70 @@ def test_evaluation_refuses_labels_out_of_range(wrong):
   }
   evaluator = training.Evaluator(team, apply, [texts])
   with _refusals.refused(
-    "batches", f"from 0 to 5, the classes of the model, got {wrong}"
+    "label", f"an int from 0 to 5, got {wrong}. Label others"
   ):
     evaluator.measure(np.zeros((5, 6), np.float32))
+
+
+@pytest.mark.parametrize(
+  ("argument", "change", "rule"),
+  [
+    ("batches", lambda x: x[:1], "of 4 workers, got"),
+    ("batches", lambda x: np.concatenate([x, x]), "of 4 workers, got"),
+    ("batches", lambda x: 1.0, "of 4 workers, got 1.0"),
+  ],
+)
+def test_batches_of_other_workers_raise(argument, change, rule):
+  team = _tiny.team("vmap")
+  assert team.num_workers == 4
+  texts = {"tokens": np.zeros((4, 2, 3), np.int32)}
+  texts = {**texts, "targets": np.zeros((4, 2, 3), int)}
+  with _refusals.refused(argument, rule):
+    training.Evaluator(team, apply, [jax.tree.map(change, texts)])
+
+
+@pytest.mark.parametrize(
+  "labels",
+  [np.zeros(3, int), np.eye(5)[:4], np.zeros((4, 1), int), np.zeros(4)],
+)
+def test_labels_that_are_no_classes_of_the_rows_raise(labels):
+  batch = {"label": jnp.asarray(labels)}
+  with _refusals.refused("batch", "the number of a class for each row"):
+    training.label_loss(jnp.zeros((4, 5)), batch)
+
+
+@pytest.mark.parametrize("found", [None, jnp.zeros((2, 6)), (1, 2, 3)])
+def test_model_that_returns_no_pair_raises(found):
+  team = _tiny.team("none")
+  batch = {
+    "tokens": np.zeros((1, 2), np.int32),
+    "targets": np.zeros((1, 2), int),
+  }
+  evaluator = training.Evaluator(team, lambda *_, train: found, [batch])
+  with _refusals.refused("apply", "must return logits, state"):
+    evaluator.measure(jnp.zeros(()))
+  loss_fn = training.classification_loss(lambda *_, train: found)
+  with _refusals.refused("apply", "must return logits, state"):
+    loss_fn((), (), {x: y[0] for x, y in batch.items()}, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+  "given", ["text", {"w": object()}, {"w": jax.ShapeDtypeStruct((), "int32")}]
+)
+def test_model_that_is_no_tree_of_arrays_raises(given):
+  team = _tiny.team("none")
+  batch = {
+    "tokens": np.zeros((1, 2), np.int32),
+    "targets": np.zeros((1, 2), int),
+  }
+  evaluator = training.Evaluator(team, apply, [batch])
+  with _refusals.refused("tree", "must be a tree of arrays, got"):
+    evaluator.measure(given)
+
+
+@pytest.mark.parametrize("label", [-1, -99, 3])
+def test_label_that_is_no_class_makes_the_loss_nan(label):
+  loss, _ = training.label_loss(
+    jnp.zeros((2, 3)), {"label": jnp.array([0, label])}
+  )
+  assert jnp.isnan(loss)

@@ -113,7 +113,8 @@ def mean_rank(
     raise ValueError("`rows` must be one for each seed, got none.")
   # -inf in a single row makes the mean -inf, so that one diverged seed rejects
   # the rate.
-  first, second = zip(*map(rank, rows), strict=True)
+  pairs = (checks.check_pair("rank", rank(x), "two numbers") for x in rows)
+  first, second = zip(*pairs, strict=True)
   return statistics.fmean(first), statistics.fmean(second)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jdist import checks, collectives, signatures, transforms
+from jdist.storage import sealed_json
 from jdist.training import _checkpoints, _run_metadata, _step, _train_state
 from jdist.training.loop import (
   _preemption,
@@ -161,7 +162,7 @@ class Trainer:
       PreemptedError: Upon SIGTERM. It is a `SystemExit`, which ends the
         process with status 143 unless it is caught.
     """
-    _run_metadata.check_is_json(metadata)
+    sealed_json.check("metadata", metadata)
     for name in (_SENT_BYTES, _HISTORY):
       if name in (metadata or {}):
         raise ValueError(

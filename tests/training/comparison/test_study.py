@@ -181,3 +181,10 @@ def test_seeds_run_in_the_given_order(order, expected, tmp_path):
 )
 def test_invalid_study_raises(argument, call, rule):
   _refusals.check(argument, call, rule)
+
+
+@pytest.mark.parametrize("rank", [None, 1.0, (1.0,), "a"])
+def test_rank_that_is_no_pair_raises(rank):
+  rows = [{"accuracy": 0.5, "test_loss": 1.0}]
+  with _refusals.refused("rank", "must return two numbers, got"):
+    comparison.tune([0.1], lambda rate: rows, rank=lambda row: rank)
