@@ -96,6 +96,8 @@ def left_behind():
     x
     for x in told.splitlines()
     if any(word in x for word in ("raylet/raylet", "gcs_server", "ray::"))
+    # It has ended, and the system's first process has not noticed yet.
+    and "<defunct>" not in x
   ]
   found += map(str, pathlib.Path("/dev/shm").glob("plasma*"))
   return found + list(map(str, pathlib.Path("/tmp").glob("jdist-ray-*")))
