@@ -241,15 +241,20 @@ class Chain:
     start[pairs.ends] = pairs.starts[best]
     return found, start
 
+  def busy_s(self, nodes: Sequence[str], cuts: Sequence[int]) -> list[float]:
+    """Returns the seconds of each machine, and those of the busiest link."""
+    # A machine may have several stages.
+    busy = dict.fromkeys(nodes, 0.0)
+    works = np.diff(self.work[[0, *cuts, -1]])
+    for name, work in zip(nodes, works, strict=True):
+      busy[name] += float(work) / self.node(name).speed
+    busiest_s = self.routes.busiest_s(nodes, self.sent[list(cuts)])
+    return [*busy.values(), busiest_s]
+
   def plan(self, nodes: Sequence[str], cuts: Sequence[int]) -> Plan:
     """Returns a plan of given cuts; `Plan.bottleneck_s` counts every link."""
     stages = make_stages(self.costs, cuts, self.footprint)
-    edges = np.array([0, *cuts, len(self.costs)])
-    speeds = [self.node(name).speed for name in nodes]
-    seconds = np.diff(self.work[edges]) / speeds
-    # A machine may have several stages.
-    busy = [seconds[[x == name for x in nodes]].sum() for name in nodes]
-    sent = self.sent[list(cuts)]
+    busy_s, sent = self.busy_s(nodes, cuts), self.sent[list(cuts)]
     trip_s = sum(
       num_bytes * self.routes.byte_s(*way) + self.routes.latency_s(*way)
       for way, num_bytes in zip(itertools.pairwise(nodes), sent, strict=True)
@@ -258,8 +263,8 @@ class Chain:
       tuple(map(int, cuts)),
       tuple(nodes),
       stages,
-      float(max(self.routes.busiest_s(nodes, sent), *busy)),
-      float(sum(seconds)) + 2 * trip_s,
+      max(busy_s),
+      sum(busy_s[:-1]) + 2 * float(trip_s),
       stage_bytes(stages, self.footprint),
       self.footprint.recompute,
     )

@@ -17,8 +17,12 @@ from jdist.pipeline.planning._candidate import (
   stage_times,
   ZERO_BUBBLE,
 )
+from jdist.pipeline.planning._layouts import (
+  few_layouts,
+  Layout,
+  near_layouts,
+)
 from jdist.pipeline.planning._plan import Footprint, Plan
-from jdist.pipeline.planning._refinement import Layout, refine
 from jdist.pipeline.schedule._asynchronous_tables import least_window
 from jdist.pipeline.schedule._checker import check_table, TableReport
 from jdist.pipeline.schedule._table import Table
@@ -35,6 +39,8 @@ _EACH = "pipedream"
 # How many tables, with recomputation or without, are searched again by their
 # simulated times, and how much slower than the best one they may be before.
 _REFINED, _SLOWER = 6, 0.75
+# The actions of all simulated tables together that a local search may take.
+_MOST_ACTIONS = 60_000
 # With more machines only numbers of stages with a smaller bottleneck are tried.
 _FEW = 8
 # Relative differences of throughput that count as none, and of memory.
@@ -62,8 +68,8 @@ def plan(
   Each choice is cut for the least bottleneck within the memory that its table
   needs, and then simulated, unless its bottleneck alone makes it slower than
   another one.  The fastest tables are then searched again by their simulated
-  times: over all cuts and orders of machines in small problems, by steps in
-  large ones.  Among equally fast choices the best one has the least delay of
+  times: small problems over all cuts, orders of machines and choices, others by
+  steps.  Among equally fast choices the best one has the least delay of
   gradients, then both passes on one version of the parameters, then the least
   memory.  Times are those of `simulate`: of processes, not of one program.
 
@@ -156,6 +162,9 @@ class _Search:
 
   def __post_init__(self) -> None:
     self._candidates: list[Candidate] = []
+    # Tables, micro-batches, windows and recomputation, without a layout.
+    self._choices: dict[Candidate, None] = {}
+    self._chain = functools.cache(self._make_chain)
     # Orders of machines: for the least bottleneck, and within their memory.
     self._orders: dict[tuple[int, bool], list[tuple[str, ...]]] = {}
 
@@ -224,6 +233,8 @@ class _Search:
 
   def _append(self, choice: Candidate) -> float:
     """Adds a candidate and returns its bottleneck."""
+    free = dataclasses.replace(choice, num_stages=1, extra_live=0)
+    self._choices[free] = None
     try:
       choice = self._cut(choice)
     except ValueError as error:
@@ -238,33 +249,29 @@ class _Search:
     free = Footprint(0, 1, 1, choice.recompute)
     try:
       found = self._partition(choice, free)
-    except ValueError as error:
-      self._candidates.append(dataclasses.replace(choice, reason=str(error)))
+      if choice.table != "ours":
+        windows = [1]
+      elif windows is None:
+        times = stage_times(found, self.machines)
+        least = least_window(times, choice.num_microbatches)
+        windows = range(1, 1 + int(min(least, self.max_delay + 1)))
+      each = [dataclasses.replace(choice, window=x) for x in windows]
+      made = [make_table_of(x, found, self.machines) for x in each]
+    except ValueError:  # It is refused for the same reason again.
+      self._append(dataclasses.replace(choice, window=1))
       return
-    if choice.table != "ours":
-      windows = [1]
-    elif windows is None:
-      times = stage_times(found, self.machines)
-      least = least_window(times, choice.num_microbatches)
-      windows = range(1, 1 + int(min(least, self.max_delay + 1)))
-    for window in windows:
-      each = dataclasses.replace(choice, window=window)
-      most = max(check_table(make_table_of(each, found, self.machines)).live)
+    for choice, table in zip(each, made, strict=True):
+      most = max(check_table(table).live)
       # Fewer live micro-batches need less memory and allow better cuts, until
       # the cuts are those without any limit.
       for extra in range(0, -most, -1):
-        bottleneck = self._append(dataclasses.replace(each, extra_live=extra))
+        bottleneck = self._append(dataclasses.replace(choice, extra_live=extra))
         if bottleneck <= found.bottleneck_s * (1 + _ROUNDING):
           break
 
   def _cut(self, choice: Candidate) -> Candidate:
     """Finds cuts for which the table that they lead to fits into memory."""
-    report = check_table(make_table_of(choice, None, self.machines))
-    if max(report.delays) > self.max_delay:
-      raise ValueError(
-        f"Gradients of table {choice.table} are late by {max(report.delays)} "
-        f"updates, more than `max_delay` {self.max_delay:.0f}."
-      )
+    _, report, _ = self._made(choice, None)
     # The table depends on the cuts by its stages' times, and the cuts on the
     # table by its memory; a few turns usually agree.
     for _ in range(_TURNS):
@@ -272,9 +279,8 @@ class _Search:
         self.optimizer_copies, report.versions, report.live, choice.recompute
       )
       found = self._partition(choice, footprint)
-      made = make_table_of(choice, found, self.machines)
-      report = check_table(made)
-      if self._fits(found, made, report):
+      made, report, fits = self._made(choice, found)
+      if fits:
         most = self.batch_size / found.bottleneck_s / choice.num_microbatches
         return dataclasses.replace(
           choice, plan=found, made=made, samples_per_s=most,
@@ -284,6 +290,24 @@ class _Search:
       f"No partition fits into memory with what table {choice.table} keeps of "
       "its stages."
     )
+
+  def _made(
+    self, choice: Candidate, found: Plan | None
+  ) -> tuple[Table, TableReport, bool]:
+    """Makes a table that is not too late, and finds whether it fits."""
+    made = make_table_of(choice, found, self.machines)
+    report = check_table(made)
+    if max(report.delays) > self.max_delay:
+      raise ValueError(
+        f"Gradients of table {choice.table} are late by {max(report.delays)} "
+        f"updates, more than `max_delay` {self.max_delay:.0f}."
+      )
+    if found is None:
+      return made, report, False
+    needs = _simulator.device_bytes(
+      made, found.stages, report, self.optimizer_copies
+    )
+    return made, report, self._fits(found, needs)
 
   def _partition(self, choice: Candidate, footprint: Footprint) -> Plan:
     costs, input_bytes = self._scaled(choice.num_microbatches)
@@ -315,11 +339,8 @@ class _Search:
       raise errors[0]
     return min(plans, key=lambda x: (x.bottleneck_s, x.trip_s))
 
-  def _fits(self, found: Plan, made: Table, report: TableReport) -> bool:
-    """Returns whether each machine holds what the table keeps there."""
-    needs = _simulator.device_bytes(
-      made, found.stages, report, self.optimizer_copies
-    )
+  def _fits(self, found: Plan, needs: Sequence[float]) -> bool:
+    """Returns whether each machine holds so many bytes."""
     return all(
       need <= self.machines.node(name).memory_bytes * (1 + _ROUNDING)
       for name, need in zip(found.nodes, needs, strict=False)
@@ -337,25 +358,39 @@ class _Search:
     rate = min(rate, choice.samples_per_s)
     return dataclasses.replace(choice, times=times, samples_per_s=rate)
 
-  def _with_more_live(self, choice: Candidate) -> Iterator[Candidate]:
-    """Yields a candidate, and those that keep more while that helps."""
-    most, before = choice.samples_per_s, 0.0
+  def _grown(self, choice: Candidate, rate: float = 0.0) -> Iterator[Candidate]:
+    """Yields a choice of given cuts while it may be faster than a rate.
+
+    A table that is made from times keeps fewer micro-batches if memory is
+    short, and more of them while that helps.
+    """
+    found, before = choice.plan, 0.0
+    assert found is not None
+    most = self.batch_size / found.bottleneck_s / choice.num_microbatches
     # One more weight part that waits gains little; one a stage fills a bubble.
     step = choice.num_stages if choice.table in ZERO_BUBBLE else 1
-    while True:
-      done = self._simulated(choice)
-      yield done
-      rate, extra = done.samples_per_s, choice.extra_live
-      enough = rate >= most * (1 - _EQUAL) or rate <= before * (1 + _EQUAL)
-      if enough or extra < 0 or choice.table not in LISTED:
-        return
-      before = rate
+    listed = choice.table in LISTED
+    while most > rate * (1 + _ROUNDING):
+      extra = choice.extra_live
       try:
-        choice = self._cut(
-          dataclasses.replace(choice, extra_live=2 * extra or step)
-        )
-      except ValueError:
+        made, report, fits = self._made(choice, found)
+      except ValueError:  # Another number of stages has no such table.
         return
+      if fits:
+        choice = dataclasses.replace(
+          choice, made=made, delay=max(report.delays), samples_per_s=most
+        )
+        yield (done := self._simulated(choice))
+        now = done.samples_per_s
+        enough = now >= most * (1 - _EQUAL) or now <= before * (1 + _EQUAL)
+        if enough or extra < 0 or not listed:
+          return
+        before, rate, extra = now, max(rate, now), 2 * extra or step
+      elif before or not listed or max(report.live) == 1:
+        return
+      else:
+        extra -= 1
+      choice = dataclasses.replace(choice, extra_live=extra)
 
   def _slower_sends(self, done: Sequence[Candidate]) -> Iterator[Candidate]:
     """Yields the best tables again, made for slower messages.
@@ -363,88 +398,113 @@ class _Search:
     Messages that wait for each other on a link take longer than the first table
     assumes, so more micro-batches and iterations must be in progress.
     """
-    for name in ("ours", "zb_h2", "zb_v"):
-      found = [x for x in done if x.times is not None and x.table == name]
-      best = max(found, key=lambda x: x.samples_per_s, default=None)
-      if best is not None:
-        yield from self._slower(best)
-
-  def _slower(self, best: Candidate) -> Iterator[Candidate]:
-    assert best.plan is not None
-    least_s = best.plan.bottleneck_s * best.num_microbatches
-    if best.samples_per_s * least_s >= self.batch_size * (1 - _EQUAL):
-      return
-    for factor in _SEND_FACTORS:
-      window = best.window
-      if self.widens and best.table == "ours":
-        times = stage_times(best.plan, self.machines, factor)
-        least = least_window(times, best.num_microbatches)
-        window = int(min(least, self.max_delay + 1))
-      choice = dataclasses.replace(
-        best, window=window, extra_live=0, send_factor=factor
-      )
-      try:
-        yield self._simulated(self._cut(choice))
-      except ValueError:  # It does not fit into memory any more.
-        return
+    firsts = {
+      x.table: x
+      for x in sorted(done, key=lambda x: -x.samples_per_s)[::-1]
+      if x.times is not None and x.table in LISTED and x.table != "greedy"
+    }
+    for best in firsts.values():
+      assert best.plan is not None
+      most = self.batch_size / best.plan.bottleneck_s / best.num_microbatches
+      full = best.samples_per_s >= most * (1 - _EQUAL)
+      for factor in () if full else _SEND_FACTORS:
+        window = best.window
+        if self.widens and best.table == "ours":
+          times = stage_times(best.plan, self.machines, factor)
+          least = least_window(times, best.num_microbatches)
+          window = int(min(least, self.max_delay + 1))
+        choice = dataclasses.replace(
+          best, window=window, extra_live=0, send_factor=factor
+        )
+        try:
+          yield self._simulated(self._cut(choice))
+        except ValueError:  # It does not fit into memory any more.
+          break
 
   def _refined(self, done: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yields the best candidate of each table with faster cuts and machines."""
-    found = sorted(
-      (x for x in done if x.times is not None), key=lambda x: -x.samples_per_s
-    )
-    firsts = {(x.table, x.recompute): x for x in reversed(found)}.values()
-    chosen = sorted(firsts, key=lambda x: -x.samples_per_s)[:_REFINED]
-    for choice in chosen:
-      if choice.samples_per_s < _SLOWER * found[0].samples_per_s:
+    """Yields faster choices, of all layouts if few, else of near ones."""
+    # Of equally fast ones the first counts, which keeps the least.
+    simulated = [x for x in reversed(done) if x.times is not None]
+    found = sorted(simulated, key=lambda x: x.samples_per_s)
+    rate = found[-1].samples_per_s if found else 0.0
+    names, layers = self.machines.names, len(self.costs)
+    few = {x: few_layouts(names, layers, x) for x in {1, *CHUNKS.values()}}
+    jobs = [
+      (least_s, layout, choice)
+      for choice in self._choices
+      for layout in few[CHUNKS.get(choice.table, 1)]
+      if (least_s := self._least_s(choice, layout)) * rate < self.batch_size
+    ]
+    for least_s, layout, choice in sorted(jobs, key=lambda x: x[0]):
+      if least_s * rate >= self.batch_size:
+        break
+      faster = self._evaluated(choice, layout, rate)
+      if faster is not None:
+        rate = faster.samples_per_s
+        yield faster
+    firsts = {(x.table, x.recompute): x for x in found}.values()
+    for choice in sorted(firsts, key=lambda x: -x.samples_per_s)[:_REFINED]:
+      if choice.samples_per_s < _SLOWER * rate:
         return
-      costs, input_bytes = self._scaled(choice.num_microbatches)
-      footprint = Footprint(
-        self.optimizer_copies, recompute=choice.recompute,
-        input_bytes=input_bytes,
-      )  # fmt: skip
-      chain = _bottleneck.Chain(
-        costs, self.machines, footprint, choice.num_microbatches
-      )
-      assert choice.plan is not None and choice.made is not None
-      best = refine(
-        ((choice.nodes, choice.plan.cuts), choice.samples_per_s),
-        self.machines.names, len(costs), CHUNKS.get(choice.table, 1),
-        sum(map(len, choice.made.devices)),
-        functools.partial(self._evaluated, choice, chain),
-      )  # fmt: skip
-      if best is not None:
-        yield best
+      if not few[CHUNKS.get(choice.table, 1)]:
+        yield from self._climbed(choice)
+
+  def _climbed(self, best: Candidate) -> Iterator[Candidate]:
+    """Yields ever faster layouts, each near the one before.
+
+    The least bottleneck decides the time of a full pipeline, but not of one
+    that fills and empties in each iteration, and not of messages that wait for
+    each other.
+    """
+    assert best.made is not None
+    most = _MOST_ACTIONS // sum(map(len, best.made.devices))
+    names, layers = self.machines.names, len(self.costs)
+    chunks, start, improved = CHUNKS.get(best.table, 1), best, True
+    seen = set[Layout]()
+    while improved:
+      assert best.plan is not None
+      here, improved = (best.nodes, best.plan.cuts), False
+      for layout in near_layouts(here, names, layers, chunks):
+        if layout not in seen and len(seen) < most:
+          seen.add(layout)
+          faster = self._evaluated(start, layout, best.samples_per_s)
+          if faster is not None:
+            best, improved = faster, True
+            yield faster
+            break
+
+  def _least_s(self, choice: Candidate, layout: Layout) -> float:
+    """Returns the seconds of a batch on its busiest machine or link."""
+    # Micro-batches share the work of a batch, whatever their number is.
+    chain = self._chain(1, choice.recompute)
+    return max(chain.busy_s(_stage_nodes(choice, layout[0]), layout[1]))
+
+  def _make_chain(self, number: int, recompute: bool) -> _bottleneck.Chain:
+    costs, input_bytes = self._scaled(number)
+    footprint = Footprint(
+      self.optimizer_copies, recompute=recompute, input_bytes=input_bytes
+    )
+    return _bottleneck.Chain(costs, self.machines, footprint, number)
 
   def _evaluated(
-    self,
-    choice: Candidate,
-    chain: _bottleneck.Chain,
-    layout: Layout,
-    rate: float,
-  ) -> tuple[Candidate, float] | None:
+    self, choice: Candidate, layout: Layout, rate: float
+  ) -> Candidate | None:
     """Simulates a choice with other cuts and machines, if it may be faster."""
     order, cuts = layout
     if self.wanted and len(order) not in self.wanted:
       return None
+    chain = self._chain(choice.num_microbatches, choice.recompute)
+    found = chain.plan(_stage_nodes(choice, order), cuts)
+    # No table keeps less than one micro-batch, for which this plan is.
+    if not self._fits(found, found.memory_bytes):
+      return None
     # Another layout may have room for more micro-batches, or for fewer.
     choice = dataclasses.replace(
-      choice, num_stages=len(order), extra_live=max(choice.extra_live, 0)
-    )
-    found = chain.plan(_stage_nodes(choice, order), cuts)
-    most = self.batch_size / found.bottleneck_s / choice.num_microbatches
-    if most <= rate:
-      return None
-    made = make_table_of(choice, found, self.machines)
-    while not self._fits(found, made, report := check_table(made)):
-      if choice.table not in LISTED or max(report.live) == 1:
-        return None
-      choice = dataclasses.replace(choice, extra_live=choice.extra_live - 1)
-      made = make_table_of(choice, found, self.machines)
-    done = self._simulated(
-      dataclasses.replace(choice, plan=found, made=made, samples_per_s=most)
-    )
-    return done, done.samples_per_s
+      choice, num_stages=len(order), extra_live=max(choice.extra_live, 0),
+      plan=found,
+    )  # fmt: skip
+    grown = (x for x in self._grown(choice, rate) if x.samples_per_s > rate)
+    return max(grown, key=lambda x: x.samples_per_s, default=None)
 
   def run(self) -> tuple[Candidate, list[Candidate]]:
     """Simulates those that may be the best, the most promising first."""
@@ -458,7 +518,7 @@ class _Search:
           dataclasses.replace(choice, made=None, reason="a slower bottleneck")
         )
       else:
-        for each in self._with_more_live(choice):
+        for each in self._grown(choice):
           best = max(best, each.samples_per_s)
           done.append(each)
     done += list(self._slower_sends(done))

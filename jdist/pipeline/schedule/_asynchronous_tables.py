@@ -83,7 +83,7 @@ def ours(
   times: int | Sequence[StageTimes],
   num_microbatches: int,
   *,
-  window: int | None = None,
+  window: signatures.PositiveInt | None = None,
   num_iterations: int = 8,
   max_live: Sequence[int] | None = None,
 ) -> Table:
@@ -115,29 +115,23 @@ def ours(
   if isinstance(times, int):
     check_passes(times, num_microbatches, num_iterations)
     times = [StageTimes()] * times
-  least = 1 if window is None else window
-  check_arguments(
-    times, max_live, num_microbatches, num_iterations, window=least
-  )
   if window is None:
+    check_arguments(times, max_live, num_microbatches, num_iterations)
     window = least_window(times, num_microbatches)
   return list_schedule(
-    "ours",
-    times,
-    num_microbatches,
-    num_iterations=num_iterations,
-    window=window,
-    max_live=live_for_full_use(times) if max_live is None else max_live,
-  )
+    "ours", times, num_microbatches, num_iterations=num_iterations,
+    window=window, max_live=max_live, default=live_for_full_use,
+  )  # fmt: skip
 
 
+@signatures.checked
 def zb_h2(
   times: int | Sequence[StageTimes],
   num_microbatches: int,
   *,
   num_iterations: int = 8,
   max_live: Sequence[int] | None = None,
-  max_saved: int | None = None,
+  max_saved: signatures.PositiveInt | None = None,
 ) -> Table:
   r"""Overlaps iterations although no gradient is late (ZB-H2).
 
@@ -174,18 +168,20 @@ def zb_h2(
   """
   if isinstance(times, int):
     times = [StageTimes()] * times
-  return _zero_bubble(
-    "zb_h2", times, None, num_microbatches, num_iterations, max_live, max_saved
-  )
+  return list_schedule(
+    "zb_h2", times, num_microbatches, num_iterations=num_iterations,
+    max_live=max_live, default=live_to_fill, max_saved=max_saved, split=True,
+  )  # fmt: skip
 
 
+@signatures.checked
 def zb_v(
   times: int | Sequence[StageTimes],
   num_microbatches: int,
   *,
   num_iterations: int = 8,
   max_live: Sequence[int] | None = None,
-  max_saved: int | None = None,
+  max_saved: signatures.PositiveInt | None = None,
 ) -> Table:
   r"""Overlaps iterations with two stages on each device, laid as a V (ZB-V).
 
@@ -216,35 +212,12 @@ def zb_v(
     )
   devices = len(times) // 2
   there_and_back = [*range(devices), *reversed(range(devices))]
-  return _zero_bubble(
-    "zb_v", times, there_and_back, num_microbatches, num_iterations, max_live,
-    devices if max_saved is None else max_saved,
-  )  # fmt: skip
-
-
-def _zero_bubble(
-  name: str,
-  times: Sequence[StageTimes],
-  device_of: Sequence[int] | None,
-  num_microbatches: int,
-  num_iterations: int,
-  max_live: Sequence[int] | None,
-  max_saved: int | None,
-) -> Table:
-  """Makes a list schedule with split backward passes and a window of 1."""
-  counts = {} if max_saved is None else {"max_saved": max_saved}
-  check_arguments(times, max_live, num_microbatches, num_iterations, **counts)
-  live = live_to_fill(times) if max_live is None else max_live
   return list_schedule(
-    name,
-    times,
-    num_microbatches,
-    num_iterations=num_iterations,
-    max_live=live,
-    max_saved=max(live) if max_saved is None else max_saved,
-    split=True,
-    device_of=device_of,
-  )
+    "zb_v", times, num_microbatches, num_iterations=num_iterations,
+    max_live=max_live, default=live_to_fill, split=True,
+    max_saved=devices if max_saved is None else max_saved,
+    device_of=there_and_back,
+  )  # fmt: skip
 
 
 def least_window(times: Sequence[StageTimes], num_microbatches: int) -> int:

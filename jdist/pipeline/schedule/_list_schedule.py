@@ -2,8 +2,9 @@
 
 import dataclasses
 import heapq
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jdist import checks, signatures
 from jdist.pipeline.schedule._table import Action, Op, Table, with_updates
@@ -47,13 +48,7 @@ def live_for_full_use(times: Sequence[StageTimes]) -> list[int]:
   waits for its weight part occupies the same room.
   """
   period = max(x.forward + x.backward for x in times) or 1.0
-  found, trip = [], 0.0
-  for i, x in reversed(list(enumerate(times))):
-    trip += x.forward + x.backward
-    trip += 2 * x.send if i + 1 < len(times) else 0.0
-    # Without the margin rounding could add a micro-batch to an exact quotient.
-    found.append(max(1, math.ceil(trip / period - 1e-9)))
-  return found[::-1]
+  return [_count(trip, period) for trip in _trips(times)]
 
 
 def live_to_fill(times: Sequence[StageTimes]) -> list[int]:
@@ -67,12 +62,22 @@ def live_to_fill(times: Sequence[StageTimes]) -> list[int]:
   and free links, the warm-up of ZB-H2.
   """
   slowest = max(x.forward for x in times) or 1.0
-  found, trip = [], 0.0
-  for i, x in reversed(list(enumerate(times))):
-    trip += x.forward + (2 * x.send if i + 1 < len(times) else 0.0)
-    found.append(max(1, math.ceil(trip / slowest - 1e-9)))
-    trip += x.backward
-  return found[::-1]
+  return [
+    _count(trip - x.backward, slowest)
+    for trip, x in zip(_trips(times), times, strict=True)
+  ]
+
+
+def _trips(times: Sequence[StageTimes]) -> list[float]:
+  """Returns the time from each stage's forward pass through its backward."""
+  sends = [2 * x.send for x in times[:-1]] + [0.0]
+  rest = [x.forward + x.backward + y for x, y in zip(times, sends, strict=True)]
+  return list(itertools.accumulate(rest[::-1]))[::-1]
+
+
+def _count(trip: float, period: float) -> int:
+  # Without the margin rounding could add a micro-batch to an exact quotient.
+  return max(1, math.ceil(trip / period - 1e-9))
 
 
 def list_schedule(
@@ -82,7 +87,8 @@ def list_schedule(
   *,
   num_iterations: int,
   window: int = 1,
-  max_live: Sequence[int],
+  max_live: Sequence[int] | None,
+  default: Callable[[Sequence[StageTimes]], list[int]],
   max_saved: int | None = None,
   split: bool = False,
   device_of: Sequence[int] | None = None,
@@ -93,16 +99,19 @@ def list_schedule(
   forward pass if its stage keeps fewer than `max_live` micro-batches and the
   version of the parameters exists; else the weight part of a split backward
   pass, which nothing waits for but the update.  No stage keeps more than
-  `max_saved` micro-batches between their forward pass and their weight part.
-  Stage s is on device `device_of[s]`, by default on a device of its own.
+  `max_saved` micro-batches between their forward pass and their weight part, by
+  default the most of `max_live`; that is by default what `default` makes of the
+  times.  Stage s is on device `device_of[s]`, by default on one of its own.
   """
+  check_arguments(times, max_live, num_microbatches, num_iterations)
+  live = default(times) if max_live is None else max_live
+  most_saved = max(live) if max_saved is None else max_saved
   devices = [*range(len(times))] if device_of is None else [*device_of]
   held: list[list[int]] = [[] for _ in range(1 + max(devices))]
   # A device prefers the stages that are nearer to the loss.
   for s in reversed(range(len(times))):
     held[devices[s]].append(s)
   total = num_microbatches * num_iterations
-  most_saved = total if max_saved is None else max_saved
   ops = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT
   counts = {op: [0] * len(times) for op in ops}
   # These lists hold when each stage's inputs and gradients are available.
@@ -126,7 +135,7 @@ def list_schedule(
     return (
       f < len(inputs[s])
       and inputs[s][f] <= now
-      and f - b < max_live[s]
+      and f - b < live[s]
       and f - w < most_saved
       and updates > f // num_microbatches - window
     )
@@ -200,18 +209,10 @@ def greedy(
     split: Whether backward passes are split into two parts (zero bubble), whose
       times are `backward` and `weight`.
   """
-  check_arguments(times, max_live, num_microbatches, num_iterations)
-  live = live_for_full_use(times) if max_live is None else max_live
   return list_schedule(
-    "greedy",
-    times,
-    num_microbatches,
-    num_iterations=num_iterations,
-    max_live=live,
-    # Weight parts fill the bubble within the memory of 1F1B's first stage.
-    max_saved=max(live) if split else None,
-    split=split,
-  )
+    "greedy", times, num_microbatches, num_iterations=num_iterations,
+    max_live=max_live, default=live_for_full_use, split=split,
+  )  # fmt: skip
 
 
 def check_passes(
@@ -230,21 +231,16 @@ def check_passes(
 
 
 def check_arguments(
-  times: Sequence[StageTimes], max_live: Sequence[int] | None, *passes: int,
-  **counts: int,
-) -> None:  # fmt: skip
+  times: Sequence[StageTimes], max_live: Sequence[int] | None, *passes: int
+) -> None:
   """Raises a ValueError for arguments from which no table can be made."""
   if not checks.check_list("times", times, "StageTimes"):
     raise ValueError("`times` must be one stage's at least, got none.")
   check_passes(len(times), *passes)
-  for name, value in counts.items():
-    checks.check_int(name, value, 1)
-  if max_live is None:
-    return
-  if len(checks.check_list("max_live", max_live, "ints")) != len(times):
+  for value in max_live or ():
+    checks.check_int("max_live", value, 1)
+  if max_live is not None and len(max_live) != len(times):
     raise ValueError(
       f"`max_live` must have a number for each of the {len(times)} stages, got "
       f"{list(max_live)}."
     )
-  for value in max_live:
-    checks.check_int("max_live", value, 1)

@@ -128,7 +128,7 @@ def test_unconnected_machines_raise():
   link = cluster.Link(bandwidth_bits_per_s=1.0)
   names = "abc"
   apart = cluster.Topology({("a", "b"): link, ("c", "d"): link})
-  with pytest.raises(ValueError, match="no way"):
+  with pytest.raises(ValueError, match="no route"):
     machines = cluster.Cluster(
       tuple(map(cluster.Node, names)), apart, server="a"
     )
