@@ -107,9 +107,9 @@ class MomentumCorrection(_feedback.Residual):
   ) -> tuple[PyTree, MomentumCorrectionState]:
 
     def masked(u: jax.Array, sent: jax.Array, wanted: jax.Array) -> jax.Array:
-      # An entry that was sent moves the others' parameters now: its momentum
-      # would move them a second time, in a direction that is out of date.
-      partly = jnp.any(sent != wanted)
+      # A sent entry moves the others' parameters now: its momentum would do so
+      # again, out of date.  Codecs send float32 for float64: it is whole.
+      partly = jnp.any(jnp.abs(sent - wanted) > jnp.abs(wanted) * 2.0**-24)
       return jnp.where(partly & (sent != 0), 0.0, u)
 
     momentum = state.momentum

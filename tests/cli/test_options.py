@@ -8,7 +8,7 @@ import typing
 import pytest
 
 from jdist import server
-from jdist.cli import _commands, _options, _output, _parts
+from jdist.cli import _commands, _options, _output, _parts, _workload
 from tests import _refusals
 
 _COMMANDS = [
@@ -77,3 +77,10 @@ def test_bools_are_words_of_a_command():
   given = dataclasses.replace(usual, host_rounds=False, skip_nonfinite=True)
   words = _options.command_line(given).split()
   assert {"--no-host-rounds", "--skip-nonfinite"} <= {*words}
+
+
+def test_remedy_is_a_batch_that_every_worker_has_a_part_of():
+  for size, told in ((1, "Take 4 or 8."), (6, "Take 4 or 8."), (9, "8 or 12")):
+    with _refusals.refused("--batch-size", told):
+      _workload.check_batch(size, 4, 1, "")
+  _workload.check_batch(8, 4, 2, "")

@@ -3,11 +3,12 @@
 import contextlib
 import json
 import shutil
+import types
 
 import pytest
 
 from jdist import cli, cluster, training
-from jdist.cli.report import _page
+from jdist.cli.report import _page, _status
 
 _RUN = "train --method ssgd --steps 6 --workers 4 --batch-size 32 "
 _RUN += "--evaluate-every-epochs 0.05 --warmup-epochs 0 --output"
@@ -222,3 +223,17 @@ def test_page_of_two_hundred_rows_is_small_and_opens_at_once(folder):
     (own_s,) = (x["value"] for x in found if x["name"] == "ThreadTime")
     assert own_s < 2
     assert page.locator("*").count() < 6000
+
+
+def test_figures_stay_while_something_else_is_done():
+  noted = []
+  status = types.SimpleNamespace(
+    bar=types.SimpleNamespace(show=lambda *given: None),
+    note=lambda **entries: noted.append(entries),
+  )
+  record = training.Record(2, 1, 3.0, 0.5, {}, 1.0, 4.0)
+  for doing in ("", "compiling"):
+    _status.Status.step(status, record, doing, "msdpu:", before=5)
+  steps, compiling = noted
+  assert steps["train_loss"] == 0.5 and "train_loss" not in compiling
+  assert compiling == {"doing": "msdpu: compiling", "step": 7}

@@ -317,3 +317,20 @@ def test_complex_shares_are_kept_between_hosts():
   means, shares = jax.vmap(jax.vmap(one, axis_name="near"), axis_name="far")(xs)
   np.testing.assert_allclose(means, np.full_like(xs, 2 + 1j))
   np.testing.assert_allclose(shares, xs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_leaf_that_is_sent_whole_in_float32_keeps_its_momentum(dtype):
+  # Found by the oracle's combination 5131: codecs send float32 for float64.
+  feedback = reducers.MomentumCorrection(0.5)
+  with jax.enable_x64(True):
+    wanted = jnp.array([0.1, 0.3], dtype)
+    state = feedback.init(wanted)._replace(momentum=wanted)
+    whole = wanted.astype("float32").astype(dtype)
+    for sent, kept in (
+      (whole, [0.1, 0.3]),
+      (whole.at[1].set(0.0), [0.0, 0.3]),
+      (whole.at[1].mul(1 + 2e-7), [0.0, 0.0]),
+    ):
+      _, new = feedback.finish(sent, sent, wanted, state)
+      np.testing.assert_allclose(new.momentum, kept, rtol=1e-6)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jdist import profiling, reducers, transforms
+from jdist import codecs, profiling, reducers, transforms
 from tests.reducers._averages import average, gradients, run
 from tests.transforms import _reducers, _table
 
@@ -68,3 +68,21 @@ def test_warm_up_sends_smaller_parts():
 
 class Part(_reducers.Largest):
   pass
+
+
+def test_flush_has_the_residuals_of_owners_of_earlier_phases():
+  first, last = (reducers.compressed(codecs.Quantize(2)) for _ in range(2))
+  phases = reducers.Scheduled(
+    ((1, first), (2, _reducers.Plain()), (None, last))
+  )
+
+  def flushed(x):
+    state, key = phases.init(x, "worker"), jax.random.key(0)
+    state = phases.reduce(x, state, key, "worker").state
+    own = first.flush(state.phases[0], x, "worker")[0]
+    return phases.flush(state, x, "worker")[0], own
+
+  x = np.random.default_rng(0).normal(size=(3, 300)).astype(np.float32)
+  found, own = jax.vmap(flushed, axis_name="worker")(x)
+  assert np.abs(own).max() > 0.01
+  np.testing.assert_array_equal(found, own)

@@ -112,3 +112,10 @@ def test_complex_entries_count_by_their_absolute_values():
   np.testing.assert_allclose(
     clip.update(g, clip.init(g))[0], [1.2j, 1.6], rtol=1e-6
   )
+
+
+def test_gradient_that_is_not_finite_is_left_alone():
+  clip = transforms.clip_local(1.0, None)
+  gradient = {"a": jnp.array([jnp.inf, 4.0]), "b": jnp.array(3.0)}
+  found, _ = clip.update(gradient, clip.init(gradient))
+  jax.tree.map(np.testing.assert_array_equal, found, gradient)
