@@ -151,3 +151,15 @@ def test_late_means_wait_for_nothing_of_the_step(name):
   optimizer = build()
   state = optimizer.init(PARAMS)
   assert _waiting.waits(optimizer.update, PARAMS, state, PARAMS) == wanted
+
+
+def test_drain_counts_a_round_that_was_begun_once():
+  optimizer = transforms.fragment_steps(SGD, 4, 2, axis=None)
+  params, state = transforms.drain(optimizer, optimizer.init(PARAMS), PARAMS)
+  assert transforms.rounds(state, 0) == 0
+  gradient = jax.tree.map(jnp.ones_like, PARAMS)
+  updates, state = optimizer.update(gradient, state, params)
+  params = transforms.apply_updates(params, updates, state)
+  for _ in range(2):
+    params, state = transforms.drain(optimizer, state, params)
+    assert transforms.rounds(state, 1) == 1
