@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jdist import checks, signatures
-from jdist.cluster import _links, _node, _profile
+from jdist.cluster import _node, _profile, _topology
 
 # Numbers of a table, and then its other keys.
 _NODE = ("count", "speed", "jitter", "memory_gb"), (
@@ -39,7 +39,7 @@ class Cluster:
   """
 
   nodes: tuple[_node.Node, ...]
-  topology: _links.Topology | None = None
+  topology: _topology.Topology | None = None
   server: str = "server"
 
   def __post_init__(self) -> None:
@@ -100,8 +100,8 @@ class Cluster:
 def workers(
   speeds: Iterable[float],
   *,
-  link: _links.Link | None = None,
-  server_link: _links.Link | None = None,
+  link: _topology.Link | None = None,
+  server_link: _topology.Link | None = None,
   jitter: float = 0.0,
 ) -> Cluster:
   """Makes a cluster of workers around a server.
@@ -122,7 +122,7 @@ def workers(
   if link is None:
     return Cluster(nodes)
   links = {x.name: link for x in nodes} | {"server": server_link or link}
-  return Cluster(nodes, _links.star(links, "switch"))
+  return Cluster(nodes, _topology.star(links, "switch"))
 
 
 @signatures.checked
@@ -247,8 +247,8 @@ def _read_times(
   return tuple(kind(**each) for each in times)
 
 
-def _read_links(tables: Any, names: list[str]) -> _links.Topology:
-  links: dict[tuple[str, str], _links.Link] = {}
+def _read_links(tables: Any, names: list[str]) -> _topology.Topology:
+  links: dict[tuple[str, str], _topology.Link] = {}
   for i, table in enumerate(tables):
     place = f"[[links]] number {i + 1}"
     _check(place, table, *_LINK)
@@ -257,7 +257,7 @@ def _read_links(tables: Any, names: list[str]) -> _links.Topology:
       raise ValueError(f"`between` of {place} must be two names, got {ends!r}.")
     if "bandwidth_gbit_per_s" not in table:
       raise ValueError(f"{place} must have a `bandwidth_gbit_per_s`.")
-    link = _links.Link(
+    link = _topology.Link(
       bandwidth_bits_per_s=1e9 * table["bandwidth_gbit_per_s"],
       latency_s=1e-3 * table.get("latency_ms", 0.0),
       sharing=table.get("sharing"),
@@ -270,7 +270,7 @@ def _read_links(tables: Any, names: list[str]) -> _links.Topology:
           # that names the ends in the other order.
           ends_before = (other, one) in links
           links[(other, one) if ends_before else (one, other)] = link
-  return _links.Topology(links)
+  return _topology.Topology(links)
 
 
 def _matching(pattern: Any, names: list[str], place: str) -> list[str]:

@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any, Literal
 
-from jdist.cluster import _links, _trace
+from jdist.cluster import _topology, _trace
 
 # Relative rounding errors of counted bytes, and of the clock.
 _ROUNDING = 1e-9
@@ -14,7 +14,7 @@ _CLOCK_ROUNDING = 1e-15
 class _FirstCome:
   """One direction of a link that carries one message after the other."""
 
-  def __init__(self, link: _links.Link):
+  def __init__(self, link: _topology.Link):
     self._bytes_per_s = link.bandwidth_bits_per_s / 8
     self._free_s = 0.0
 
@@ -35,7 +35,7 @@ class _Fair:
   the heap, however many share the link.
   """
 
-  def __init__(self, link: _links.Link, label: str, environment: Any):
+  def __init__(self, link: _topology.Link, label: str, environment: Any):
     self.label = label
     self._bytes_per_s = link.bandwidth_bits_per_s / 8
     self._environment = environment
@@ -214,7 +214,7 @@ class Network:
   def __init__(
     self,
     environment: Any,
-    topology: _links.Topology | None,
+    topology: _topology.Topology | None,
     trace: _trace.Trace | None = None,
     sharing: Literal["first_come", "fair"] = "fair",
   ):
@@ -225,9 +225,9 @@ class Network:
     self._sharing = sharing
     self._environment, self._topology = environment, topology
     self._trace = trace
-    self._first_come: dict[_links.Hop, _FirstCome] = {}
-    self._fair: dict[_links.Hop, _Fair] = {}
-    self._ways: dict[_links.Hop, _Way] = {}
+    self._first_come: dict[_topology.Hop, _FirstCome] = {}
+    self._fair: dict[_topology.Hop, _Fair] = {}
+    self._ways: dict[_topology.Hop, _Way] = {}
 
   def send(
     self,

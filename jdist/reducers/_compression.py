@@ -16,7 +16,6 @@ from jdist.reducers import (
   _feedback,
   _reducer,
   _sharded,
-  _sharded_feedback,
 )
 
 PyTree: TypeAlias = Any
@@ -119,7 +118,7 @@ class Compression:
     if self.specs is not None and not isinstance(reducer, _sharded.Sharded):
       reducer = _sharded.Sharded(reducer, self.specs)
       if feedback is not None:
-        feedback = _sharded_feedback.ShardedFeedback(feedback, reducer)
+        feedback = _sharded.ShardedFeedback(feedback, reducer)
     object.__setattr__(self, "reducer", reducer)
     object.__setattr__(self, "feedback", feedback)
     object.__setattr__(self, "seed", seed)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jdist import collectives
-from jdist.reducers import _reducer
+from jdist import collectives, states
+from jdist.reducers import _feedback, _reducer
 
 PyTree: TypeAlias = Any
 _ROWS = "shards:"
@@ -56,7 +56,7 @@ class Sharded(_reducer.Reducer):
     object.__setattr__(self, "specs", collectives.spec_leaves(self.specs))
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
-    leaves, states = self._local(like), {}
+    leaves, after = self._local(like), {}
     for group in self._groups(like):
       if group.axes:
         self.reducer.check_shards()
@@ -65,8 +65,8 @@ class Sharded(_reducer.Reducer):
       if group.axes:
         n = collectives.num_shards(group.axes)
         state = jax.tree.map(lambda x, n=n: jnp.repeat(x[None], n, 0), state)
-      states[rows_over(group.axes)] = state
-    return states
+      after[rows_over(group.axes)] = state
+    return after
 
   def reduce(
     self, tree: PyTree, state: PyTree, key: jax.Array, axis: collectives.Axis
@@ -76,7 +76,7 @@ class Sharded(_reducer.Reducer):
     def on_shards(
       leaves: list[Any], state: PyTree, key: jax.Array
     ) -> tuple[list[Any], list[Any], PyTree]:
-      means, shares, states = list(leaves), list(leaves), {}
+      means, shares, after = list(leaves), list(leaves), {}
       for group in groups:
         # Devices that hold the same part of an unsplit leaf must draw the same
         # numbers, and so only the axes of the group are folded in.
@@ -89,14 +89,14 @@ class Sharded(_reducer.Reducer):
         for i, name in _names(group, tree):
           means[i] = reduced.mean[name]
           shares[i] = reduced.own_share[name]
-        states[rows_over(group.axes)] = _as_row(reduced.state, group)
-      return collectives.varying((means, shares, states), axis)
+        after[rows_over(group.axes)] = _as_row(reduced.state, group)
+      return collectives.varying((means, shares, after), axis)
 
     # The map over the shards stands inside the workers' own step, and leaves
     # the workers' axis alone.
     leaves, treedef = jax.tree.flatten(tree)
     split, rows = list(self.specs), _row_specs(state)
-    means, shares, states = self.over(
+    means, shares, after = self.over(
       on_shards,
       in_specs=(split, rows, PartitionSpec()),
       out_specs=(split, split, rows),
@@ -104,7 +104,7 @@ class Sharded(_reducer.Reducer):
     return _reducer.Reduced(
       jax.tree.unflatten(treedef, means),
       jax.tree.unflatten(treedef, shares),
-      states,
+      after,
     )
 
   def flush(
@@ -114,21 +114,21 @@ class Sharded(_reducer.Reducer):
 
     def on_shards(state: PyTree) -> tuple[list[Any], PyTree]:
       # Every leaf is in a group, whose reducer returns its residual.
-      residuals, states = list(local), {}
+      residuals, after = list(local), {}
       for group in groups:
         flushed, new = self.reducer.flush(
           _row(state, group), _named(group, like, local), axis
         )
         for i, name in _names(group, like):
           residuals[i] = flushed[name]
-        states[rows_over(group.axes)] = _as_row(new, group)
-      return collectives.varying((residuals, states), axis)
+        after[rows_over(group.axes)] = _as_row(new, group)
+      return collectives.varying((residuals, after), axis)
 
     rows = _row_specs(state)
-    residuals, states = self.over(
+    residuals, after = self.over(
       on_shards, in_specs=(rows,), out_specs=(list(self.specs), rows)
     )(state)
-    return jax.tree.unflatten(jax.tree.structure(like), residuals), states
+    return jax.tree.unflatten(jax.tree.structure(like), residuals), after
 
   def check_shards(self) -> None:
     raise _reducer.unsuited(self, "shards", "it takes shards itself.")
@@ -235,3 +235,113 @@ def _row(state: PyTree, group: _Group) -> PyTree:
 
 def _as_row(state: PyTree, group: _Group) -> PyTree:
   return jax.tree.map(lambda x: x[None], state) if group.axes else state
+
+
+@states.declare()
+class ShardedFeedbackState(NamedTuple):
+  """State of a feedback on shards.
+
+  Attributes:
+    trees: The feedback's state, whose trees are split as the parameters are,
+      with `()` as its `nonfinite`.
+    nonfinite: The number of rounds in which something was not finite, int32
+      [devices], one for each device of a worker, split over them.
+  """
+
+  trees: PyTree
+  nonfinite: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedFeedback(_feedback.Feedback):
+  """Keeps the residual of every device of a worker on that device.
+
+  Nothing is sent, not even whether another shard was finite, and a feedback
+  sees each shard as a leaf.  Its state must be a NamedTuple of trees like the
+  parameters and of `nonfinite`.
+  """
+
+  feedback: _feedback.Feedback
+  shards: Sharded
+
+  def init(self, like: PyTree) -> ShardedFeedbackState:
+    """Returns the feedback's state, whose trees are split as `like` is."""
+    state = self.feedback.init(like)
+    structure: Any = jax.tree.structure(like)
+    for name, field in state._asdict().items():
+      if name != "nonfinite" and jax.tree.structure(field) != structure:
+        raise ValueError(
+          "`feedback` must have a state of trees like the parameters where "
+          f"`specs` are given, got {self.feedback} with {name!r}."
+        )
+    count = jnp.zeros(self.shards.num_rows(), jnp.int32)
+    return ShardedFeedbackState(
+      state._replace(nonfinite=()), {self.shards.rows: count}
+    )
+
+  def prepare(
+    self, x: PyTree, state: ShardedFeedbackState
+  ) -> tuple[PyTree, ShardedFeedbackState]:
+    return self._over(self.feedback.prepare, (x,), state)
+
+  def finish(
+    self,
+    mean: PyTree,
+    own_share: PyTree,
+    wanted: PyTree,
+    state: ShardedFeedbackState,
+  ) -> tuple[PyTree, ShardedFeedbackState]:
+    return self._over(self.feedback.finish, (mean, own_share, wanted), state)
+
+  def keep_cast(
+    self, left: PyTree, state: ShardedFeedbackState
+  ) -> ShardedFeedbackState:
+
+    def kept(left: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
+      return left, self.feedback.keep_cast(left, own)
+
+    return self._over(kept, (left,), state)[1]
+
+  def absorb(
+    self, held: PyTree, state: ShardedFeedbackState
+  ) -> ShardedFeedbackState | None:
+
+    def absorbed(held: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
+      return held, self.feedback.absorb(held, own)
+
+    # This is decided once for all shards, outside of the map over them, which
+    # cannot return None for some.
+    if self.feedback.absorb(held, state.trees) is None:
+      return None
+    return self._over(absorbed, (held,), state)[1]
+
+  def _over(
+    self, function: Any, trees: tuple[PyTree, ...], state: ShardedFeedbackState
+  ) -> tuple[PyTree, ShardedFeedbackState]:
+    # `nonfinite` is split over the devices, a row each; the rest of the state
+    # is split as the parameters are.
+    structure = jax.tree.structure(trees[0])
+    specs = jax.tree.unflatten(structure, self.shards.specs)
+    name, axes = self.shards.rows, self.shards.axes
+    rows: Any = ShardedFeedbackState(
+      type(state.trees)(
+        **{
+          field: () if field == "nonfinite" else specs
+          for field in state.trees._fields
+        }
+      ),
+      {name: PartitionSpec(axes)},  # type: ignore[dict-item]
+    )
+
+    def on_shards(
+      trees: tuple[PyTree, ...], state: ShardedFeedbackState
+    ) -> tuple[PyTree, ShardedFeedbackState]:
+      # A device counts for itself, since its shards alone may not be finite.
+      own = state.trees._replace(nonfinite=state.nonfinite[name][0])
+      out, new = function(*trees, own)
+      count = {name: new.nonfinite[None]}
+      return out, ShardedFeedbackState(new._replace(nonfinite=()), count)
+
+    return self.shards.over(
+      on_shards, in_specs=((specs,) * len(trees), rows), out_specs=(specs, rows)
+    )(trees, state)

@@ -12,7 +12,7 @@ import pytest
 
 from jdist import server
 from jdist.server.gradients import _division, _gradient_messages
-from jdist.server.runtime import _engine, _shards
+from jdist.server.runtime import _engine, _server_shards
 from tests.server import _live_runs
 
 pytest.importorskip("simpy")
@@ -75,9 +75,9 @@ def worker(plans, name):
 def divided(plans, count=2, **options):
   """Returns the coordinator's learner, and the shards."""
   one = whole(plans, **options)
-  shards = [_shards.Shard(x) for x in server.divide(one, count)]
+  shards = [_server_shards.Shard(x) for x in server.divide(one, count)]
   plan = server.LivePlan(workers=("x", "y"), shards=count, channel=Near(shards))
-  return _shards.ShardedServer(one, plan), shards
+  return _server_shards.ShardedServer(one, plan), shards
 
 
 def push_of(plans, plan, number):
@@ -223,9 +223,9 @@ def test_lost_shard_is_an_error_of_the_coordinator():
       return Lost(self.servers) if number == 2 else super().shard(number)
 
   one = whole(server.message_plans())
-  shards = [_shards.Shard(x) for x in server.divide(one, 2)]
+  shards = [_server_shards.Shard(x) for x in server.divide(one, 2)]
   plan = server.LivePlan(workers=("x", "y"), shards=2, channel=Lost(shards))
-  many = _shards.ShardedServer(one, plan)
+  many = _server_shards.ShardedServer(one, plan)
   with pytest.raises(_engine.LostServerError, match="It was killed"):
     for task in range(1000):
       many.reply(server.Reply("x", task, 0, 8))

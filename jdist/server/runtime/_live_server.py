@@ -14,7 +14,12 @@ from jdist import checks, signatures
 from jdist.server import _protocol
 from jdist.server.gradients import _division, _gradient_server, _learner
 from jdist.server.run import _run_marks
-from jdist.server.runtime import _engine, _mailboxes, _server_core, _shards
+from jdist.server.runtime import (
+  _engine,
+  _mailboxes,
+  _server_core,
+  _server_shards,
+)
 
 _log = logging.getLogger(__name__)
 # A requested checkpoint is written within this time.
@@ -70,9 +75,9 @@ class LiveServer:
         )
       if plan.shard:
         parts = _division.divide(learner, plan.shards)
-        self.shard = _shards.Shard(parts[plan.shard - 1])
+        self.shard = _server_shards.Shard(parts[plan.shard - 1])
         return
-      learner = _shards.ShardedServer(learner, plan)
+      learner = _server_shards.ShardedServer(learner, plan)
     self._core = _server_core.ServerCore(protocol, learner, plan)
     # Lives begin at the time of day, so that those of a restarted server are
     # later than all that it gave before.

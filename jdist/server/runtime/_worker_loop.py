@@ -19,7 +19,7 @@ import numpy as np
 
 from jdist import _version, cluster
 from jdist.server.gradients import _gradient_messages, _learner
-from jdist.server.runtime import _engine, _shards
+from jdist.server.runtime import _engine, _server_shards
 
 # Time between two attempts to reach a server that does not answer.
 _AGAIN_S = 0.25
@@ -97,7 +97,7 @@ class WorkerLoop:
         return
       channel = self._channel
       if "shards" in receipt:
-        channel = _shards.ShardedChannel(channel, receipt["shards"])
+        channel = _server_shards.ShardedChannel(channel, receipt["shards"])
       session = _Session(channel, self._name, receipt, self._depth)
       # A restarted server gives a saved state to new processes only: this one
       # has a newer state than its checkpoint.
