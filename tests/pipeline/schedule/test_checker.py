@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 
 from jdist import pipeline
+from jdist.pipeline.schedule import _table
 
 _CASES = {
   "a device that lacks an action": (
@@ -138,3 +139,32 @@ def test_checked_tables_run_in_any_order_of_devices(name, device, swap):
     assert "reads version" in str(error) or not _replay(changed)
   else:
     assert _replay(changed)
+
+
+def test_order_of_two_stages_on_one_device_is_checked():
+  table = pipeline.parse_table("stages 2\ndevice F0/1 F0/0 B0/1 B0/0 U/1 U/0\n")
+  with pytest.raises(ValueError, match="F0/1 comes before F0/0"):
+    pipeline.check_table(table)
+
+
+def test_input_part_ends_the_use_of_a_stashed_version():
+  # The second update comes when both weight parts still wait, which read none.
+  table = pipeline.parse_table(
+    "weights stashed\ndevice F0 F0@1 I0 I0@1 W0 U W0@1 U@1\n"
+  )
+  assert pipeline.check_table(table).versions == (1,)
+
+
+def test_own_result_does_not_wait_for_its_message():
+  table = pipeline.make_table("gpipe", 1, 1)
+  starts = _table.start_times(table, lambda _: 1.0, lambda _: 5.0)
+  assert [starts[x] for x in table.devices[0]] == [0.0, 1.0, 2.0]
+
+
+def test_gradient_takes_the_way_of_the_output_back():
+  # The loss's gradient leaves at 6 and arrives at 9, by the link behind stage
+  # 0, which runs nine forward passes until then.
+  times = [pipeline.StageTimes(1, 1, send=3.0), pipeline.StageTimes(1, 1)]
+  table = pipeline.greedy(times, 12, max_live=[12, 12])
+  order = [str(x) for x in table.devices[0]]
+  assert order[:10] == [*(f"F{i}/0" for i in range(9)), "B0/0"]
