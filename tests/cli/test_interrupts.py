@@ -17,6 +17,7 @@ import pytest
 
 from jdist import cli, training
 from jdist.cli import _workload
+from jdist.cli.report import _page
 
 # This command is interrupted where Python cannot raise the exception.
 _LOSES_ONE = textwrap.dedent("""
@@ -119,6 +120,39 @@ name = "a"
 [[nodes]]
 name = "b"
 """
+
+
+@pytest.mark.parametrize(
+  ("words", "told"),
+  [
+    ("simulate DIR/cluster.toml --protocols bsp --updates 2", "are saved in"),
+    (
+      "train --dataset synthetic --method ssgd --workers 1 --steps 2",
+      "nothing is saved. This starts again",
+    ),
+  ],
+  ids=["simulate", "train"],
+)
+def test_interrupt_of_the_first_page_is_explained(
+  words, told, tmp_path, monkeypatch, capsys
+):
+  pytest.importorskip("vl_convert")
+  (tmp_path / "cluster.toml").write_text(_MACHINES)
+  write, left = _page.write, [KeyboardInterrupt]
+
+  def interrupted(*arguments):
+    if left:
+      raise left.pop()
+    return write(*arguments)
+
+  monkeypatch.setattr(_page, "write", interrupted)
+  run = tmp_path / "run"
+  words = f"{words.replace('DIR', str(tmp_path))} --output {run}"
+  assert cli.main(words.split()) == 130
+  assert told in capsys.readouterr().err
+  assert json.loads((run / "status.json").read_text())["state"] == "interrupted"
+
+
 _INTERRUPTIBLE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -113,13 +113,16 @@ class Status:
     if not self._first:
       return
     now_s = time.monotonic()
-    if "row" in entries and now_s - self._drawn_s > _PAGE_S:
+    drawn = now_s - self._drawn_s < _PAGE_S
+    if not drawn and ("row" in entries or self._drawn_s == -math.inf):
       self._write(page=True)
     elif now_s - self._written_s > _FILE_S:
       self._write(page=False)
 
   def _write(self, *, page: bool) -> None:
     self._written_s = time.monotonic()
+    if page:
+      self._drawn_s = self._written_s
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     body = json_lines.plain(self._body | {"updated": now})
     # A run must not end because nobody can look at it.
@@ -127,10 +130,12 @@ class Status:
       json_lines.write(self.output / _page.STATUS, [body])
       if page and importlib.util.find_spec("vl_convert"):
         _page.write(self.output, self._link)
-        self._drawn_s = time.monotonic()
 
   def __enter__(self) -> "Status":
-    self.note(row=None)
+    # The page takes seconds, in which nobody could explain an interrupt yet:
+    # the first note draws it.
+    if self._first:
+      self._write(page=False)
     if self._shows_bar:
       self.bar.__enter__()
     return self
