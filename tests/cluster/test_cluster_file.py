@@ -88,7 +88,7 @@ WRONG = {
   "count": (FILE.replace("count = 2", "count = 0"), "`count` must"),
   "true": (FILE.replace("count = 2", "count = true"), "`count` of"),
   "huge": (FILE.replace("count = 2", "count = 100_001"), "from 1 to 100000"),
-  "no route": (FILE.replace('"slow", "switch"', '"slow", "swich"'), "no way"),
+  "no route": (FILE.replace('"slow", "switch"', '"slow", "swich"'), "no route"),
   "unknown server": (FILE.replace('"ps"\n', '"pss"\n', 1), "`server` must"),
   "no such machine": (FILE.replace('"fast*"', '"quick*"'), "matches none"),
   "sharing": (FILE.replace('"fair"', '"fairly"'), "`sharing` must be"),
