@@ -311,7 +311,6 @@ EVERY = {
     "test_overlapping_iterations_match_the_unsplit_model": 4,
     "test_synchronous_table_matches_unsplit_model": 4,
     "test_tied_parameters_receive_the_sum_of_their_gradients": 4,
-    "test_window_matches_delayed_gradients_on_one_device": 0,
   },
   "pipeline/processes/test_stage_program.py": {
     "test_only_the_input_part_recomputes": 3,
@@ -330,7 +329,6 @@ EVERY = {
     "test_memory_of_1f1b_does_not_grow_with_micro_batches": 0,
     "test_parameter_sized_buffers_do_not_grow_with_micro_batches": 2,
     "test_synchronous_table_matches_unsplit_model": 2,
-    "test_window_matches_delayed_gradients_on_one_device": 0,
     "test_window_with_a_correction_matches_delayed_gradients_with_it": 0,
   },
   "pipeline/runtime/test_split_backward.py": {

@@ -93,12 +93,12 @@ def test_equal_stages_are_stacked_and_unlike_ones_packed():
 @pytest.mark.parametrize(
   ("stages", "microbatches", "window", "late", "sizes"),
   [
-    (4, 8, 2, True, small.UNLIKE),
     # Its versions wait for longer than an iteration is under way.
     (2, 4, 3, True, small.SIZES),
     *(
       pytest.param(*x, marks=pytest.mark.slow)
       for x in [
+        (4, 8, 2, True, small.UNLIKE),
         (4, 4, 2, False, small.SIZES),
         (4, 2, 3, False, small.SIZES),
         (2, 2, 2, False, small.SIZES),
@@ -124,8 +124,10 @@ def test_window_matches_delayed_gradients_on_one_device(
     microbatches,
   )
   # A loss depends on the parameters at which its gradient was taken.
-  assert np.isfinite(losses).all()
   np.testing.assert_allclose(losses[behind:], wanted_losses, rtol=1e-5)
+  # Until the first iteration is complete, its micro-batches so far stand for
+  # it: their mean differs from that of all by their samples.
+  np.testing.assert_allclose(losses[behind - 1], wanted_losses[0], rtol=0.15)
 
 
 _SGD = optax.sgd(0.1, momentum=0.9)
