@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from jdist import collectives, models, pipeline
+from jdist.pipeline.runtime import _grid
 from tests import _refusals
 from tests.pipeline.runtime import _small_models as small
 
@@ -217,6 +218,12 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
       table=_TWO_STAGES,
     ),
     "one array under equal keys",
+  ),
+  (
+    "window",
+    # Four windows hold what is under way.
+    lambda: _grid.make_grid(pipeline.ours(4, 2, window=3), send_ticks=2),
+    "be at least 4 for 4 stages",
   ),
   ("clip_norm", lambda: _one_program(clip_norm=0.0), "in (0, inf]"),
   ("clip_norm", lambda: _process(clip_norm=0), "in (0, inf]"),
