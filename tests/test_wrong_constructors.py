@@ -325,7 +325,7 @@ VALUES = (
 )  # fmt: skip
 
 
-# Those of pipelines take over 10 s.
+# The pipeline's cases take over 10 s.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
   "room", _thinned.some(list(ROOMS), [x for x in ROOMS if x != "pipeline"])

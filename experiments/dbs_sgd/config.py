@@ -97,7 +97,7 @@ class Config(studies.Options):
   """A rate is ranked by the mean loss of so many last evaluations."""
 
   one_rate: bool = True
-  """Whether all variants run once more at the best rate of asgd."""
+  """Run all variants once more at the best rate of asgd."""
 
   momentum: float = 0.9
   """Nesterov momentum of the server's SGD."""

@@ -22,7 +22,7 @@ from jdist.training import comparison
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 OPTIONS: config.Config = config.PRESETS["protocols"][1]
-# How the methods are called; in the order of the first table if all were equal.
+# The methods' names are in the order of the first table if all are equal.
 _NAMES = {
   "bsp": "BSP", "asgd": "ASP", "ssp": "SSP", "n-softsync": "n-softsync",
   "fedbuff": "FedBuff", "ringmaster": "Ringmaster ASGD", "dbs": "DBS-SGD",

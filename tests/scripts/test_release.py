@@ -49,7 +49,7 @@ def test_released_readme_has_no_relative_link():
   (picture,) = re.findall(r"!\[[^\]]*\]\((\S+)\)", found)
   path = picture.removeprefix("https://host/me/jdist/raw/abc/")
   assert (_ROOT / path).is_file()
-  # What leads elsewhere already stays.
+  # Links to other sites stay as they are.
   kept = "[a](https://x.y/z) [b](#part)"
   assert _addresses().readme(kept, "https://host", "abc") == kept
 

@@ -400,8 +400,8 @@ class _Search:
     """
     firsts = {
       x.table: x
-      for x in sorted(done, key=lambda x: -x.samples_per_s)[::-1]
-      if x.times is not None and x.table in LISTED and x.table != "greedy"
+      for x in _by_rate(done)
+      if x.table in LISTED and x.table != "greedy"
     }
     for best in firsts.values():
       assert best.plan is not None
@@ -423,9 +423,7 @@ class _Search:
 
   def _refined(self, done: Sequence[Candidate]) -> Iterator[Candidate]:
     """Yields faster choices, of all layouts if few, else of near ones."""
-    # Of equally fast ones the first counts, which keeps the least.
-    simulated = [x for x in reversed(done) if x.times is not None]
-    found = sorted(simulated, key=lambda x: x.samples_per_s)
+    found = _by_rate(done)
     rate = found[-1].samples_per_s if found else 0.0
     names, layers = self.machines.names, len(self.costs)
     few = {x: few_layouts(names, layers, x) for x in {1, *CHUNKS.values()}}
@@ -534,6 +532,15 @@ class _Search:
       key=lambda x: (x.times is None, -x.samples_per_s),
     )
     return first, [first, *others]
+
+
+def _by_rate(done: Sequence[Candidate]) -> list[Candidate]:
+  """Returns the candidates with times, the fastest last.
+
+  The first of equally fast ones, which keeps the least, stands behind them.
+  """
+  simulated = [x for x in reversed(done) if x.times is not None]
+  return sorted(simulated, key=lambda x: x.samples_per_s)
 
 
 def _stage_nodes(choice: Candidate, order: tuple[str, ...]) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def case(seed):
     links[f"n{i}"] = cluster.Link(8 * rate / slow, draw.choice([0, 0.02, 0.3]))
   topology = cluster.star(links, "switch")
   batch_size, free = draw.choice([4, 6, 8, 12]), draw.random() < 0.5
-  # Those that a plan tries by default.
+  # A plan tries these numbers by default.
   numbers = [x for x in range(1, 8 * machines + 1) if batch_size % x == 0]
   numbers = numbers if free else draw.sample(numbers, min(2, len(numbers)))
   return {
