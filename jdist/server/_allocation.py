@@ -219,16 +219,12 @@ def largest_remainder(
   # The index breaks ties, so that all drivers allocate alike. Rounding of
   # floats may leave one sample too many or too few anywhere.
   order = sorted(range(num), key=lambda i: (sizes[i] - wanted[i], i))
-  while left > 0:
-    for i in order:
-      if left and sizes[i] < upper[i]:
-        sizes[i] += 1
-        left -= 1
-  while left < 0:
-    for i in reversed(order):
-      if left and sizes[i] > minimum:
-        sizes[i] -= 1
-        left += 1
+  step = 1 if left > 0 else -1
+  while left:
+    for i in order[::step]:
+      if left and minimum <= sizes[i] + step <= upper[i]:
+        sizes[i] += step
+        left -= step
   return tuple(sizes)
 
 

@@ -286,13 +286,15 @@ class Driver:
       self._learner.apply(update)
     self._expired = 0
     for number, stale in zip(update.tasks, update.staleness, strict=True):
-      task = self._tasks.pop(number)
+      task = self._tasks[number]
       node = self.nodes[task.worker]
       node.updates += 1
-      node.samples += task.samples
-      self.applied_samples += task.samples
       node.ages[stale] = node.ages.get(stale, 0) + 1
       self.staleness[stale] += 1
+      if number not in update.kept:
+        node.samples += task.samples
+        self.applied_samples += task.samples
+        del self._tasks[number]
 
   def _forget(self, number: int) -> None:
     # A learner keeps something of each task that is out, and must drop

@@ -5,11 +5,18 @@ with the driver, which knows them by the number of their task.
 """
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 # NamedTuples and not dataclasses: the virtual clock makes millions of them, and
 # a recording writes them as plain lists.
 Worker: TypeAlias = Hashable  # What names a worker, such as a string.
+
+
+def _shown(message: Any) -> str:
+  """Returns a message with the fields that differ from their defaults."""
+  usual, found = message._field_defaults, message._asdict().items()
+  shown = (f"{k}={v!r}" for k, v in found if k not in usual or v != usual[k])
+  return f"{type(message).__name__}({', '.join(shown)})"
 
 
 class Join(NamedTuple):
@@ -88,14 +95,7 @@ class Reply(NamedTuple):
   fragment: int = 0
   pulled: tuple[int, ...] | None = None
 
-  def __repr__(self) -> str:
-    """Returns the fields that differ from their defaults."""
-    shown = (
-      f"{name}={value!r}"
-      for name, value in self._asdict().items()
-      if name not in self._field_defaults or value != self._field_defaults[name]
-    )
-    return f"Reply({', '.join(shown)})"
+  __repr__ = _shown
 
 
 class Apply(NamedTuple):
@@ -108,11 +108,16 @@ class Apply(NamedTuple):
     weights: Weight w of each gradient.
     staleness: For each gradient, the number of updates since its parameters
       were sent.
+    kept: Tasks whose gradients stay for a later update.  Each use counts as a
+      gradient in an update, and samples count at the last one.
   """
 
   tasks: tuple[int, ...]
   weights: tuple[float, ...]
   staleness: tuple[int, ...]
+  kept: frozenset[int] = frozenset()
+
+  __repr__ = _shown
 
 
 class Discard(NamedTuple):

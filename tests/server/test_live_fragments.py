@@ -127,7 +127,10 @@ def test_learner_keeps_its_unmerged_pushes_by_hand():
   before = server_side.part(0)
   # Another's push is merged, of minus one everywhere.
   others = jax.tree.map(lambda x: -np.ones_like(x), progress)
-  server_side.merge(0, [_merge.Pushed(others, {})], (1.0,))
+  server_side.reply(server.Reply(live.NAMES[1], 9, 0, EACH))
+  server_side._pushes[9] = _merge.Pushed(others, {})
+  server_side._losses[9] = 0.0
+  server_side.apply(server.Apply((9,), (1.0,), (0,)))
   header, payload = give(server_side, 1, 0, (0,))
   assert header["more"]["settled"] == [-1]
   worker.receive(header, payload)

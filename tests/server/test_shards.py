@@ -126,9 +126,12 @@ def test_shards_send_and_update_the_bits_of_one_server(options):
       assert shard.push({"task": task, "more": notes}, part) == {}
     many.push(task, notes, None)
     if task % 2:
-      update = server.Apply((task - 1, task), (0.25, 0.75), (0, 0))
-      one.apply(update)
-      many.apply(update)
+      for update in (
+        server.Apply((task,), (0.5,), (0,), frozenset({task})),
+        server.Apply((task - 1, task), (0.25, 0.75), (0, 0)),
+      ):
+        one.apply(update)
+        many.apply(update)
   np.testing.assert_array_equal(many.snapshot(), one.snapshot())
   assert many.finite and many.losses == one.losses
   # A checkpoint puts other shards in the same state.

@@ -166,24 +166,12 @@ class FragmentSyncer(_gradient_server.ServerLedger):
     tasks, pushes, _, _ = self._take(update)
     for number, task in zip(update.tasks, tasks, strict=True):
       self._settled[task.worker][task.kind] = number
-    self.merge(tasks[0].kind, pushes, update.weights)
-
-  def merge(
-    self, fragment: int, pushes: Sequence[Pushed], weights: Sequence[float]
-  ) -> None:
-    """Makes the outer step of a fragment.
-
-    Args:
-      fragment: Number of the fragment.
-      pushes: Learners' progress, and their batch statistics.
-      weights: Weight of each push.
-    """
-    whole = sum(weights)
-    parts = [x / whole for x in weights]
+    fragment, whole = tasks[0].kind, sum(update.weights)
+    parts = [x / whole for x in update.weights]
     # Statistics have no fragments: each merge replaces all of them.
     part, self._opt_states[fragment], self.model_state = self._outer_step(
       self.part(fragment), self._opt_states[fragment],
-      *_merge.narrowed(pushes, weights, parts, self.num_workers),
+      *_merge.narrowed(pushes, update.weights, parts, self.num_workers),
     )  # fmt: skip
     for i, x in zip(self._indices[fragment], part, strict=True):
       self.anchor[i] = x

@@ -44,7 +44,7 @@ class EmptyServer(_learner.ServerLearner):
 
   def apply(self, update: _messages.Apply) -> None:
     """Counts samples."""
-    self.samples += sum(self._tasks.pop(task) for task in update.tasks)
+    self.samples += sum(map(self._tasks.pop, {*update.tasks} - update.kept))
 
   def discard(self, task: int) -> None:
     """Drops a task."""

@@ -122,15 +122,18 @@ class ServerLedger(_learner.ServerLearner):
       and the mean loss.  Sums of floats depend on the order, and equal runs
       must end with equal bits, whatever the order of the pushes.
     """
-    tasks = [self.tasks.pop(task) for task in update.tasks]
+    tasks = [self.tasks[task] for task in update.tasks]
+    pushes = [self._pushes[task] for task in update.tasks]
     whole = sum(task.samples for task in tasks)
     parts = [task.samples / whole for task in tasks]
     loss = 0.0
-    for number, part in zip(update.tasks, parts, strict=True):
-      loss += part * self._losses.pop(number)
-    self.samples += whole
+    for number, part, task in zip(update.tasks, parts, tasks, strict=True):
+      loss += part * self._losses[number]
+      if number not in update.kept:
+        self.samples += task.samples
+        ServerLedger.discard(self, number)
     self.losses.append((self.samples, loss))
-    return tasks, [self._pushes.pop(task) for task in update.tasks], parts, loss
+    return tasks, pushes, parts, loss
 
   def discard(self, task: int) -> None:
     """Drops a task, and its push if that has been decoded."""
@@ -354,9 +357,11 @@ class GradientServer(ServerLedger):
       # DC-ASGD compensates the decoded gradient, by the parameters before this
       # update: the server alone knows both.
       pushes = [
-        x._replace(read=self._sent.pop(number))
+        x._replace(read=self._sent[number])
         for number, x in zip(update.tasks, pushes, strict=True)
       ]
+      for number in {*update.tasks} - update.kept:
+        del self._sent[number]
     pushes, factors = _merge.narrowed(
       pushes, update.weights, parts, self.num_workers, self.model.params,
       self._compensation,
