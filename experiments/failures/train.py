@@ -48,18 +48,9 @@ class Fit:
     )
     optimizer = self.sgd(trial.learning_rate)
     if trial.variant == "decoupled_diloco":
-      common = {"model_state": model.state}
-      syncer = server.FragmentSyncer(
-        model.params, workers=names, outer=self.outer, **common
+      return problem.fragment_pair(
+        trial, samples, names, inner=optimizer, outer=self.outer
       )
-      runners = {
-        name: server.FragmentRunner(
-          problem.loss, optimizer, model.params, samples, number=number,
-          num_workers=len(names), seed=trial.seed, **common,
-        )
-        for number, name in enumerate(names)
-      }  # fmt: skip
-      return server.Pair(syncer, runners)
     step = None
     if trial.variant == "h_ps, local step":
       step = server.LocalStep(trial.learning_rate)

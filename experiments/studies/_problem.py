@@ -1,12 +1,12 @@
 """The problem on which protocols are compared: data, model, loss, measures."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optax
 
-from jdist import collectives, data, models, training
+from jdist import collectives, data, models, server, training
 from jdist.training import comparison
 
 
@@ -71,6 +71,39 @@ class Problem:
   def model(self, seed: int) -> models.Model:
     """Returns the model with the initial parameters of a seed."""
     return self.workloads["comparison"].model(seed)
+
+  def fragment_pair(
+    self,
+    trial: comparison.Trial,
+    samples: data.SampleStream,
+    workers: Sequence[str],
+    *,
+    inner: optax.GradientTransformation,
+    outer: optax.GradientTransformation,
+  ) -> server.Pair:
+    """Builds learners of local steps, and the server's of outer steps.
+
+    Args:
+      trial: The trial, whose seed is that of the parameters.
+      samples: The samples of all workers.
+      workers: The workers' names.
+      inner: The optimizer of the local steps.
+      outer: The optimizer of the outer steps.
+    """
+    model = self.model(trial.seed)
+    common: dict[str, Any] = {"model_state": model.state}
+    syncer = server.FragmentSyncer(
+      model.params, workers=workers, outer=outer, shared=samples.shared,
+      **common,
+    )  # fmt: skip
+    runners = {
+      name: server.FragmentRunner(
+        self.loss, inner, model.params, samples, number=number,
+        num_workers=len(workers), seed=trial.seed, **common,
+      )
+      for number, name in enumerate(workers)
+    }  # fmt: skip
+    return server.Pair(syncer, runners)
 
   def evaluate(
     self, trial: comparison.Trial
