@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
+import ringleader
 import studies
 
 from jdist import cluster, server
@@ -190,6 +191,7 @@ def _decoupled(quorum: float = 0.5) -> Variant:
 
 VARIANTS |= {
   "fedbuff": _fedbuff(10),
+  "ringleader": lambda options: ringleader.Ringleader(batches=_fixed(options)),
   "h_ps": lambda options: server.h_ps(options.batch_size),
   "decoupled_diloco": _decoupled(),
   "ssp, bound 1": _bounded(1),
@@ -210,8 +212,8 @@ VARIANTS |= {
 # The protocols' own comparison: each with one number of its own, as its paper
 # or jdist has it, and then with others.
 PROTOCOLS = (
-  "bsp", "asgd", "ssp", "n-softsync", "fedbuff", "ringmaster", "dbs", "h_ps",
-  "decoupled_diloco",
+  "bsp", "asgd", "ssp", "n-softsync", "fedbuff", "ringmaster", "ringleader",
+  "dbs", "h_ps", "decoupled_diloco",
 )  # fmt: skip
 OTHER_NUMBERS = tuple(x for x in VARIANTS if x not in (*FIRST, *PROTOCOLS))
 # The outer Nesterov step of Decoupled DiLoCo.
@@ -265,6 +267,13 @@ def costs(options: Config, message_bytes: float) -> cluster.Profile:
   )
 
 
+_PROTOCOLS = Config(
+  speeds=(4.0,), data=("shared",), kinds=2, exchange=1.0, encoding=0.03,
+  epochs=4.0, rates=(0.00625, 0.0125, 0.025), extensions=8, last_marks=3,
+  tuning_seeds=(10_000, 10_001, 10_002), seeds=(20, 21, 22, 23, 24),
+  variants=(*PROTOCOLS, *OTHER_NUMBERS), one_rate=False,
+)  # fmt: skip
+
 # Under these names on the command line.
 PRESETS: studies.Presets = {
   "mnist": (
@@ -272,12 +281,13 @@ PRESETS: studies.Presets = {
   ),
   "protocols": (
     "MNIST, an MLP, two kinds of machines, links: seconds a run on one core",
-    Config(
-      speeds=(4.0,), data=("shared",), kinds=2, exchange=1.0, encoding=0.03,
-      epochs=4.0,
-      rates=(0.00625, 0.0125, 0.025), extensions=8, last_marks=3,
-      tuning_seeds=(10_000, 10_001, 10_002), seeds=(20, 21, 22, 23, 24),
-      variants=(*PROTOCOLS, *OTHER_NUMBERS), one_rate=False,
+    _PROTOCOLS,
+  ),
+  "owned": (
+    "the same where each worker owns its samples, of unlike labels or alike",
+    dataclasses.replace(
+      _PROTOCOLS, data=("skewed", "owned"),
+      variants=(*PROTOCOLS, "dbs, by part", *OTHER_NUMBERS),
     ),
   ),
   "cifar10": (

@@ -4,6 +4,7 @@
     python experiments/dbs_sgd/run.py mnist --speeds 8 --data shared
     python experiments/dbs_sgd/run.py mnist --variants asgd dbs --seeds 0 1
     python experiments/dbs_sgd/run.py protocols
+    python experiments/dbs_sgd/run.py owned
 
 Gradients are real, time is computed: every variant has the same virtual
 seconds.  Every row is written when its run has ended, and runs whose rows are
@@ -75,20 +76,11 @@ class Fit:
     """Builds what computes a variant's gradients, or its local steps."""
     problem, model = self.problem, self.problem.model(trial.seed)
     if isinstance(protocol, server.DecoupledDiLoCo):
-      common = {"model_state": model.state}
       outer = self.sgd(config.OUTER_RATE, config.OUTER_MOMENTUM[trial.variant])
-      syncer = server.FragmentSyncer(
-        model.params, workers=names, outer=outer, **common
-      )
       inner = self.sgd(trial.learning_rate, self.options.momentum)
-      runners = {
-        name: server.FragmentRunner(
-          problem.loss, inner, model.params, samples, number=number,
-          num_workers=len(names), seed=trial.seed, **common,
-        )
-        for number, name in enumerate(names)
-      }  # fmt: skip
-      return server.Pair(syncer, runners)
+      return problem.fragment_pair(
+        trial, samples, names, inner=inner, outer=outer
+      )
     few = isinstance(protocol, server.HPS) and protocol.plans is not None
     learner = server.GradientLearner(
       problem.loss,
@@ -140,8 +132,13 @@ class Fit:
     nodes = [node for node in run.nodes.values() if node.updates]
     iterations = [node.iteration_s for node in nodes]
     row = comparison.summarize(records)
-    for point, record in zip(row["curve"], records, strict=True):
-      point["train_loss"] = record.train_loss
+    # The pages read no more of curves, and rows stay in the repository.
+    tuning = trial.purpose == "tuning"
+    marks = options.last_marks if tuning else options.evaluations
+    row["curve"] = [
+      {name: point[name] for name in ("train_s", "accuracy", "loss")}
+      for point in row["curve"][-marks:]
+    ]
     return row | {
       "workers": options.workers,
       "samples": run.applied_samples,

@@ -60,8 +60,8 @@ def test_each_method_has_one_variant_or_three(config):
   ]
   counts = {x: methods.count(x) for x in methods}
   assert counts == {
-    "bsp": 1, "asgd": 1, "dbs": 1, "ssp": 3, "n-softsync": 3, "fedbuff": 3,
-    "ringmaster": 3, "h_ps": 3, "decoupled_diloco": 3,
+    "bsp": 1, "asgd": 1, "dbs": 1, "ringleader": 1, "ssp": 3, "n-softsync": 3,
+    "fedbuff": 3, "ringmaster": 3, "h_ps": 3, "decoupled_diloco": 3,
   }  # fmt: skip
 
 
@@ -162,6 +162,6 @@ def test_a_programs_protocols_are_those_of_the_registry(config):
   options = config.PRESETS["protocols"][1]
   found = {type(config.VARIANTS[x](options)).__name__ for x in options.variants}
   assert found == {
-    "BSP", "Protocol", "SSP", "NSoftsync", "Ringmaster", "HPS",
+    "BSP", "Protocol", "SSP", "NSoftsync", "Ringmaster", "Ringleader", "HPS",
     "DecoupledDiLoCo",
   }  # fmt: skip
