@@ -25,7 +25,8 @@ OPTIONS: config.Config = config.PRESETS["protocols"][1]
 # The methods' names are in the order of the first table if all are equal.
 _NAMES = {
   "bsp": "BSP", "asgd": "ASP", "ssp": "SSP", "n-softsync": "n-softsync",
-  "fedbuff": "FedBuff", "ringmaster": "Ringmaster ASGD", "dbs": "DBS-SGD",
+  "fedbuff": "FedBuff", "ringmaster": "Ringmaster ASGD",
+  "ringleader": "Ringleader ASGD", "dbs": "DBS-SGD",
   "h_ps": "H-PS", "decoupled_diloco": "Decoupled DiLoCo",
 }  # fmt: skip
 # A method's own number where its variant's name does not say it.
