@@ -6,7 +6,6 @@
 All numbers between markers, here and on the front page, are written here.
 """
 
-import argparse
 import math
 import pathlib
 import statistics
@@ -393,20 +392,11 @@ def pages(found: Found) -> dict[pathlib.Path, dict[str, str]]:
   }
 
 
-def main() -> int:
-  """Writes the pages, or returns 1 if one is not what the rows say."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--check", action="store_true")
-  check = parser.parse_args().check
+def main() -> None:
+  """Writes the pages and the picture, or checks the pages."""
   found = Found()
-  parts = pages(found)
-  print("\n\n".join(text for x in parts.values() for text in x.values()))
-  differs = studies.write(parts, check=check)
-  if not check:
-    draw(found, RESULTS / "compare.png")
-  return int(check and differs)
+  studies.publish(pages(found), lambda: draw(found, RESULTS / "compare.png"))
 
 
 if __name__ == "__main__":
-  if main():
-    raise SystemExit("A page differs from what the rows say.")
+  main()

@@ -7,7 +7,6 @@ All numbers of the page stand between markers and are written here.  A row whose
 commit cannot be checked out is refused.
 """
 
-import argparse
 import pathlib
 import statistics
 import sys
@@ -275,20 +274,14 @@ def parts_of(rows: Sequence[Row]) -> dict[str, str]:
   }
 
 
-def main() -> int:
-  """Writes the page, or returns 1 if it is not what the rows say."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--check", action="store_true")
-  check = parser.parse_args().check
+def main() -> None:
+  """Writes the page and the picture, or checks the page."""
   rows = studies.read(FOLDER / "results" / "ladder.jsonl")
-  parts = parts_of(rows)
-  print("\n\n".join(parts.values()))
-  differs = studies.write({FOLDER / "README.md": parts}, check=check)
-  if not check:
-    draw(rows, FOLDER / "results" / "ladder.png")
-  return int(check and differs)
+  studies.publish(
+    {FOLDER / "README.md": parts_of(rows)},
+    lambda: draw(rows, FOLDER / "results" / "ladder.png"),
+  )
 
 
 if __name__ == "__main__":
-  if main():
-    raise SystemExit("The page differs from what the rows say.")
+  main()

@@ -26,6 +26,7 @@ from studies._tables import filled as filled
 from studies._tables import group as group
 from studies._tables import loss as loss
 from studies._tables import mean_curve as mean_curve
+from studies._tables import publish as publish
 from studies._tables import reached_at as reached_at
 from studies._tables import table as table
 from studies._tables import write as write

@@ -1,5 +1,6 @@
 """Tables and curves of rows."""
 
+import argparse
 import math
 import pathlib
 import statistics
@@ -139,3 +140,30 @@ def write(
     if not check and new != old:
       path.write_text(new)
   return differs
+
+
+def publish(
+  pages: Mapping[pathlib.Path, Mapping[str, str]], draw: Callable[[], object]
+) -> None:
+  """Runs a report's command: prints the parts, fills the pages, and draws.
+
+  With `--check` it changes nothing.
+
+  Args:
+    pages: The parts of each page, by its path.
+    draw: Draws the pictures.
+
+  Raises:
+    SystemExit: With `--check`, if a page differs from its parts.
+  """
+  parser = argparse.ArgumentParser(description="Fills pages from their rows.")
+  parser.add_argument(
+    "--check", action="store_true", help="only fails if a page differs"
+  )
+  check = parser.parse_args().check
+  print("\n\n".join(x for parts in pages.values() for x in parts.values()))
+  differs = write(pages, check=check)
+  if not check:
+    draw()
+  elif differs:
+    raise SystemExit("A page differs from what the rows say.")

@@ -3,8 +3,11 @@
 import doctest
 import importlib
 
+import optax
 import pytest
 
+from jdist import data, server
+from jdist.training import comparison
 from tests.experiments import _loading
 
 studies = _loading.shared("studies")
@@ -68,3 +71,39 @@ def test_table_counts_the_given_seeds():
   assert table.splitlines()[2] == (
     "| int4 | +1.00 (+1.00 to +1.00) | 2 | 10.0x |"
   )
+
+
+def test_page_is_filled_and_then_checked_without_a_change(
+  tmp_path, monkeypatch, capsys
+):
+  page, drawn = tmp_path / "README.md", []
+  page.write_text("<!-- rows: a -->\nold\n<!-- end: a -->\n")
+
+  def publish(text, *words):
+    monkeypatch.setattr("sys.argv", ["report.py", *words])
+    studies.publish({page: {"a": text}}, lambda: drawn.append(text))
+
+  publish("new")
+  assert page.read_text().splitlines()[1] == "new" and drawn == ["new"]
+  publish("new", "--check")
+  before = page.read_text()
+  with pytest.raises(SystemExit, match="differs from what the rows say"):
+    publish("newer", "--check")
+  assert page.read_text() == before and drawn == ["new"]
+  assert capsys.readouterr().out == "new\nnew\nnewer\n"
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_workers_of_a_fragment_pair_begin_their_own_samples(owned):
+  pytest.importorskip("sklearn")
+  problem = studies.Problem("digits", "mlp", 32)
+  trial = comparison.Trial("comparison", "decoupled_diloco", 0.1, 0)
+  samples = data.SampleStream(problem.train_set(trial), 2, seed=0, owned=owned)
+  pair = problem.fragment_pair(
+    trial, samples, ("a", "b"), inner=optax.sgd(0.1), outer=optax.sgd(0.7)
+  )
+  starts = [
+    pair.server.reply(server.Reply(name, task, 0, 8))[0]["start"]
+    for task, name in enumerate(("a", "b"))
+  ]
+  assert starts == ([0, 0] if owned else [0, 8])
