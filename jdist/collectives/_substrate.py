@@ -16,7 +16,9 @@ from jdist.collectives import _axis, _workers
 # devices share the pool, a collective blocks one thread a device, and steps
 # in flight behind it take the threads that it needs: with 8 devices on 2
 # cores the default pool aborted within seconds, and 32 threads ran 12,528
-# steps.  Four threads a device leave room for several steps in flight.
+# steps.  Four threads a device leave room for several steps in flight.  One
+# device needs a second thread, to compute under a collective; convolutions are
+# split among all threads, and more than there are cores make them slower.
 _POOL_VARIABLE = "NPROC"
 _POOL_THREADS_PER_DEVICE = 4
 
@@ -44,9 +46,19 @@ def make_cpu_devices(num_devices: int) -> int:
       return len(jax.local_devices(backend="cpu"))
     except RuntimeError:  # JAX has no CPU backend under JAX_PLATFORMS=cuda.
       return 0
-  wanted = max(_POOL_THREADS_PER_DEVICE * num_devices, os.cpu_count() or 1)
-  os.environ.setdefault(_POOL_VARIABLE, str(wanted))
+  ours = _pool_threads(asked_before) if asked_before > 0 else None
+  if os.environ.get(_POOL_VARIABLE) in (None, ours):
+    os.environ[_POOL_VARIABLE] = _pool_threads(num_devices)
   return num_devices
+
+
+def _pool_threads(num_devices: int) -> str:
+  needed = 2 if num_devices == 1 else _POOL_THREADS_PER_DEVICE * num_devices
+  try:  # As XLA counts: the cores on which this process may run.
+    cores = len(os.sched_getaffinity(0))
+  except AttributeError:  # Of a system without affinities.
+    cores = os.cpu_count() or 1
+  return str(max(needed, cores))
 
 
 def make_mesh(

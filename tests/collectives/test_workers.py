@@ -1,5 +1,9 @@
 """Workers run one step on every substrate, and place its arrays."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jdist import collectives
+from tests import _processes
 from tests.profiling import _reading
 
 
@@ -397,6 +402,31 @@ def test_meshes_have_automatic_axes():
 def test_devices_are_fixed_once_jax_has_started():
   assert jax.device_count() == 8
   assert collectives.make_cpu_devices(3) == 8
+
+
+@pytest.mark.parametrize(
+  ("cores", "given", "threads"),
+  [(1, None, "2 16"), (2, None, "2 16"), (1, "3", "3 3")],
+)
+def test_pool_of_one_device_is_small_and_others_enlarge_it(
+  cores, given, threads
+):
+  """A device computes under a collective; a larger pool makes it slower."""
+  mine = sorted(os.sched_getaffinity(0))
+  if cores > len(mine):
+    pytest.skip(f"{len(mine)} cores are fewer than {cores}")
+  script = (
+    f"import os; os.sched_setaffinity(0, {mine[:cores]})\n"
+    "from jdist import collectives\n"
+    "for number in (1, 4):\n"
+    "  collectives.make_cpu_devices(number)\n"
+    "  print(os.environ['NPROC'])\n"
+  )
+  own = _processes.environment() | ({"NPROC": given} if given else {})
+  done = subprocess.run(
+    (sys.executable, "-c", script), env=own, capture_output=True, text=True
+  )
+  assert done.stdout.split() == threads.split(), done.stderr
 
 
 def test_empty_batch_is_split():
