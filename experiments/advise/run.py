@@ -133,6 +133,7 @@ def keep_computing(place, model, loss_fn, batch):
 def predict(options):
   """Measures one worker's costs on one core, while other hosts compute."""
   number = take_core()
+  collectives.make_cpu_devices(1)  # It has the threads of a run's process.
   model, loss_fn, batch = problem(options)
   place = os.environ["JDIST_COORDINATOR"].split(":")
   if number:

@@ -214,7 +214,8 @@ def advise(
   if not chains:
     raise ValueError("`chains` must have a method at least, got none.")
   started_s = time.monotonic()
-  one_worker = collectives.workers(1)
+  # In a run of several processes each measures by itself.
+  one_worker = collectives.workers(1, substrate="none")
   step = training.make_step(loss_fn, optimizer, axis=one_worker.axis)
   begun = training.init_state(one_worker, optimizer, params, model_state)
   rows = one_worker.place(jax.tree.map(lambda x: np.asarray(x)[None], batch))
@@ -226,7 +227,7 @@ def advise(
   # As many workers as fit run their updates on this device.
   size = sum(x.nbytes for x in jax.tree.leaves(grads))
   held = max(2, min(num_workers, _MEASURED_BYTES // max(1, 8 * size)))
-  team = collectives.workers(held, substrate="vmap")
+  team = collectives.Workers(held, "vmap", "worker")
   plain = _Updates(team, lambda axis: optimizer, 1, grads, params)
   measured = {
     name: _Updates(team, make, interval, grads, params)

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -114,6 +115,12 @@ def test_bytes_are_those_of_the_traced_updates():
   hidden = {name: x.hidden_steps for name, x in costs.items()}
   assert hidden == {"ssgd": 0, "int4": 0, "local": 0, "streamed": 4}
   assert all(np.isfinite(x.extra_s).all() for x in costs.values())
+
+
+def test_a_process_of_a_run_measures_by_itself(monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  chains = {"ssgd": (lambda axis: methods.ssgd(SGD, axis=axis), 1)}
+  assert advise(chains=chains).step_s > 0
 
 
 def test_sums_that_depend_on_each_other_are_messages_of_their_own():

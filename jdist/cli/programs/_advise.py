@@ -27,6 +27,7 @@ _CHOICES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def advise(options: _commands.Advise) -> None:
   """Measures a step, and prints what each method would take on the link."""
+  collectives.make_cpu_devices(1)  # The threads of a worker's process.
   number, latency_s = 8, options.latency_ms / 1e3
   link = cluster.Link(options.bandwidth_mbit_per_s * 1e6, latency_s)
   if options.coordinator_address is None:
