@@ -1,5 +1,6 @@
 """Which leaf goes how."""
 
+import dataclasses
 import re
 
 import jax
@@ -103,6 +104,29 @@ def test_each_leaf_is_reduced_by_its_reducer():
     reduced.mean["layer"][0]["kernel"], tree["layer"][0]["kernel"]
   )
   assert jax.tree.structure(reduced.mean) == jax.tree.structure(tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise(reducers.Exact):
+  """Draws by the place of a leaf alone, as a user's own reducer may."""
+
+  scale: float
+
+  def reduce(self, tree, state, key, axis):
+    reduced = super().reduce(tree, state, key, axis)
+    drawn = {
+      name: self.scale * jax.random.normal(jax.random.fold_in(key, i), x.shape)
+      for i, (name, x) in enumerate(tree.items())
+    }
+    return reduced._replace(mean=drawn)
+
+
+def test_equal_leaves_of_two_reducers_draw_differently():
+  policy = reducers.PerLeaf((reducers.Rule(Noise(2.0), "a"),), Noise(1.0))
+  tree = {"a": jnp.ones(4), "b": jnp.ones(4)}
+  state = policy.init(tree, None)
+  mean = policy.reduce(tree, state, jax.random.key(0), None).mean
+  assert not np.allclose(mean["a"], 2.0 * mean["b"])
 
 
 def test_rules_are_printed_one_a_line():

@@ -87,3 +87,10 @@ def test_rounding_of_a_huge_total_takes_nothing_from_a_small_share():
   """The shares of floats sum to one more; the second's exact one is 1.43."""
   sizes = _allocation.largest_remainder([7.0, 1e-16], 10**17)
   assert sizes == (10**17 - 1, 1)
+
+
+def test_new_worker_takes_no_more_than_its_memory_holds():
+  protocol = server.dbs(60, limits={"c": 4})
+  state = protocol.init("ab")
+  protocol.receive(state, 0.0, server.Join("c"))
+  assert state.members["c"].samples == 4

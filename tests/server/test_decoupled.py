@@ -11,14 +11,17 @@ import pytest
 
 from jdist import (
   cluster,
+  codecs,
   collectives,
   data,
   methods,
+  reducers,
   server,
   training,
   transforms,
 )
 from jdist.server import _messages
+from jdist.server.gradients import _merge
 from tests import _refusals
 from tests.server import _fragment_pair
 from tests.server import test_gradients as gradients
@@ -62,6 +65,14 @@ def test_a_quorum_opens_a_window_and_its_end_merges():
   assert rule.receive(state, 2.6, push("d", 6, seconds=2.6)) == []
   assert rule.receive(state, 2.7, _messages.Expired(8)) == []
   assert (state.version, state.merges) == (1, [1])
+
+
+def test_half_of_three_learners_are_two():
+  rule = protocol(quorum=0.5, grace=0.0)
+  state = begin(rule, "abc")
+  assert rule.receive(state, 1.0, push("a", 0)) == []
+  (update,) = rule.receive(state, 2.0, push("b", 2))
+  assert update.tasks == (0, 2)
 
 
 def test_no_window_opens_when_all_learners_have_pushed():
@@ -380,6 +391,94 @@ def test_staleness_counts_merges_of_the_fragment():
   (reply,) = rule.receive(state, 2.0, server.Pull("b"))
   (update,) = rule.receive(state, 3.0, push("b", reply.task, 8))
   assert (update.weights, update.staleness) == ((1.0,), (0,))
+
+
+def test_each_push_of_a_merge_is_damped_by_its_own_staleness():
+  rule = protocol(
+    quorum=1.0, grace=0.0,
+    weighting=server.Weighting(staleness=lambda merges: 1 / (1 + merges)),
+  )  # fmt: skip
+  state = begin(rule, "ab")
+  a, b = (list(state.members[x].tasks) for x in "ab")
+  rule.receive(state, 1.0, push("a", a[0]))
+  rule.receive(state, 1.0, push("b", b[0]))
+  # A task of the first merge, and two that were given before it.
+  (fresh,) = rule.receive(state, 1.0, server.Pull("a"))
+  rule.receive(state, 2.0, push("a", a[1]))
+  rule.receive(state, 3.0, push("a", fresh.task))
+  (update,) = rule.receive(state, 3.0, push("b", b[1]))
+  assert (update.tasks, update.staleness) == (
+    (a[1], fresh.task, b[1]),
+    (1, 0, 1),
+  )
+  assert update.weights == pytest.approx((1 / 6, 1 / 3, 1 / 6))
+
+
+def test_damped_pushes_do_not_shrink_statistics():
+  """Weights of 1/4 move the parameters by half, and the mean stays a mean."""
+  syncer = server.FragmentSyncer(
+    {"w": jnp.array(8.0)}, workers=["a", "b"], outer=optax.sgd(1.0),
+    model_state={"mean": jnp.array(0.0)},
+  )  # fmt: skip
+  pushes = [
+    _merge.Pushed([jnp.array(2.0)], {"mean": jnp.array(x)}) for x in (3.0, 5.0)
+  ]
+  syncer.merge(0, pushes, [0.25, 0.25])
+  assert syncer.model.params["w"].item() == 8.0 - 1.0
+  assert syncer.model_state["mean"].item() == 4.0
+
+
+def runner(number=0, num=1, loss_fn=gradients.linear, **options):
+  return server.FragmentRunner(
+    loss_fn, optax.sgd(0.0), options.pop("params", {"w": jnp.array(8.0)}),
+    data.SampleStream(gradients.DIGITS, num, seed=0),
+    number=number, num_workers=num, **options,
+  )  # fmt: skip
+
+
+def test_steps_since_the_last_push_are_pushed_after_a_merge():
+  worker = runner()
+  state = worker.first_state([jnp.array(8.0)], {})
+  state = state._replace(params={"w": jnp.array(7.75)})
+  state = worker.merged(state, {0: [jnp.array(4.0)]}, {})
+  assert state.params["w"].item() == 3.75
+  assert worker.push_of(state, 0)[2][0].item() == 0.25
+
+
+def test_loss_of_a_task_is_the_mean_over_its_samples():
+  """Three samples in two steps: the second step has two of them."""
+
+  def loss_fn(params, model_state, batch, key):
+    labels = batch["label"].astype(jnp.float32)
+    mean = training.masked_mean(labels, batch["mask"])
+    return mean + 0.0 * params["w"], (model_state, {})
+
+  worker = runner(loss_fn=loss_fn)
+  worker._state = worker.first_state([jnp.array(8.0)], {})
+  header = {
+    "task": 0, "fragment": 0, "samples": 3, "passes": 2, "more": {"start": 0},
+  }  # fmt: skip
+  labels = data.SampleStream(gradients.DIGITS, 1, seed=0).batch(0, 0, 3)[
+    "label"
+  ]
+  assert labels[0] != labels[1:].mean()
+  assert float(worker.compute(header)[0]["loss"]) == pytest.approx(
+    labels.mean()
+  )
+
+
+def test_every_fragment_of_every_learner_draws_numbers_of_its_own():
+  codec = reducers.MessageCodec(codecs.Quantize(4, rounding="stochastic"))
+  params = {"a": jnp.zeros(8), "b": jnp.zeros(8)}
+  steps = [
+    int(state.step)
+    for seed in range(2)
+    for number in range(3)
+    for state in runner(
+      number, 3, params=params, fragments=2, push_codec=codec, seed=seed
+    )._push_states
+  ]
+  assert len(set(steps)) == 2 * 3 * 2
 
 
 def test_window_follows_a_mean_of_measured_times():

@@ -245,3 +245,14 @@ def test_last_settled_task_is_the_latest_in_every_order():
   for task in (1, 0):
     found.discard(task)
   assert found.reply(server.Reply("a", 2, 0, 4))[0]["settled"] == 1
+
+
+def test_messages_to_every_worker_draw_numbers_of_their_own():
+  plans = server.message_plans(plans=server.BitPlans(((32,), (4,)), (256,)))
+  names, steps = ["a", "b", "c"], []
+  for seed in range(2):
+    learner = server.GradientServer(
+      SGD, jnp.zeros(256), plans, workers=names, seed=seed
+    )
+    steps += [int(state.step) for state in learner._pull_states]
+  assert len(set(steps)) == 2 * 3

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jdist import cluster, server
+from jdist.server import _server_state
 
 pytest.importorskip("simpy")
 
@@ -249,3 +250,14 @@ def test_encoding_takes_the_machines_time():
   # 0.8 s of computing, 1 s of messages: 16 bits, made and read.
   assert round_s(protocol, [1.0, 1.0], costs=costs) == pytest.approx(0.9)
   assert round_s(protocol, [1.0, 1.0]) == pytest.approx(0.8)
+
+
+def test_exchange_is_scaled_to_exact_messages_by_both_plans():
+  """The first pull after a return is exact, and its push is not."""
+  rule = server.h_ps(16, plans=PLANS)
+  state = rule.init("a")
+  state.now_s = 4.0
+  task = _server_state.Assignment(0, "a", 0, 8, push_plan=2, pull_plan=0)
+  rule.observe(state, task, server.Push("a", 0, 8, 1.0))
+  exact_s = 3.0 / ((1.0 + PLANS.share(2)) / 2)
+  assert state.members["a"].exchange_s == pytest.approx(exact_s)

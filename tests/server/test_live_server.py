@@ -300,6 +300,18 @@ def test_messages_take_the_time_of_their_links(hand):
   assert time.monotonic() - start >= 0.4
 
 
+def test_push_under_way_is_dropped_with_its_worker(hand):
+  machines = cluster.workers([1.0, 1.0], link=cluster.Link(8e3))
+  first, second = machines.names
+  by = hand(BSP, names=machines.names, machines=machines)
+  by.pull(first), by.pull(second)
+  by.push(first, 0)
+  by.server.lost(first)
+  by.push(second, 1)  # It arrives behind the other one.
+  by.until(lambda x: x.status()["updates"] == 1)
+  assert by.server.summary()["discarded"] == {}
+
+
 def test_push_and_pull_travel_at_the_same_time():
   """A pipelined worker computes while its messages travel."""
   machines = cluster.workers([1.0, 1.0], link=cluster.Link(8e4))

@@ -246,3 +246,15 @@ def test_rounding_adds_no_mark_before_the_end():
   marks = _server_run._plan(2.1, "seconds", 0.3, None, {}).marks
   assert marks == pytest.approx([0.3, 0.6, 0.9, 1.2, 1.5, 1.8, 2.1])
   assert marks[-1] == 2.1
+
+
+def test_record_of_the_checkpoint_is_not_measured_again(tmp_path):
+  def train(quality, seen):
+    return fit(
+      4, every=2, checkpoints=tmp_path, on_record=seen.append,
+      evaluate=lambda model: {"x": quality},
+    )  # fmt: skip
+
+  records, seen = train(1.0, []), []
+  assert train(2.0, seen) == records
+  assert not seen

@@ -351,6 +351,13 @@ def test_counted_bytes_match_the_messages():
   assert 3.0 * 50 <= run.pushed_bytes <= 3.0 * (50 + out)
 
 
+def test_exact_messages_take_no_time_to_encode():
+  profile = dataclasses.replace(PROFILE, seconds_per_encoding=1.0)
+  run = simulation((1.0,), profile=profile)
+  run.run(updates=4)
+  assert run.now_s == pytest.approx(4 * 0.5)
+
+
 def test_memory_does_not_grow_with_updates():
   run = simulation((1.0, 2.0, 3.0), server.SSP(batches=FIVE), jitter=0.1)
   held = []
