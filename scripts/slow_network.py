@@ -39,7 +39,7 @@ def _call(*words: str) -> None:
     raise SystemExit(f"{' '.join(words)}: {done.stderr.strip()}")
 
 
-def _bytes_per_s(rate: str) -> float:
+def bytes_per_s(rate: str) -> float:
   for unit, bits in _UNITS.items():
     if rate.endswith(unit):
       with contextlib.suppress(ValueError):
@@ -59,7 +59,7 @@ def _limit(
 ) -> None:
   """A token bucket on one end of a link, and half of the delay."""
   words = ("ip", "netns", "exec", namespace, "tc", "qdisc", what, "dev")
-  per_s = _bytes_per_s(rate)
+  per_s = bytes_per_s(rate)
   # TCP hands packets of up to 64 KiB to a network card, which cuts them up, and
   # a bucket lets two of them through at once. Both may hold two milliseconds of
   # the link, as a larger bucket fills while hosts compute and hides messages.
@@ -190,7 +190,7 @@ def run(
   started = []
   limit, last = {}, _of(rate, len(names))
   if last != "none":
-    limit = {"JDIST_BITS_PER_S": f"{8 * _bytes_per_s(last):.0f}"}
+    limit = {"JDIST_BITS_PER_S": f"{8 * bytes_per_s(last):.0f}"}
   for i, name in enumerate(names):
     environment = (
       # Else the kernel clears the memory of each step page by page.

@@ -1,15 +1,14 @@
 r"""Predicts step times by `advice.advise`, and measures them over links.
 
-    sudo python scripts/slow_network.py --hosts 2 --rate none -- \\
-      python experiments/advise/run.py predict --model lenet
-    sudo python scripts/slow_network.py --hosts 2 --rate 100mbit -- \\
-      python experiments/advise/run.py measure --model lenet
+    sudo python scripts/slow_network.py --hosts 2 --rate 1000mbit -- \\
+      python experiments/advise/run.py --model cnn --rates 30mbit 100mbit
     python experiments/advise/report.py
 
-`predict` runs before any measurement, and writes what each method costs a
-worker of the first host. The others compute the step meanwhile, because a core
-is slower while its neighbour computes. `measure` measures the link by a few
-means, and the steps of all methods in turns. Each host has one core.
+All hosts first measure what each method costs a worker, at the same time and
+without a message, because a core is slower while its neighbour computes.
+Those rows are kept before any step is measured. Then the link is measured by a
+few means, and the steps of all methods in turns, at one rate after the other.
+Each host has one core.
 """
 
 import argparse
@@ -17,9 +16,9 @@ import dataclasses
 import functools
 import os
 import pathlib
-import select
 import socket
 import statistics
+import sys
 import time
 
 os.environ["XLA_FLAGS"] = " ".join(
@@ -43,6 +42,10 @@ from jdist import (
   transforms,
 )
 from jdist.transforms import intervals
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "scripts"))
+
+import slow_network
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 INTERVAL = 8
@@ -112,55 +115,30 @@ def take_core():
   return number
 
 
-def keep_computing(place, model, loss_fn, batch):
-  """Computes a worker's step until the first host has measured its costs."""
-  workers = jdist.workers(1)
-  state = training.init_state(workers, sgd(), model.params, model.state)
-  step = workers.jit(training.make_step(loss_fn, sgd(), axis=workers.axis))
-  batch = workers.place(jax.tree.map(lambda x: x[None], batch))
-  state, _ = step(state, batch)
-  while True:
-    try:
-      first = socket.create_connection((place[0], int(place[1])))
-      break
-    except ConnectionRefusedError:
-      time.sleep(0.1)
-  first.sendall(b"1")
-  while not select.select([first], [], [], 0)[0]:  # It is closed in the end.
-    state, _ = jax.block_until_ready(step(state, batch))
+def say(line):
+  if jax.process_index() == 0:
+    print(line, flush=True)
 
 
-def predict(options):
-  """Measures one worker's costs on one core, while other hosts compute."""
-  number = take_core()
-  collectives.make_cpu_devices(1)  # It has the threads of a run's process.
-  model, loss_fn, batch = problem(options)
-  place = os.environ["JDIST_COORDINATOR"].split(":")
-  if number:
-    keep_computing(place, model, loss_fn, batch)
-    return
-  server = socket.create_server((place[0], int(place[1])))
-  others = [server.accept()[0] for _ in range(options.hosts - 1)]
-  for other in others:
-    other.recv(1)  # It has compiled its step.
+def predict(options, parts):
+  """Measures one worker's costs in each process of the run, by itself."""
+  model, loss_fn, batch = parts
   found = advice.advise(
     loss_fn, model.params, batch, CHAINS, cluster.Link(1e9),
     num_workers=options.hosts, optimizer=sgd(), model_state=model.state,
     limit_s=options.limit_s,
   )  # fmt: skip
-  for other in others:
-    other.close()
   rows = [
     training.make_row(vars(options), 0, method=name, costs=costs._asdict())
     for name, costs in found.costs.items()
   ]
-  training.append_rows(RESULTS / "predicted.jsonl", rows)
   for name, costs in found.costs.items():
-    print(
+    say(
       f"{name}: {1e3 * statistics.median(costs.step_s):.2f} ms and "
       f"{1e3 * statistics.median(costs.extra_s):.2f} ms more, "
       f"{costs.round_bytes / 1e3:.1f} kB a round"
     )
+  return rows
 
 
 class Turn:
@@ -202,59 +180,70 @@ class Turn:
     return (time.perf_counter() - started_s) / INTERVAL
 
 
-def measure(options):
-  """Measures the link and all methods, on each host of the network."""
-  number = take_core()
-  collectives.start_processes(
-    os.environ["JDIST_COORDINATOR"], options.hosts, number,
-    cpu_devices_per_process=1,
-  )  # fmt: skip
-  workers = jdist.workers(options.hosts)
-  model, loss_fn, batch = problem(options)
-  size = sum(x.nbytes for x in jax.tree.leaves(model.params))
-  link = advice.measure_link(workers, num_bytes=size)
-  turns = {
-    name: Turn(workers, make, model, loss_fn, batch)
-    for name, (make, _) in CHAINS.items()
-  }
+def measure(options, rate, workers, num_bytes, turns):
+  """Measures the link and all methods' steps; returns the rows."""
+  link = advice.measure_link(workers, num_bytes=num_bytes)
   seconds = {name: [] for name in turns}
   for block in range(_BLOCKS + 2):
     for name, turn in turns.items():
       taken_s = turn.take()
       if block > 1:  # A late method's first messages come in its second round.
         seconds[name].append(taken_s)
-  if number:
-    return
-  rate = float(os.environ["JDIST_BITS_PER_S"])
-  rows = [
-    training.make_row(
-      vars(options) | {"bits_per_s": rate}, 0, method=name, step_s=taken,
-      link=dataclasses.asdict(link),
-    )
-    for name, taken in seconds.items()
-  ]  # fmt: skip
-  training.append_rows(RESULTS / "measured.jsonl", rows)
-  print(
-    f"{rate / 1e6:g} Mbit/s: means reach "
-    f"{link.bandwidth_bits_per_s / 1e6:.1f} Mbit/s, "
+  say(
+    f"{rate}: means reach {link.bandwidth_bits_per_s / 1e6:.1f} Mbit/s, "
     f"{1e3 * link.latency_s:.2f} ms a message"
   )
   for name, taken in seconds.items():
-    print(f"{name}: {1e3 * statistics.median(taken):.2f} ms a step")
+    say(f"{name}: {1e3 * statistics.median(taken):.2f} ms a step")
+  bits_per_s = 8 * slow_network.bytes_per_s(rate)
+  return [
+    training.make_row(
+      vars(options) | {"bits_per_s": bits_per_s}, 0, method=name,
+      step_s=taken, link=dataclasses.asdict(link),
+    )
+    for name, taken in seconds.items()
+  ]  # fmt: skip
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("what", choices=("predict", "measure"))
   parser.add_argument("--model", choices=tuple(_SHAPES), default="lenet")
   parser.add_argument("--batch-size", type=int, default=32,
                       help="images of a worker in a step")  # fmt: skip
-  parser.add_argument("--hosts", type=int, default=2)
+  parser.add_argument("--rates", nargs="+", default=["100mbit"],
+                      help="of all links, one after the other")  # fmt: skip
   parser.add_argument("--limit-s", type=float, default=60.0)
   options = parser.parse_args()
-  what = {"predict": predict, "measure": measure}[options.what]
-  del options.what
-  what(options)
+  rates = options.rates
+  del options.rates
+  options.hosts = int(os.environ["JDIST_PROCESSES"])
+  number = take_core()
+  collectives.start_processes(
+    os.environ["JDIST_COORDINATOR"], options.hosts, number,
+    cpu_devices_per_process=1,
+  )  # fmt: skip
+  workers = jdist.workers(options.hosts)
+  model, loss_fn, batch = parts = problem(options)
+  collectives.agree("the start of measurements", {})
+  keep("predicted.jsonl", predict(options, parts))
+  turns = {
+    name: Turn(workers, make, model, loss_fn, batch)
+    for name, (make, _) in CHAINS.items()
+  }
+  num_bytes = sum(x.nbytes for x in jax.tree.leaves(model.params))
+  host = socket.gethostname()
+  names = [f"{host[: -len(str(number))]}{i}" for i in range(options.hosts)]
+  for rate in rates:
+    if number == 0:
+      slow_network.change_rate(names, rate)
+    collectives.agree(f"the rate {rate}", {})
+    rows = measure(options, rate, workers, num_bytes, turns)
+    keep("measured.jsonl", rows)
+
+
+def keep(name, rows):
+  if jax.process_index() == 0:
+    training.append_rows(RESULTS / name, rows)
 
 
 if __name__ == "__main__":
