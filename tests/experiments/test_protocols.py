@@ -140,19 +140,54 @@ def test_a_best_rate_at_an_end_enters_no_table(config, report):
     report.Found(rows)
 
 
+def test_losses_stand_side_by_side_where_samples_are_shared_and_skewed(
+  config, report
+):
+  shared = [
+    *_rows(config, "asgd", 0.5, 0.2), *_rows(config, "bsp", 0.5, 0.25),
+    *_rows(config, "ringleader", 0.5, 0.3), *_rows(config, "dbs", 0.5, 0.1),
+  ]  # fmt: skip
+  skewed = [
+    *_rows(config, "asgd", 0.5, 0.4), *_rows(config, "bsp", 0.5, 0.5),
+    *_rows(config, "dbs", 0.5, 0.6), *_rows(config, "dbs, by part", 0.4, 0.3),
+  ]  # fmt: skip
+  for row in skewed:
+    row["config"] = row["config"] | {"sharing": "skewed"}
+  found = report.by_sharing(shared + skewed, 0.9)
+  assert list(found) == ["shared", "skewed"]
+  assert not report.by_sharing(skewed, 0.0)
+  text = report.side_by_side(found)
+  # The best first where labels are skewed; 0.302 is a quarter less than 0.402
+  # and 40 % less than 0.502.
+  dbs, asp, bsp = text.splitlines()[2:]
+  assert dbs.endswith("| none | 0.1020 ± 0.0020 | by part | 0.3020 ± 0.0020 "
+                      "| -25 ± 0 | -40 ± 0 |")  # fmt: skip
+  assert asp == (
+    "| ASP | none | 0.2020 ± 0.0020 | none | 0.4020 ± 0.0020 |  | -20 ± 0 |"
+  )
+  assert bsp.endswith("| 0.5020 ± 0.0020 | +25 ± 0 |  |")
+  pages = report.parts(shared, skewed)
+  owned = next(x for path, x in pages.items() if path.stem == "PROTOCOLS_OWNED")
+  # Nothing was run where samples are owned and their labels alike.
+  assert owned["verdict owned"] == "Not run yet."
+  assert owned["sharings"] == text
+  assert "DBS-SGD (by part) has the lowest" in owned["verdict"]
+
+
 @pytest.mark.slow
 def test_every_new_protocol_trains_over_links(tmp_path):
   folder = copied("dbs_sgd", tmp_path)
   pytest.importorskip("sklearn")
   pytest.importorskip("simpy")
-  names = ("fedbuff, K 4", "h_ps", "decoupled_diloco, outer momentum 0.5")
+  names = ("fedbuff, K 4", "h_ps", "decoupled_diloco, outer momentum 0.5",
+           "ringleader")  # fmt: skip
   run(folder, "run.py", "smoke", "--exchange", "0.5", "--variants", *names)
   rows = training.read_rows(folder / "results" / "smoke.jsonl")
   assert [row["method"] for row in rows] == list(names)
   for row in rows:
     assert row["accuracy"] > 0.3 and row["samples"] > 100
   # A message for 8 samples, and one for 64.
-  fedbuff, _, diloco = (x["message_bytes"] / x["samples"] for x in rows)
+  fedbuff, _, diloco, _ = (x["message_bytes"] / x["samples"] for x in rows)
   assert diloco < fedbuff / 3
   # The gradients of a pipeline are one update old from the second round on.
   assert 0.8 < rows[1]["staleness"]["mean_over_updates"] < 1
