@@ -423,7 +423,10 @@ def test_damped_pushes_do_not_shrink_statistics():
   pushes = [
     _merge.Pushed([jnp.array(2.0)], {"mean": jnp.array(x)}) for x in (3.0, 5.0)
   ]
-  syncer.merge(0, pushes, [0.25, 0.25])
+  for task, worker in enumerate("ab"):
+    syncer.reply(server.Reply(worker, task, 0, 8))
+  syncer._pushes, syncer._losses = dict(enumerate(pushes)), {0: 0.0, 1: 0.0}
+  syncer.apply(server.Apply((0, 1), (0.25, 0.25), (1, 1)))
   assert syncer.model.params["w"].item() == 8.0 - 1.0
   assert syncer.model_state["mean"].item() == 4.0
 
