@@ -9,7 +9,7 @@ import inspect
 
 import pytest
 
-from jdist import codecs, methods, reducers, server, transforms
+from jdist import codecs, elastic, methods, reducers, server, transforms
 from jdist.cli import _commands
 from jdist.transforms import intervals
 
@@ -59,6 +59,7 @@ _DEFAULTS = {
   server.DecoupledDiLoCo: {
     "interval": 8, "fragments": 1, "quorum": 0.5, "grace": 0.5, "ahead": 1,
   },
+  elastic.Rounds: {"quorum": 0.5, "grace": 1.0, "timeout_s": None},
   _commands.Train: {
     "method": "msdpu", "learning_rate": 0.1, "seed": 0, "workers": 8,
     "epochs": 30.0, "momentum": 0.9, "weight_decay": 0.0, "warmup_epochs": 1.0,

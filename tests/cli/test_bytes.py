@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from jdist import models
+from jdist.cli import _commands, _output
+from jdist.cli.programs import _bytes
 from tests import _processes
 
 
@@ -32,6 +35,21 @@ from tests import _processes
 )
 def test_bad_option_is_refused_in_one_line(words, told, refusal):
   assert told in refusal(f"bytes {words}")
+
+
+def test_fewer_bytes_are_fewer_than_those_of_an_all_reduce(capsys):
+  """A ring of four workers sends 2 * 3/4 of all parameters in float32."""
+  model = models.build("mlp", input_shape=(8, 8, 1), num_classes=10)
+  exact = 1.5 * 4 * models.num_params(model)
+  found = [
+    _bytes.Counted(name, None, interval, None, exact, exact)
+    for name, interval in (("ssgd", 1), ("local_sgd", 8))
+  ]
+  options = _commands.Bytes(workers=4, model="mlp")
+  _output.console().print(_bytes._table(found, options, model))
+  printed = capsys.readouterr().out
+  assert re.search("ssgd .* 1.0x", printed)
+  assert re.search("local_sgd .* 8.0x", printed)
 
 
 @pytest.mark.slow

@@ -129,3 +129,14 @@ def test_a_server_is_not_told_to_skip_gradients(driver):
   with pytest.raises(_run_end.DivergedError) as told:
     _run_end.check(options, [record], saved=False)
   assert ("--skip-nonfinite" in str(told.value)) == (driver is None)
+
+
+def test_first_record_that_diverged_is_named():
+  good = training.Record(1, 1, 1.0, 1.0, {}, 1.0, 1.0)
+  bad = good._replace(diverged=True)
+  records = [good, bad._replace(step=2), bad._replace(step=4)]
+  options = types.SimpleNamespace(
+    checkpoints=None, driver=None, learning_rate=0.1
+  )
+  with pytest.raises(_run_end.DivergedError, match="since step 2 of 4 "):
+    _run_end.check(options, records, saved=False)

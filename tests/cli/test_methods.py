@@ -212,6 +212,30 @@ def test_long_first_interval_is_kept(rule):
   assert transforms.interval(optimizer.init(jnp.zeros(2))) == 32
 
 
+def test_adacomm_decides_after_each_tenth_of_a_run():
+  options = _commands.Train(interval_policy="adacomm", steps=100)
+  budget = _methods.make_budget(options, 0.1, steps_per_epoch=4.0)
+  optimizer = _methods.build_method("local_sgd", options, budget, None)
+  states = _all(optimizer.init(jnp.zeros(2)))
+  (found,) = (x for x in states if type(x).__name__ == "AdaCommState")
+  assert found.next_step == 10
+
+
+def test_prediction_holds_the_variance_of_adam():
+  options = _commands.Train(optimizer="adamw", steps=100)
+  run = _methods.make_budget(options, 0.1, steps_per_epoch=4.0)
+  inner, w, ahead = _methods.optimizer_of(options, run), jnp.ones(2), []
+  with jax.numpy_dtype_promotion("standard"):  # Of Optax's Adam.
+    for optimizer in (
+      _methods.build_method("ssgd", options, run, None, predicted_steps=8),
+      transforms.predict_weights(inner, 8, b2=0.999),
+    ):
+      _, state = optimizer.update(w, optimizer.init(w), w)
+      ahead.append(transforms.predicted_weights(state, w))
+  np.testing.assert_allclose(*ahead, rtol=1e-6)
+  assert (ahead[0] < w).all()
+
+
 def test_host_ends_rounds_by_default(monkeypatch):
   told = []
 

@@ -113,6 +113,13 @@ def test_documented_sizes_hold():
   assert full / codecs.Ternary().num_bits(like) > 19.9
 
 
+def test_a_block_has_one_scale_or_two_ends():
+  like = jax.ShapeDtypeStruct((300,), jnp.float32)
+  for kind, bits in (("max_abs", 32), ("norm", 32), ("min_max", 64)):
+    codec = codecs.Quantize(4, 256, kind)
+    assert codec.num_bits(like) == 300 * 4 + 2 * bits
+
+
 def test_scales_differ_by_more_than_float32_can_divide():
   # 1 / 3.4e38 is denormal, and 127 / 2e-37 is infinite.
   x = np.array([3.4e38, 1.7e38, -3.4e38, 0, 2e-37, -1e-37, 5e-38, 0])

@@ -34,6 +34,12 @@ def test_every_sample_has_one_owner_and_parts_are_equal(split, alpha, seed):
 
 
 @pytest.mark.parametrize("alpha", [None, 1.0])
+def test_first_workers_own_what_is_left(alpha):
+  parts = data.partition(np.arange(11) % 3, 4, alpha=alpha, seed=0)
+  assert [len(part) for part in parts] == [3, 3, 3, 2]
+
+
+@pytest.mark.parametrize("alpha", [None, 1.0])
 def test_another_seed_gives_another_split(alpha):
   labels = np.arange(1000) % 10
   first = data.partition(labels, 8, alpha=alpha, seed=0)

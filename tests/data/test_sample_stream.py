@@ -39,6 +39,17 @@ def test_epoch_has_every_sample_once():
   assert sorted(np.concatenate(parts)) == list(range(len(DIGITS)))
 
 
+def test_workers_pass_over_their_parts_in_orders_of_their_own():
+  own, size = stream(owned=True), len(DIGITS) // 4
+  parts = data.partition(DIGITS.labels, 4, seed=0)
+  places = []
+  for worker, part in enumerate(parts):
+    place = {sample: i for i, sample in enumerate(part.tolist())}
+    found = own.indices(worker, 0, size // 2).tolist()
+    places.append(tuple(place[sample] for sample in found))
+  assert len(set(places)) == 4
+
+
 @pytest.mark.parametrize("alpha", [None, 0.3])
 def test_stream_of_equal_counts_equals_batches(alpha):
   batches = data.Batches(DIGITS, 4, 8, seed=0, alpha=alpha)

@@ -21,6 +21,7 @@ from jdist import (
   training,
   transforms,
 )
+from jdist.elastic import _rounds
 from jdist.transforms import intervals
 from tests.server import _reference
 
@@ -341,3 +342,43 @@ def test_resumed_run_ends_with_the_same_bits(name, tmp_path):
   resumed, again = fit(found, 8, checkpoints=tmp_path)
   np.testing.assert_array_equal(resumed, whole)
   assert again["changes"] == summary["changes"] and len(again["merges"]) == 8
+
+
+def test_pushes_weigh_by_their_samples():
+  rule = rounds("local_sgd").protocol
+  state = rule.init(NAMES)
+  for name in NAMES:
+    rule.receive(state, 0.0, server.Pull(name))
+  for task, samples in enumerate((30, 10)):
+    rule.receive(state, 1.0, server.Push(NAMES[task], task, samples, 1.0))
+  update, *_ = rule.receive(state, 1.0, server.Push("c", 2, 40, 1.0))
+  assert update.weights == pytest.approx((3 / 8, 1 / 8, 4 / 8))
+
+
+def test_learner_has_the_mixture_and_the_seed_of_its_method():
+  codec = reducers.Compression(
+    codecs.Quantize(4, rounding="stochastic"), reducers.ErrorFeedback(), seed=5
+  )
+  method = streaming(SGD, axis=None, delay_steps=2, mix=0.25, compression=codec)
+  found = elastic.Rounds(method, PARAMS, workers=NAMES).runner(
+    "a", loss, Samples()
+  )
+  assert found._codec.seed == 5
+  state = found.first_state(jax.tree.leaves(PARAMS), {})
+  parts = found._parts(state.anchor)
+  anchors = [[jnp.full_like(x, 4.0) for x in part] for part in parts]
+  merged = found.merged(state, dict(enumerate(anchors)), {})
+  # A quarter of its own parameters, which are zero, and the rest of the merge.
+  for leaf in jax.tree.leaves(merged.params):
+    np.testing.assert_array_equal(leaf, 3.0)
+
+
+def test_own_loop_that_gives_no_statistics_keeps_them():
+  found = rounds("local_sgd", model_state={"mean": np.float32(1.0)})
+  loop = found.runner("a", loss, None, kind=_rounds.OwnLoop)
+  loop.connect(None, "a", 1)
+  statistics = {"mean": jnp.float32(3.0)}  # As a merge has brought them.
+  state = loop.first_state(jax.tree.leaves(PARAMS), statistics)
+  loop.advance(state.params, state.opt_state, 0.5)
+  state, _ = loop._local_step(state, (0, 1, 1), jax.random.key(0))
+  assert state.model_state["mean"] == 3.0

@@ -264,6 +264,26 @@ def test_nonfinite_loss_ends_training(tmp_path):
   assert not array_files.is_there(tmp_path)
 
 
+def test_no_two_updates_draw_the_same_mixture(monkeypatch):
+  """Two batches of samples with as many updates as image batches each."""
+  steps = []
+
+  def update(*arguments):
+    state, *_, step = arguments[5:]
+    steps.append(int(step))
+    return state, 0.0
+
+  monkeypatch.setattr(_predictor_fit, "_update", update)
+  labels = np.arange(16) % 4
+  fit = dataclasses.replace(FIT, image_batches=3, images_per_batch=4)
+  take = _predictor_fit._make_updates(
+    predictor(), model(), fit, normalize, np.zeros((16, 8, 8, 1)), labels
+  )
+  for number in range(2):
+    take({}, fronts(2), number)
+  assert steps == list(range(6))
+
+
 def test_drawn_images_are_distinct_and_balanced():
   labels = np.repeat(np.arange(4), (40, 20, 20, 80))
   draws = [_permutation.balanced(labels, 40, 0, number) for number in range(3)]

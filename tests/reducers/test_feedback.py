@@ -184,6 +184,16 @@ def test_nan_at_one_worker_is_reported_and_does_not_stay(name):
   assert counts.tolist() == ([2] * 4 if name == "ef21" else [1, 0, 1, 0])
 
 
+def test_entry_that_is_not_finite_moves_no_estimate_of_ef21():
+  feedback = reducers.EF21()
+  state = feedback.init(jnp.zeros(3))
+  mean, own = jnp.array([jnp.nan, jnp.inf, 2.0]), jnp.array([1.0, 1.0, 3.0])
+  output, state = feedback.finish(mean, own, own, state)
+  assert output.tolist() == state.mean.tolist() == [0.0, 0.0, 2.0]
+  assert state.own.tolist() == [0.0, 0.0, 3.0]
+  assert state.nonfinite == 1
+
+
 def test_rounds_are_only_counted_by_feedbacks():
   state = methods.ssgd(optax.sgd(0.1), axis=None).init(jnp.ones(2))
   assert transforms.nonfinite_rounds(state) == 0

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jdist import codecs, profiling, reducers, transforms
+from jdist import codecs, collectives, profiling, reducers, transforms
 from tests.reducers._averages import average, gradients, run
 from tests.transforms import _reducers, _table
 
@@ -57,6 +57,24 @@ def test_inactive_phase_sends_nothing(substrate):
   assert all(c.conditional for c in profiling.read_collectives(text))
 
 
+def test_phase_is_counted_in_its_own_steps():
+  def traffic(reducer):
+    def one(x):
+      state = reducer.init(x, "worker")
+      return reducer.reduce(x, state, jax.random.key(0), "worker").mean
+
+    like = jax.ShapeDtypeStruct((16,), "float32")
+    return collectives.traffic(one, like, axis="worker", num_workers=4)
+
+  two, one = (reducers.compressed(codecs.TopK(k=k)) for k in (2, 1))
+  phases = reducers.Scheduled(((2, reducers.Exact()), (5, two), (None, one)))
+  found = traffic(phases)
+  sent = [found.sent_bytes(1, 0, after_steps=step) for step in (1, 2, 4, 5)]
+  whole, few, fewer = (traffic(x).sent_bytes(1, 0) for x in phases.reducers)
+  assert len({whole, few, fewer}) == 3
+  assert sent == [whole, few, few, fewer]
+
+
 def test_warm_up_sends_smaller_parts():
   reducer = reducers.warm_up(_reducers.Largest, 10, 1)
   assert reducer.phases == ((None, _reducers.Largest(1)),)
@@ -80,9 +98,11 @@ def test_flush_has_the_residuals_of_owners_of_earlier_phases():
     state, key = phases.init(x, "worker"), jax.random.key(0)
     state = phases.reduce(x, state, key, "worker").state
     own = first.flush(state.phases[0], x, "worker")[0]
-    return phases.flush(state, x, "worker")[0], own
+    found, after = phases.flush(state, x, "worker")
+    return found, own, after.step
 
   x = np.random.default_rng(0).normal(size=(3, 300)).astype(np.float32)
-  found, own = jax.vmap(flushed, axis_name="worker")(x)
+  found, own, steps = jax.vmap(flushed, axis_name="worker")(x)
   assert np.abs(own).max() > 0.01
   np.testing.assert_array_equal(found, own)
+  assert steps.tolist() == [1] * 3  # The phases continue.

@@ -108,6 +108,19 @@ def test_complex_momenta_keep_their_mean():
     np.testing.assert_array_equal(row, [2 - 1j, 1j, 2])
 
 
+def test_statistics_keep_their_mean_and_workers_draw_apart():
+  optimizer, old = local(), team(2)
+  model_state = {"mean": np.float32(0.0), "dropout": jax.random.key(0)}
+  params = {"w": np.zeros(400, np.float32)}
+  state = training.init_state(old, optimizer, params, model_state)
+  means = old.place(np.array([1.0, 5.0], np.float32))
+  state = state._replace(model_state=state.model_state | {"mean": means})
+  found = training.resize(state, optimizer, old, team(3)).model_state
+  assert found["mean"].tolist() == [3.0] * 3
+  keys = jax.random.key_data(found["dropout"]).tolist()
+  assert len({tuple(key) for key in keys}) == 3
+
+
 def test_residuals_of_gradients_keep_their_mean():
   optimizer = optax.chain(
     transforms.average_gradients(

@@ -96,6 +96,17 @@ def test_streamed_run_has_the_bits_of_a_simple_one(kind, steps):
   assert 1.0 <= others[-1].sent_bytes / records[-1].sent_bytes < 1.35
 
 
+def test_round_whose_message_was_streamed_sends_nothing_at_its_end():
+  team, trainer, chain, _ = shared("vmap", stream=True, steps=4)
+  record = fit(team, trainer, chain)[1][-1]
+  # An all-reduce in a ring, of float32.
+  num, entries = team.num_workers, sum(x.size for x in _tiny.params().values())
+  message_bytes = 2 * (num - 1) / num * 4 * entries
+  sent = record.sent_bytes / (record.rounds * message_bytes)
+  # It goes in equal parts, the last of which is sent in part twice.
+  assert 0.9 < sent < 1.35
+
+
 @pytest.mark.slow
 def test_sub_tensors_are_encoded():
   team = _tiny.team("vmap")
