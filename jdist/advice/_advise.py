@@ -20,6 +20,7 @@ PyTree = Any
 Chain = Callable[[collectives.Axis], optax.GradientTransformation]
 # The states of all measured workers are on one device.
 _MEASURED_BYTES = 2**30
+_LONGEST_MEAN = 2**26  # Bytes by which a link is measured.
 # Numbers of updates in which a streamed message may be sent.
 _STREAM_STEPS = (1, 2, 4, 8, 16)
 _LEFT_OUT = 0.1
@@ -360,12 +361,13 @@ def measure_link(
 
   The rate follows from means of two sizes, and the latency from programs of one
   and of nine means of a few numbers: differences leave out the start of a
-  program, which belongs to the step. Every process calls it.
+  program, which belongs to the step. Every process calls it, and gets the same.
 
   Args:
     workers: One worker in each of several processes.
     num_bytes: The size of the longer mean, best that of the parameters, in
-      bytes; the other one has a quarter of it.
+      bytes; the other one has a quarter of it. Both grow on a link that is too
+      fast for them, to 64 MiB at most.
     repeats: Measurements of each program, of which the median counts.
 
   Raises:
@@ -382,20 +384,24 @@ def measure_link(
       x = collectives.mean(x, axis=workers.axis)
     return x
 
-  def program(size: int, count: int = 1) -> Callable[[], float]:
+  def seconds(size: int, count: int = 1) -> float:
     rows = np.zeros((len(workers.local_workers), size), np.float32)
-    given = (workers.place(rows),)
-    return functools.partial(_seconds, jitted[count], given, 1)
+    run = functools.partial(_seconds, jitted[count], (workers.place(rows),), 1)
+    # In turns, short means would wait for the last packets of long ones.
+    own_s = statistics.median([run() for _ in range(repeats + 1)][1:])
+    # All processes go on with the same number, as their means must be alike.
+    same = jitted[1](workers.place(np.full_like(rows[:, :1], own_s)))
+    return float(np.asarray(same.addressable_shards[0].data).flat[0])
 
   jitted = {n: workers.jit(functools.partial(means, n)) for n in (1, 9)}
-  sizes = [max(1024 // n, num_bytes // n) for n in (4, 16)]
-  # In turns, short means would wait for the last packets of long ones.
-  one_s, many_s, short_s, long_s = (
-    statistics.median([run() for _ in range(repeats + 1)][1:])
-    for run in (program(16), program(16, 9), *map(program, sizes[::-1]))
-  )
+  one_s, many_s = seconds(16), seconds(16, 9)
+  size = max(1024, num_bytes // 4)
+  short_s, long_s = seconds(size // 4), seconds(size)
+  while long_s < 2 * short_s and 4 * size <= _LONGEST_MEAN // 4:
+    # What does not grow with the size takes longer than the bytes.
+    size, short_s, long_s = 4 * size, long_s, seconds(4 * size)
   count = workers.num_workers
-  sent_bits = 32 * (sizes[0] - sizes[1]) * 2 * (count - 1) / count
+  sent_bits = 32 * (size - size // 4) * 2 * (count - 1) / count
   return cluster.Link(
     sent_bits / max(long_s - short_s, 1e-9),
     max(0.0, many_s - one_s) / 8 / cluster.ring_messages(count),

@@ -10,6 +10,7 @@ import pytest
 
 import jdist
 from jdist import advice, cluster, codecs, methods, reducers
+from jdist.advice import _advise
 
 SGD = optax.sgd(0.1, momentum=0.9)
 NOT_LATE = advice.MethodCosts(1, (0.1, 0.1, 0.1), (0.0, 0.0, 0.0), 1e6, 0, 0)
@@ -158,6 +159,23 @@ def test_a_link_within_one_process_is_refused():
     ValueError, match="`workers` must be in several processes"
   ):
     advice.measure_link(jdist.workers(2, substrate="vmap"))
+
+
+def test_means_grow_on_a_link_that_is_too_fast_for_them(monkeypatch):
+  """A mean of 4 KiB takes a microsecond, and its program two milliseconds."""
+  workers, sizes = jdist.workers(2), []
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+  def seconds(function, given, count):
+    sizes.append(given[0].nbytes // 2)
+    return 2e-3 + sizes[-1] / 4e9
+
+  monkeypatch.setattr(_advise, "_seconds", seconds)
+  found = advice.measure_link(workers, num_bytes=2**12, repeats=1)
+  assert found.bandwidth_bits_per_s == pytest.approx(4e9 * 8, rel=1e-3)
+  # From there on the bytes take twice as long as the program.
+  assert 4e9 * 2e-3 * 2 <= max(sizes) < 4 * 4e9 * 2e-3 * 2
+  assert sizes.count(max(sizes)) == 2
 
 
 def test_a_link_is_measured_between_workers():
