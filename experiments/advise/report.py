@@ -85,12 +85,7 @@ def verdict(found):
   errors = [abs(x["error"]) for x in found]
   inside = sum(x["low"] <= x["took"] <= x["high"] for x in found)
   widths = [(x["high"] - x["low"]) / x["said"] for x in found]
-  regrets = []
-  for one in studies.group(
-    found, lambda x: tuple(x[key] for key in _SETTING)
-  ).values():
-    took = {x["method"]: x["took"] for x in one}
-    regrets.append(took[one[0]["best"]] / min(took.values()) - 1)
+  regrets = regrets_of(found)
   wrong = [
     x for x in found if x["pays"] and x["took"] >= _base(found, x)["took"]
   ]
@@ -114,6 +109,39 @@ def verdict(found):
     f"{100 * max(known):.1f} % at most.",
   ]
   return "\n".join(f"- {line}" for line in lines)
+
+
+def regrets_of(found):
+  """Returns how much longer the chosen method takes, for each setting."""
+  regrets = []
+  for one in studies.group(
+    found, lambda x: tuple(x[key] for key in _SETTING)
+  ).values():
+    took = {x["method"]: x["took"] for x in one}
+    regrets.append(took[one[0]["best"]] / min(took.values()) - 1)
+  return regrets
+
+
+def by_net(found):
+  """Returns a line for each net and batch that nothing was chosen by."""
+  lines = []
+  for (model, batch), own in studies.group(
+    [x for x in found if not x["looked at"]],
+    lambda x: (x["model"], x["batch"]),
+  ).items():
+    errors = [x["error"] for x in own]
+    regrets = regrets_of(own)
+    lines.append((
+      model, batch, f"{1e3 * min(x['took'] for x in own):.1f}",
+      f"{100 * statistics.median(errors):+.1f}",
+      f"{sum(abs(x) <= _WITHIN for x in errors)} of {len(errors)}",
+      f"{sum(x <= _REGRET for x in regrets)} of {len(regrets)}",
+    ))  # fmt: skip
+  return studies.table(
+    "model | batch | shortest step, ms | error in the median, % | steps within "
+    f"{100 * _WITHIN:.0f} % | choices within {100 * _REGRET:.0f} %",
+    sorted(lines, key=lambda line: float(line[2])),
+  )
 
 
 def _base(found, one):
@@ -296,8 +324,8 @@ def main():
   counted = training.read_rows(run.RESULTS / "wire.jsonl")
   pages = {
     _FOLDER / "README.md": {
-      "verdict": verdict(found), "public": public_verdict(grid),
-      "wire": wire_verdict(counted),
+      "verdict": verdict(found), "nets": by_net(found),
+      "public": public_verdict(grid), "wire": wire_verdict(counted),
     },
     _FOLDER / "TABLES.md": {
       "steps": table(found), "public steps": public_table(grid),
