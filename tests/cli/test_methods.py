@@ -8,7 +8,15 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import conformance, methods, training, transforms
+from jdist import (
+  collectives,
+  conformance,
+  data,
+  methods,
+  models,
+  training,
+  transforms,
+)
 from jdist.cli import (
   _commands,
   _groups,
@@ -234,6 +242,28 @@ def test_prediction_holds_the_variance_of_adam():
       ahead.append(transforms.predicted_weights(state, w))
   np.testing.assert_allclose(*ahead, rtol=1e-6)
   assert (ahead[0] < w).all()
+
+
+def test_only_streamed_methods_are_sent_in_steps():
+  """A preset may ask for a stream that a method does not have."""
+  options = _commands.Train(stream=True, delay_steps=1, interval=4, steps=8)
+  run = _methods.make_budget(options, 0.1, steps_per_epoch=4.0)
+  team = collectives.workers(2, substrate="vmap")
+  model = models.build("mlp", input_shape=(2, 2, 1), num_classes=2)
+  found = {}
+  for name in ("ssgd", "local_sgd"):
+    optimizer = _methods.build_method(name, options, run, team.axis, model)
+    given = _workload.of_trainer(options, team, optimizer, model)
+    found[name] = given.get("stream_steps")
+  assert found == {"ssgd": None, "local_sgd": _methods.STREAM_STEPS}
+
+
+def test_windows_of_a_text_are_evaluated_in_smaller_batches(tmp_path):
+  """Each byte of a window has 256 logits."""
+  path = tmp_path / "text"
+  path.write_bytes(b"ab" * 20000)
+  text = data.load_text(str(path), "test", window_length=1024)
+  assert _workload._evaluation_batch(4, text) == 128 // 4
 
 
 def test_host_ends_rounds_by_default(monkeypatch):
