@@ -6,6 +6,7 @@ import optax
 import pytest
 
 from jdist import methods, transforms
+from jdist.transforms.local import _round
 from tests.methods._rounds import (
   check_rounds,
   check_same,
@@ -220,6 +221,19 @@ def test_late_control_variates_settle_at_the_optimum(interval, delay):
   )
   _, states = train(optimizer, targets)
   np.testing.assert_allclose(states.anchor[-1], [3.0] * 3, rtol=1e-5)
+
+
+def test_slow_momentum_follows_a_rate_that_falls():
+  """By hand: u = 2 / 0.5, then 0.5 * 4 + 1 / 0.25, times the round's rate."""
+  rates = jnp.array([0.5, 0.25])
+  rule = transforms.SlowMomentum(lambda step: rates[step], 1.0, 0.5)
+  end = _round.Round(
+    anchor=jnp.array(8.0), local=(), progress=(), params=(), inner=(),
+    memory=rule.init(jnp.array(8.0)), step=0, optimizer=SGD, axis=None,
+  )  # fmt: skip
+  for step, mean, anchor in ((0, 6.0, 6.0), (1, 5.0, 4.5)):
+    end = rule.move(end._replace(step=step), jnp.array(mean), [], False)
+    assert end.anchor == anchor
 
 
 @pytest.mark.parametrize("buffers", ["maintain", "reset", "average"])
