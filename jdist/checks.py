@@ -89,6 +89,13 @@ def check_pair(name: str, found: Any, of: str) -> Any:
   return found
 
 
+def check_array(name: str, value: Any) -> Any:
+  """Returns an array, or the shape of one; else raises a ValueError."""
+  if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+    raise ValueError(f"`{name}` must be an array, got {show(value)}.")
+  return value
+
+
 def is_function(value: Any, number: int | None = None) -> bool:
   """Returns whether a value is a function, of so many arguments if given."""
   # A class is callable, too, but calling it would build an instance.

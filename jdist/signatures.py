@@ -29,6 +29,14 @@ PositiveFloat: TypeAlias = Annotated[
   float, functools.partial(checks.check_number, open_low=True)
 ]
 NonNegativeFloat: TypeAlias = Annotated[float, checks.check_number]
+# Numbers that may be traced, or infinite.
+UnitFloat: TypeAlias = Annotated[
+  Any, functools.partial(checks.check_continuous, high=1.0)
+]
+PositiveScalar: TypeAlias = Annotated[
+  Any, functools.partial(checks.check_continuous, open_low=True)
+]
+Rate: TypeAlias = Annotated[Any, checks.check_rate]
 Optimizer: TypeAlias = Annotated[
   optax.GradientTransformation, checks.check_optimizer
 ]
@@ -53,7 +61,10 @@ _WORDS: dict[Any, str] = {
   NoneType: "None",
   Callable: "a function",
 }
-_SEVERAL = {int: "ints", float: "numbers", str: "strings"}
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct | jax.Array)
+# Arguments that are trees of arrays, or of their shapes, in all modules.
+_TREES = ("tree", "like", "params")
+_SEVERAL: dict[Any, str] = {int: "ints", float: "numbers", str: "strings"}
 
 
 def checked(door: _Door) -> _Door:
@@ -62,7 +73,7 @@ def checked(door: _Door) -> _Door:
   An argument of another type, or one that a check of its annotation refuses,
   raises a ValueError that names it. The body checks rules that an annotation
   cannot express, such as one of two arguments.  A class with a constructor of
-  its own needs its own decorator.
+  its own needs its own decorator, and its methods need `explained`.
 
   >>> @checked
   ... def wait(seconds: PositiveFloat, names: tuple[str, ...] = ()) -> float:
@@ -99,6 +110,49 @@ def checked(door: _Door) -> _Door:
   return typing.cast(_Door, call)
 
 
+def explained(kind: _Door) -> _Door:
+  """Returns a class whose methods name an argument if they fail.
+
+  What is called for every message or in every trace cannot check all that it is
+  given.  A public method that raises another error than a ValueError with a
+  name in backticks is explained by the first argument that its annotation, or
+  a check of it, refuses.
+  """
+  for name, method in list(vars(kind).items()):
+    # A wrapper is of `checked`, or of another module.
+    plain = inspect.isfunction(method) and not hasattr(method, "__wrapped__")
+    if plain and not name.startswith("_"):
+      setattr(kind, name, _explained(method))
+  return kind
+
+
+def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns a method that checks its arguments once it has failed."""
+
+  @functools.wraps(method)
+  def call(*args: Any, **options: Any) -> Any:
+    try:
+      return method(*args, **options)
+    except Exception as error:
+      named = isinstance(error, ValueError | IndexError) and "`" in str(error)
+      if not named:
+        hints = typing.get_type_hints(method, include_extras=True)
+        names = inspect.signature(method).parameters
+        given = dict(zip(names, args, strict=False)) | options
+        for name, value in given.items():
+          hint = hints.get(name, Any)
+          if hint in _ARRAYS:
+            checks.check_array(name, value)
+          elif name in _TREES:
+            for leaf in jax.tree.leaves(value):
+              checks.check_array(name, leaf)
+          elif not checks.is_traced(value):
+            _check(name, value, hint)
+      raise
+
+  return call
+
+
 def _check(name: str, value: Any, hint: Any) -> Any:
   """Returns a checked value: an integer, also of an array, as a Python int."""
   kind, of = typing.get_origin(hint) or hint, typing.get_args(hint)
@@ -112,7 +166,11 @@ def _check(name: str, value: Any, hint: Any) -> Any:
       got = f"entries such as {checks.show(next(iter(value)))}"
     raise ValueError(f"`{name}` must be {wanted}, got {got}.")
   elif kind in (typing.Union, UnionType):
-    return _check(name, value, next(x for x in of if _fits(value, x)))
+    # None stands last, and `Any` would fit it, too.
+    return _check(name, value, next(x for x in of[::-1] if _fits(value, x)))
+  elif of and typing.get_origin(of[0]) is Annotated:
+    for entry in value:
+      _check(name, entry, of[0])
   return operator.index(value) if kind is int else value
 
 
@@ -209,6 +267,9 @@ def _words(hint: Any) -> str:
   if room[0] in ("builtins", "collections"):
     if issubclass(kind, Mapping):
       return "a dict"
-    entries = f" of {_SEVERAL[of[0]]}" if of and of[0] in _SEVERAL else ""
-    return f"a list{entries}"
+    if not issubclass(kind, Iterable):
+      return kind.__name__.lower()  # "hashable", for instance.
+    # An annotated type has its own one as the origin.
+    several = _SEVERAL.get(getattr(of[0], "__origin__", of[0]) if of else None)
+    return f"a list of {several}" if several else "a list"
   return f"a `{'.'.join((*room[1:2], name))}`"

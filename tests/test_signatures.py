@@ -1,6 +1,7 @@
 """Arguments are checked by the annotations of a function."""
 
 import decimal
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
@@ -123,3 +124,61 @@ def test_integer_of_another_library_becomes_one_of_python(two):
 def test_functions_of_optional_arguments_and_iterators_are_taken():
   for function in (lambda x, y=1: x, lambda *x: x, len, None):
     plain(function=function, rows=iter("ab"), cuts=range(3))
+
+
+@signatures.explained
+class Meter:
+  """A class whose methods check what they are given only after they failed."""
+
+  def read(self, seconds: float, tree=None, like: jax.Array | None = None):
+    return seconds * 2 + sum(x.size for x in jax.tree.leaves(tree))
+
+  def take(self, x: jax.Array, names: Sequence[signatures.PositiveInt] = ()):
+    if not names:
+      raise ValueError("`names` must not be empty.")
+    return x.size, {}["own error"]
+
+
+@pytest.mark.parametrize(
+  ("call", "rule"),
+  [
+    (lambda m: m.read("a", 3.0), "`seconds` must be a number, got 'a'"),
+    (lambda m: m.read(1.0, tree={"w": "b"}), "`tree` must be an array, got"),
+    (lambda m: m.take(None, [1]), "`x` must be an array, got None"),
+    (lambda m: m.take(np.ones(2), [0]), "`names` must be an int >= 1, got 0"),
+    (lambda m: m.take(np.ones(2)), "`names` must not be empty."),
+  ],
+)
+def test_failed_method_names_the_wrong_argument(call, rule):
+  with pytest.raises(ValueError, match=re.escape(rule)):
+    call(Meter())
+
+
+def test_right_arguments_leave_results_and_errors_alone():
+  assert Meter().read(0.5, tree=[np.ones(3)]) == 4.0
+  with pytest.raises(KeyError, match="own error"):
+    Meter().take(np.ones(2), [1])
+  with pytest.raises(TypeError, match="missing 1 required"):
+    Meter().read()
+
+
+def test_every_entry_of_a_list_is_checked():
+  @signatures.checked
+  def run(sizes: Sequence[signatures.PositiveInt]):
+    return sizes
+
+  assert run([1, 2]) == [1, 2]
+  with pytest.raises(ValueError, match="`sizes` must be an int >= 1, got 0"):
+    run([1, 0])
+  with pytest.raises(ValueError, match="`sizes` must be a list of ints, got 1"):
+    run(1)
+
+
+def test_none_is_taken_before_another_type_that_fits_anything():
+  @signatures.checked
+  def run(outer: signatures.Optimizer | None = None):
+    return outer
+
+  assert run(outer=None) is None
+  with pytest.raises(ValueError, match="`outer` must be an Optax"):
+    run(outer=3)

@@ -22,6 +22,7 @@ _PROFILE = tuple(
 )
 
 
+@signatures.explained
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Cluster:
@@ -73,7 +74,7 @@ class Cluster:
       if node.name == name:
         return node
     raise ValueError(
-      f"There is no machine {name!r}; there are {', '.join(self.names)}."
+      f"`name` must be one of {', '.join(self.names)}, got {checks.show(name)}."
     )
 
   def check_batches(

@@ -55,6 +55,7 @@ class Outage(_Interval):
   end_s: float = math.inf
 
 
+@signatures.explained
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Node:
@@ -81,18 +82,13 @@ class Node:
   name: str
   speed: signatures.PositiveFloat = 1.0
   jitter: signatures.NonNegativeFloat = 0.0
-  memory_bytes: float = math.inf
+  memory_bytes: signatures.PositiveScalar = math.inf
   slowdowns: tuple[Slowdown, ...] = ()
   outages: tuple[Outage, ...] = ()
 
   def __post_init__(self) -> None:
     if not self.name:
       raise ValueError(f"`name` must be text, got {self.name!r}.")
-    if not self.memory_bytes > 0:
-      raise ValueError(
-        f"`memory_bytes` must be positive, got {self.memory_bytes} for "
-        f"{self.name!r}."
-      )
     ends = -math.inf
     for outage in self.outages:
       if outage.start_s < ends:
@@ -127,7 +123,7 @@ class Node:
         elif now < slow.start_s:
           until = min(until, slow.start_s)
       end = now + work_s / speed
-      if end <= until:
+      if not end > until:  # So does a NaN, for which there is no last piece.
         return end
       work_s -= (until - now) * speed
       now = until

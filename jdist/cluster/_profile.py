@@ -6,6 +6,7 @@ import math
 from jdist import signatures
 
 
+@signatures.explained
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Profile:
@@ -46,7 +47,7 @@ class Profile:
         "none: time would stand still."
       )
 
-  def compute_s(self, samples: int, passes: int = 1) -> float:
+  def compute_s(self, samples: float, passes: float = 1) -> float:
     """Returns the seconds of a gradient at speed 1.
 
     Args:
@@ -55,7 +56,7 @@ class Profile:
     """
     return passes * self.seconds_per_batch + samples * self.seconds_per_sample
 
-  def memory_bytes(self, samples: int) -> float:
+  def memory_bytes(self, samples: float) -> float:
     """Returns the memory of the model and a batch."""
     return self.bytes_of_model + samples * self.bytes_per_sample
 

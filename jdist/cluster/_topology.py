@@ -14,6 +14,7 @@ _COLLECTIVES = (
 )  # fmt: skip
 
 
+@signatures.explained
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -48,6 +49,7 @@ class Device:
     )
 
 
+@signatures.explained
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Link:
@@ -65,15 +67,10 @@ class Link:
   1.0
   """
 
-  bandwidth_bits_per_s: float
+  # It may be infinite: messages then take the latency alone.
+  bandwidth_bits_per_s: signatures.PositiveScalar
   latency_s: signatures.NonNegativeFloat = 0.0
   sharing: Literal["first_come", "fair"] | None = None
-
-  def __post_init__(self) -> None:
-    # An infinite bandwidth is allowed: messages then take the latency alone.
-    checks.check_continuous(
-      "bandwidth_bits_per_s", self.bandwidth_bits_per_s, open_low=True
-    )
 
   def send_s(self, num_bytes: float, messages: float = 0) -> float:
     """Returns the seconds of bytes that are sent in consecutive messages."""
@@ -98,6 +95,7 @@ def ring_messages(num_workers: int, kind: str = "all-reduce") -> int:
   return steps.get(kind, num_workers - 1)
 
 
+@signatures.explained
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Topology:
@@ -147,7 +145,7 @@ class Topology:
     """
     found = self.links.get((one, other)) or self.links.get((other, one))
     if found is None:
-      raise ValueError(f"There is no link between {one!r} and {other!r}.")
+      raise ValueError(f"`links` must have one of {one!r} and {other!r}.")
     return found
 
   def route(self, source: str, target: str) -> tuple[Hop, ...]:

@@ -42,6 +42,7 @@ class Span(NamedTuple):
     return self.end_s - self.start_s
 
 
+@signatures.explained
 @dataclasses.dataclass
 class Trace:
   """Spans on resources, in the order in which they were added.

@@ -4,6 +4,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any, Literal
 
+from jdist import signatures
 from jdist.cluster import _topology, _trace
 
 # Relative rounding errors of counted bytes, and of the clock.
@@ -190,6 +191,7 @@ class _Sharing:
 _Way = tuple[float, list[tuple[str, _FirstCome]], list[_Fair]]
 
 
+@signatures.explained
 class Network:
   """Carries messages over a topology on SimPy's clock.
 

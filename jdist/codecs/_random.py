@@ -42,11 +42,11 @@ class Rounding(_codec.Codec):
 
 def require(key: jax.Array | None, codec: _codec.Codec) -> jax.Array:
   """Returns the key; raises a ValueError without one."""
-  if key is None:
+  if not isinstance(key, jax.Array):
     own = "Give each worker its own: `jax.random.fold_in(key, worker_index)`."
     same = "Give all workers the same one."
     raise ValueError(
-      f"`key` must be a typed PRNG key for {codec}, got None. "
+      f"`key` must be a typed PRNG key for {codec}, got {checks.show(key)}. "
       f"{same if codec.key == 'shared' else own}"
     )
   return key

@@ -1,7 +1,6 @@
 """Devices and meshes, and how a run's workers spread over them."""
 
 import os
-import typing
 from collections.abc import Sequence
 from typing import Literal
 
@@ -9,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.collectives import _axis, _workers
 
 # XLA's CPU backend sizes its one thread pool by this variable.  Virtual
@@ -61,8 +60,9 @@ def _pool_threads(num_devices: int) -> str:
   return str(max(needed, cores))
 
 
+@signatures.checked
 def make_mesh(
-  shape: Sequence[int],
+  shape: Sequence[signatures.PositiveInt],
   names: Sequence[str],
   devices: Sequence[jax.Device] | None = None,
 ) -> jax.sharding.Mesh:
@@ -79,13 +79,6 @@ def make_mesh(
   Raises:
     ValueError: If names and sizes do not match or there are too few devices.
   """
-  shape = [
-    checks.check_int("shape", x, 1)
-    for x in checks.check_list("shape", shape, "numbers of devices")
-  ]
-  names = checks.check_list("names", names, "names")
-  for name in names:
-    checks.check_type("names", name, str, "a list of names")
   if len(shape) != len(names):
     raise ValueError(
       f"`shape` and `names` must have one entry an axis, got {tuple(shape)} "
@@ -93,9 +86,6 @@ def make_mesh(
     )
   if devices is None:
     devices = jax.devices()
-  devices = checks.check_list("devices", devices, "devices")
-  for device in devices:
-    checks.check_type("devices", device, jax.Device, "a list of `jax.Device`")
   needed = int(np.prod(shape))
   if needed > len(devices):
     raise ValueError(
@@ -117,8 +107,9 @@ Substrate = Literal["auto", "none", "vmap", "shard_map"]
 _MOST_CPU_DEVICES = 64
 
 
+@signatures.checked
 def workers(
-  num_workers: int,
+  num_workers: signatures.PositiveInt,
   *,
   substrate: Substrate = "auto",
   mesh: Mesh | None = None,
@@ -154,9 +145,6 @@ def workers(
   [6, 6, 6, 6]
   """
   _axis.check_axis(axis)
-  checks.check_type("axis", axis, str, "a name")
-  checks.check_int("num_workers", num_workers, 1)
-  checks.check_choice("substrate", substrate, typing.get_args(Substrate))
   if mesh is not None:
     checks.check_type(
       "mesh", mesh, Mesh, "a `jax.sharding.Mesh`, of `make_mesh` for instance"

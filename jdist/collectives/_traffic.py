@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jdist import checks
+from jdist import signatures
 from jdist.collectives import _axis
 
 _NAME = re.compile(r"jdist_phase_from_(\d+)_to_(\d+|end)")
@@ -37,6 +37,7 @@ _KINDS: dict[str, Kind] = {
 }  # fmt: skip
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Phase:
   """The steps in which a branch of a conditional is taken.
@@ -48,14 +49,9 @@ class Phase:
       end.
   """
 
-  start: int
-  stop: int | None = None
+  start: signatures.NonNegativeInt
+  stop: signatures.NonNegativeInt | None = None
   unit: Literal["step", "round"] = "step"
-
-  def __post_init__(self) -> None:
-    checks.check_int("start", self.start, 0)
-    if self.stop is not None:
-      checks.check_int("stop", self.stop, 0)
 
   @classmethod
   def of(cls, path: str) -> "Phase | None":
@@ -205,6 +201,7 @@ class Collective:
     return float(factor[self.kind] * b)
 
 
+@signatures.explained
 @dataclasses.dataclass(frozen=True)
 class Traffic:
   """The collectives of one worker's step, and their bytes."""
@@ -235,11 +232,11 @@ class Traffic:
 
   def sent_bytes(
     self,
-    steps: int,
-    rounds: int,
+    steps: signatures.NonNegativeInt,
+    rounds: signatures.NonNegativeInt,
     *,
-    after_steps: int = 0,
-    after_rounds: int = 0,
+    after_steps: signatures.NonNegativeInt = 0,
+    after_rounds: signatures.NonNegativeInt = 0,
   ) -> float:
     """Counts the bytes that a worker sends in steps, some of which end rounds.
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jdist import checks, states
+from jdist import checks, signatures, states
 from jdist.collectives import _axis, _shards
 
 PyTree = Any
@@ -49,6 +49,7 @@ def _strong(x: Any) -> Any:
   return x
 
 
+@signatures.explained
 @dataclasses.dataclass(frozen=True)
 class Workers:
   """The workers of a run and their substrate; made by `workers`.

@@ -14,6 +14,7 @@ from jdist.data import _sample_stream
 from jdist.data._dataset import Dataset, TextDataset
 
 
+@signatures.explained
 @signatures.checked
 class Batches:
   """Cuts a data set into one batch per worker and step.

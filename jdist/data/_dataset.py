@@ -5,7 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from jdist import signatures
 
+
+@signatures.explained
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dataset:
   """Holds one split of an image classification set.
@@ -85,7 +88,7 @@ class Dataset:
     """
     return {"image": self.images[rows], "label": self.labels[rows]}
 
-  def normalize(self, images: Any) -> Any:
+  def normalize(self, images: np.ndarray) -> Any:
     """Returns `(images - mean) / std` per channel, in float32.
 
     It takes NumPy and JAX arrays, so that it can be a part of a jitted step:
@@ -99,6 +102,7 @@ class Dataset:
     return (images.astype(np.float32) - mean) / std
 
 
+@signatures.explained
 @dataclasses.dataclass(frozen=True, eq=False)
 class TextDataset:
   """Holds windows of a text, of which every token but the first is predicted.

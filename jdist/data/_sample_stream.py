@@ -166,6 +166,7 @@ class _Order:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
+@signatures.explained
 @signatures.checked
 class SampleStream:
   """An endless stream of samples for batches of any size.

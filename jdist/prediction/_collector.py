@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist import checks, collectives, training
+from jdist import checks, collectives, signatures, training
 from jdist.prediction import _cut, _parameter_set, _permutation
 from jdist.storage import array_files, hashes, sealed_json
 
@@ -61,6 +61,7 @@ def choose_steps(
   return tuple(steps)
 
 
+@signatures.checked
 class Collector:
   """Saves the averaged parameters of a run at random steps.
 
@@ -115,7 +116,6 @@ class Collector:
     """
     folder = array_files.folder(directory)
     self._workers = workers
-    collectives.Workers.check(workers)
     cuts = _sorted_cuts(cuts)
     self._steps = _checked_steps(steps)
     body = {
@@ -193,12 +193,7 @@ class Collector:
 
 
 def _sorted_cuts(cuts: Sequence[_cut.Cut]) -> tuple[_cut.Cut, ...]:
-  cuts = checks.check_list(
-    "cuts", cuts, "cuts, for instance `[prediction.cut(model, num_layers)]`"
-  )
-  for number, each in enumerate(cuts):
-    _cut.check_cut(f"cuts[{number}]", each)
-  cuts.sort(key=lambda cut: len(cut.front))
+  cuts = sorted(cuts, key=lambda cut: len(cut.front))
   depths = [len(cut.front) for cut in cuts]
   if not depths or len(set(depths)) < len(depths):
     raise ValueError(
@@ -220,13 +215,11 @@ def _sorted_cuts(cuts: Sequence[_cut.Cut]) -> tuple[_cut.Cut, ...]:
 
 def _checked_metadata(metadata: Any) -> dict[str, Any]:
   """Returns metadata as JSON restores it, with lists in place of tuples."""
-  checks.check_type("metadata", metadata, dict | None, "a dict or None")
   sealed_json.check("metadata", metadata)
   return json.loads(json.dumps(metadata or {}))
 
 
 def _checked_steps(steps: Sequence[int]) -> tuple[int, ...]:
-  steps = checks.check_list("steps", steps, "numbers, as of `choose_steps`")
   remedy = "Draw them with `choose_steps`."
   found = [
     checks.check_int(f"steps[{number}]", step, 0, remedy=remedy)

@@ -8,13 +8,13 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from jdist import checks, models
+from jdist import checks, models, signatures
 from jdist.prediction import _network
 from jdist.storage import hashes
 
@@ -37,6 +37,7 @@ def _leaves(layers: Layers) -> list[_network.Leaf]:
   return [leaf for layer in layers for leaf in layer.leaves]
 
 
+@signatures.explained
 @dataclasses.dataclass(frozen=True)
 class Cut:
   """A network cut in two; made by `cut` or `published_cut`.
@@ -153,7 +154,7 @@ class Cut:
     """Returns the tree of a flat rear, [num_rear]."""
     return self._unflatten("rear", vector)
 
-  def check_vector(self, half: str, vector: Any) -> None:
+  def check_vector(self, half: Literal["front", "rear"], vector: Any) -> None:
     """Raises a ValueError unless a vector is a flat "front" or "rear"."""
     size = getattr(self, f"num_{half}")
     if getattr(vector, "shape", None) != (size,):
@@ -162,7 +163,7 @@ class Cut:
         f"got {checks.show(vector)}. Map over samples with `jax.vmap`."
       )
 
-  def _unflatten(self, half: str, vector: jax.Array) -> PyTree:
+  def _unflatten(self, half: Any, vector: jax.Array) -> PyTree:
     self.check_vector(half, vector)
     values, start = {}, 0
     for leaf in _leaves(getattr(self, half)):
@@ -186,12 +187,6 @@ class Cut:
       "[workers, ...] take one worker's, as a step sees them.",
     )
     return found
-
-
-def check_cut(argument: str, value: Any) -> None:
-  """Raises a ValueError unless an argument is a cut."""
-  wanted = "a cut, for instance `prediction.cut(model, num_layers)`"
-  checks.check_type(argument, value, Cut, wanted)
 
 
 def refuse_other_cut(argument: str, theirs: Cut, ours: Cut) -> None:

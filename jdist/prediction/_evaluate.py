@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks, models
+from jdist import checks, models, signatures
 from jdist.prediction import _cut, _predictor
 
 PyTree = Any
@@ -52,6 +52,7 @@ def logits_of(
   return found
 
 
+@signatures.checked
 def evaluate_predictor(
   predictor: _predictor.Predictor,
   params: PyTree,
@@ -61,8 +62,8 @@ def evaluate_predictor(
   labels: Any,
   *,
   normalize: Normalize = as_they_are,
-  samples_per_batch: int = 25,
-  images_per_batch: int = 500,
+  samples_per_batch: signatures.PositiveInt = 25,
+  images_per_batch: signatures.PositiveInt = 500,
 ) -> np.ndarray:
   """Measures the accuracy of the networks that a predictor completes.
 
@@ -89,8 +90,6 @@ def evaluate_predictor(
   check_model(predictor, model)
   check_samples("samples", samples, predictor)
   check_images(("images", "labels"), images, labels, model, normalize)
-  checks.check_int("samples_per_batch", samples_per_batch, 1)
-  checks.check_int("images_per_batch", images_per_batch, 1)
   images, labels = np.asarray(images), np.asarray(labels)
   # Samples and images are cut into parts of one size, with padding that the
   # mask removes, so that a single program is compiled.
@@ -141,9 +140,6 @@ def _padded(x: np.ndarray, size: int) -> np.ndarray:
 
 def check_model(predictor: _predictor.Predictor, model: models.Model) -> None:
   """Raises a ValueError unless a predictor fits a network."""
-  _predictor.check_predictor("predictor", predictor)
-  wanted = "a network, for instance `models.build(name, ...)`"
-  checks.check_type("model", model, models.Model, wanted)
   if jax.tree.leaves(model.state):
     raise ValueError(
       "`model` must have no state, as batch statistics are neither sent nor "

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jdist import signatures
 from jdist.prediction import _cut
 from jdist.storage import array_files, hashes, json_lines, sealed_json
 
@@ -107,6 +108,8 @@ def _sizes(cuts: Sequence[_cut.Cut]) -> dict[str, int]:
   return {file_of(cut): cut.num_front for cut in cuts}
 
 
+@signatures.explained
+@signatures.checked
 class ParameterSet:
   """Samples of one network's parameters, from a run; read only.
 
@@ -154,7 +157,6 @@ class ParameterSet:
     Raises:
       ValueError: If the samples are of another network or cut.
     """
-    _cut.check_cut("cut", cut)
     # An equal cut of a network with another name has the same fronts.
     same = [mine.fingerprint == cut.fingerprint for mine in self.cuts]
     if not any(same):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from jdist import checks, states
+from jdist import checks, signatures, states
 from jdist.prediction import _cut
 
 PyTree = Any
@@ -23,6 +23,7 @@ _NUM_SQUEEZED = 2
 _NUM_BLOCKS = 3
 
 
+@signatures.explained
 @dataclasses.dataclass(frozen=True)
 class Predictor:
   """Predicts the layers behind a cut; made by `predictor`.
@@ -177,11 +178,12 @@ class Predictor:
     return shapes
 
 
+@signatures.checked
 def predictor(
   cut: _cut.Cut,
-  rank: int = 1,
+  rank: signatures.PositiveInt = 1,
   *,
-  grid: int | None = None,
+  grid: signatures.PositiveInt | None = None,
   dense_from: DenseFrom | None = None,
 ) -> Predictor:
   """Makes the published predictor for a cut.
@@ -229,24 +231,14 @@ def predictor(
     rectifier; fronts and layers are padded to multiples of 64.  Departure:
     `rank` above 1.
   """
-  _cut.check_cut("cut", cut)
-  rank = checks.check_int("rank", rank, 1)
   # The authors' networks have fronts of a multiple of 64 but for LeNet.
   if grid is None:
     grid = _GRID if cut.num_front % _NUM_CELLS == 0 else 1
-  checks.check_choice("grid", checks.check_int("grid", grid, 1), (1, _GRID))
+  checks.check_choice("grid", grid, (1, _GRID))
   if dense_from is None:
     num_dense = sum(layer.is_dense for layer in cut.rear)
     dense_from = "flatten" if num_dense <= 1 else "hidden"
-  checks.check_choice("dense_from", dense_from, ("flatten", "hidden"))
   return Predictor(cut, rank, grid, dense_from)
-
-
-def check_predictor(argument: str, value: Any) -> None:
-  """Raises a ValueError unless an argument is a predictor."""
-  checks.check_type(
-    argument, value, Predictor, "of `prediction.predictor(cut)`"
-  )
 
 
 def _dense(params: Params, x: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, models, signatures
+from jdist import models, signatures
 from jdist.prediction import (
   _evaluate,
   _permutation,
@@ -85,6 +85,7 @@ class FittedPredictor(NamedTuple):
   curve: tuple[Epoch, ...]
 
 
+@signatures.checked
 def fit_predictor(
   predictor: _predictor.Predictor,
   model: models.Model,
@@ -145,8 +146,6 @@ def fit_predictor(
     held-out samples.
   """
   fit = PredictorFit() if fit is None else fit
-  checks.check_type("fit", fit, PredictorFit, "a `PredictorFit` or None")
-  checks.check_function("on_epoch", on_epoch, "an `Epoch`", 1, optional=True)
   train = (np.asarray(images), np.asarray(labels))
   test = (np.asarray(test_images), np.asarray(test_labels))
   _evaluate.check_model(predictor, model)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.prediction import _cut, _predictor
 from jdist.storage import array_files, hashes
 
@@ -39,6 +39,7 @@ def refuse_other_predictor(
       )
 
 
+@signatures.checked
 def save_predictor(
   directory: str | os.PathLike[str],
   predictor: _predictor.Predictor,
@@ -55,13 +56,13 @@ def save_predictor(
     about: JSON values about it, for instance the data and the accuracy.
   """
   # A predictor with a NaN, or of another shape, would fail when it is used.
-  _predictor.check_predictor("predictor", predictor)
   predictor.check_params(params)
   _check_trained("params", params)
   body = {"what": _PREDICTOR, "about": about, "predictor": describe(predictor)}
   array_files.save_arrays(directory, params, body)
 
 
+@signatures.checked
 def load_predictor(
   directory: str | os.PathLike[str], cut: _cut.Cut | None = None
 ) -> tuple[_predictor.Predictor, PyTree]:
@@ -76,8 +77,6 @@ def load_predictor(
     FileNotFoundError: If the directory holds nothing.
     ValueError: If it is damaged, something else, or of another cut.
   """
-  if cut is not None:
-    _cut.check_cut("cut", cut)
   arrays, body = array_files.load_arrays(directory, what=_PREDICTOR)
   found = body["predictor"]
   theirs = _cut.Cut.from_description(found["cut"])

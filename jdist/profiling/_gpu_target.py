@@ -130,18 +130,17 @@ _TARGETS = {
 }  # fmt: skip
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class GpuTarget:
   """GPUs to compile for, of a kind of `GPUS`; see `gpu_target`."""
 
   kind: str
-  gpus_per_node: int
-  nodes: int = 1
+  gpus_per_node: signatures.PositiveInt
+  nodes: signatures.PositiveInt = 1
 
   def __post_init__(self) -> None:
     checks.check_choice("kind", self.kind, tuple(_TARGETS))
-    checks.check_int("gpus_per_node", self.gpus_per_node, 1)
-    checks.check_int("nodes", self.nodes, 1)
 
   def __str__(self) -> str:
     nodes = f"{self.nodes}x" if self.nodes > 1 else ""

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks, states
+from jdist import signatures, states
 
 PyTree: TypeAlias = Any
 
@@ -161,6 +161,7 @@ class ErrorFeedbackState(NamedTuple):
   nonfinite: jax.Array
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class ErrorFeedback(Residual):
   r"""Adds the part that was not sent to the next message.
@@ -195,10 +196,7 @@ class ErrorFeedback(Residual):
     SparseLoCo (arXiv 2508.15706), algorithm 1: the decay.
   """
 
-  decay: float = 1.0
-
-  def __post_init__(self) -> None:
-    checks.check_continuous("decay", self.decay, high=1.0)
+  decay: signatures.UnitFloat = 1.0
 
   def init(self, like: PyTree) -> ErrorFeedbackState:
     return ErrorFeedbackState(zeros(like), jnp.zeros((), jnp.int32))

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jdist import checks, states
+from jdist import signatures, states
 from jdist.reducers import _feedback
 
 PyTree: TypeAlias = Any
@@ -27,6 +27,7 @@ class MomentumCorrectionState(NamedTuple):
   nonfinite: jax.Array
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class MomentumCorrection(_feedback.Residual):
   r"""Accumulates a momentum instead of gradients, until it is sent.
@@ -68,14 +69,9 @@ class MomentumCorrection(_feedback.Residual):
     counts as whole, also by chance.
   """
 
-  momentum: float = 0.9
+  momentum: signatures.UnitFloat = 0.9
   nesterov: bool = False
   mask: bool = True
-
-  def __post_init__(self) -> None:
-    checks.check_continuous("momentum", self.momentum, high=1.0)
-    for name in ("nesterov", "mask"):
-      checks.check_choice(name, getattr(self, name), (True, False))
 
   def init(self, like: PyTree) -> MomentumCorrectionState:
     return MomentumCorrectionState(
@@ -134,6 +130,7 @@ class SmoothingState(NamedTuple):
   nonfinite: jax.Array
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Smoothing(_feedback.Feedback):
   r"""Sends each worker's momentum, and keeps no residual.
@@ -158,12 +155,9 @@ class Smoothing(_feedback.Feedback):
   [1.0]
   """
 
-  momentum: float = 0.9
+  momentum: signatures.UnitFloat = 0.9
 
   keeps_rest: ClassVar[bool] = False
-
-  def __post_init__(self) -> None:
-    checks.check_continuous("momentum", self.momentum, high=1.0)
 
   def init(self, like: PyTree) -> SmoothingState:
     return SmoothingState(_feedback.zeros(like), jnp.zeros((), jnp.int32))

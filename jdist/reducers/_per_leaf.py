@@ -9,13 +9,14 @@ from typing import Any, TypeAlias
 
 import jax
 
-from jdist import checks, collectives
+from jdist import checks, collectives, signatures
 from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
 Path: TypeAlias = str | re.Pattern[str] | Callable[[str, Any], bool] | None
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Rule:
   """Selects leaves for a reducer.
@@ -31,16 +32,11 @@ class Rule:
 
   reducer: _reducer.Reducer
   path: Path = None
-  min_size: int = 0
-  min_ndim: int = 0
+  min_size: signatures.NonNegativeInt = 0
+  min_ndim: signatures.NonNegativeInt = 0
 
   def __post_init__(self) -> None:
     _reducer.check_reducer("reducer", self.reducer)
-    wanted = "a glob, a compiled pattern, a function or None"
-    if not callable(self.path):
-      checks.check_type("path", self.path, str | re.Pattern | None, wanted)
-    checks.check_int("min_size", self.min_size, 0)
-    checks.check_int("min_ndim", self.min_ndim, 0)
 
   def matches(self, path: str, leaf: Any) -> bool:
     """Returns whether a leaf is selected."""

@@ -68,6 +68,7 @@ def check_limits(limits: Mapping[Any, int | None] | None) -> None:
       )
 
 
+@signatures.explained
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
 class SpeedBatches:

@@ -5,13 +5,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jdist import checks, signatures
+from jdist import signatures
 from jdist.server import _allocation, _protocol, _server_state, _weights
 from jdist.server._messages import Action, Worker
 
 ASP = _protocol.Protocol  # Asynchronous SGD: each gradient is an update.
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ringmaster(_protocol.Protocol):
   r"""Asynchronous SGD that discards gradients which are too stale.
@@ -41,16 +42,8 @@ class Ringmaster(_protocol.Protocol):
   [Discard(task=1, reason='late')]
   """
 
-  max_staleness: int
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    checks.check_int(
-      "max_staleness",
-      self.max_staleness,
-      1,
-      remedy="A fresh gradient has staleness 0.",
-    )
+  # A fresh gradient has staleness 0.
+  max_staleness: signatures.PositiveInt
 
   def is_late(
     self, state: _server_state.ServerState, push: _server_state.Assignment
@@ -252,6 +245,7 @@ class SSPState(_server_state.ServerState):
   )
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SSP(_protocol.Protocol[SSPState]):
   r"""Asynchronous SGD with a bound on the lead over the slowest worker.
@@ -287,11 +281,7 @@ class SSP(_protocol.Protocol[SSPState]):
   """
 
   state_type = SSPState
-  bound: int = 3
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    checks.check_int("bound", self.bound, 0)
+  bound: signatures.NonNegativeInt = 3
 
   def on_join(self, state: SSPState, worker: Worker) -> None:
     """Starts a member at the least clock."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jdist import checks
+from jdist import signatures
 from jdist.server import _protocol, _server_state
 from jdist.server._messages import Action, Worker
 
@@ -33,6 +33,7 @@ class BSPState(_server_state.ServerState):
   first_task: int = 0
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BSP(_protocol.Protocol[BSPState]):
   r"""Synchronous SGD: an update is the mean of one gradient of each member.
@@ -77,14 +78,8 @@ class BSP(_protocol.Protocol[BSPState]):
   """
 
   state_type = BSPState
-  backups: int = 0
-  restart_s: float | None = None
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    checks.check_int("backups", self.backups, 0)
-    if self.restart_s is not None:
-      checks.check_number("restart_s", self.restart_s)
+  backups: signatures.NonNegativeInt = 0
+  restart_s: signatures.NonNegativeFloat | None = None
 
   def on_join(self, state: BSPState, worker: Worker) -> None:
     """Waits for the member, from this update on unless it has begun."""

@@ -13,7 +13,7 @@ OUTAGES = (cluster.Outage(1.0, 3.0), cluster.Outage(2.0))
   ("jitter", lambda: cluster.Node("a", jitter=float("inf")), "a finite number"),
   ("speed", lambda: cluster.Node("a", speed=float("inf")), "a finite number"),
   ("name", lambda: cluster.Node(""), "text"),
-  ("memory_bytes", lambda: cluster.Node("a", memory_bytes=0), "positive"),
+  ("memory_bytes", lambda: cluster.Node("a", memory_bytes=0), "in (0, inf]"),
   ("factor", lambda: cluster.Slowdown(0.0, 0.0), "in (0, inf]"),
   ("start_s", lambda: cluster.Outage(-1.0), "in [0, inf]"),
   ("end_s", lambda: cluster.Outage(1.0, 1.0), "after `start_s`"),

@@ -148,7 +148,7 @@ _SCALED = codecs.RandomK(0.1)
   ("rules", lambda: reducers.PerLeaf((EXACT,)), "a list of `Rule`s only"),
   ("rules", lambda: reducers.PerLeaf(reducers.Rule(EXACT)), "a list of"),
   ("rules", lambda: reducers.PerLeaf(np.array(1.0)), "a list of"),
-  ("path", lambda: reducers.Rule(EXACT, path=3), "a glob"),
+  ("path", lambda: reducers.Rule(EXACT, path=3), "a string"),
   ("min_size", lambda: reducers.Rule(EXACT, min_size="a"), "an int >= 0"),
   ("reducer", lambda: reducers.Rule(small.Rounded()), "must be"),
   ("outer", lambda: hosts(outer=small.Rounded()), "a `Reducer`"),

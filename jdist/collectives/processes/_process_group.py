@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.collectives import _substrate
 from jdist.collectives.processes import _lifeline
 
@@ -18,13 +18,14 @@ _lifelines: list[_lifeline.Lifeline] = []
 _PACKAGES = ("jdist", "jax", "jaxlib", "flax", "optax", "numpy")
 
 
+@signatures.checked
 def start_processes(
   coordinator_address: str | None = None,
-  num_processes: int | None = None,
+  num_processes: signatures.PositiveInt | None = None,
   process_id: int | None = None,
   *,
   cpu_devices_per_process: int = 1,
-  timeout_s: float = 120.0,
+  timeout_s: signatures.PositiveFloat = 120.0,
   options: Mapping[str, Any] | None = None,
 ) -> None:
   """Connects the processes of one run; call it before using JAX.
@@ -61,9 +62,7 @@ def start_processes(
       heartbeat_timeout_seconds=10,
     )  # fmt: skip
     return
-  checks.check_int("num_processes", num_processes, 1)
   checks.check_int("process_id", process_id, 0, num_processes - 1)
-  timeout_s = checks.check_number("timeout_s", timeout_s, open_low=True)
   joined = _lifeline.Lifeline(coordinator_address, num_processes, process_id)
   address, bind = joined.join(timeout_s, {**_versions(), **(options or {})})
   jax.distributed.initialize(

@@ -11,6 +11,7 @@ import jax
 from jdist import checks, codecs, signatures
 
 
+@signatures.explained
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
 class LayerCost:

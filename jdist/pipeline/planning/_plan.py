@@ -8,6 +8,7 @@ from jdist import checks, signatures
 from jdist.pipeline.planning import _costs
 
 
+@signatures.explained
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Footprint:
@@ -62,6 +63,7 @@ def _of_stage(value: int | tuple[int, ...], stage: int) -> int:
   return value if isinstance(value, int) else value[stage]
 
 
+@signatures.explained
 @dataclasses.dataclass(frozen=True)
 class Plan:
   """Stages of consecutive layers, each on a machine.

@@ -55,8 +55,8 @@ def plan(
   *,
   samples: signatures.PositiveInt = 1,
   tables: Sequence[str] | None = None,
-  num_microbatches: Sequence[int] | None = None,
-  num_stages: Sequence[int] | None = None,
+  num_microbatches: Sequence[signatures.PositiveInt] | None = None,
+  num_stages: Sequence[signatures.PositiveInt] | None = None,
   windows: Sequence[int] | None = None,
   recompute: Sequence[bool] = (False, True),
   max_delay: signatures.NonNegativeInt | None = 0,
@@ -109,15 +109,12 @@ def plan(
     most = _MOST_MICROBATCHES * len(machines.nodes)
     num_microbatches = [m for m in range(1, most + 1) if not batch_size % m]
   for number in num_microbatches:
-    checks.check_int("num_microbatches", number, 1)
     if batch_size % number:
       raise ValueError(
         "`num_microbatches` must divide the batch, got "
         f"{number} for {batch_size} samples. Take "
         f"{math.gcd(number, batch_size)}, or a batch that is a multiple."
       )
-  for number in num_stages or ():
-    checks.check_int("num_stages", number, 1)
   for field, values in (
     ("tables", tables), ("num_microbatches", num_microbatches),
     ("recompute", recompute),

@@ -68,6 +68,7 @@ class Action(NamedTuple):
     return f"{self.op.letter}{number}{where}{when}"
 
 
+@signatures.explained
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Table:

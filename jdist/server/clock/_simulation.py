@@ -175,8 +175,7 @@ class Simulation(_driver.Driver):
         "runs for ever."
       )
     for name, limit in given.items():
-      if limit != math.inf:
-        checks.check_number(name, limit)
+      checks.check_continuous(name, limit)
     max_updates, max_s, max_samples, max_events = (
       given.get(name, math.inf) for name in limits
     )

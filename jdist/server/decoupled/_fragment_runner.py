@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, reducers, signatures, states, training, transforms
+from jdist import reducers, signatures, states, training, transforms
 from jdist.server.gradients import _gradient_messages, _learner
 from jdist.server.gradients._merge import Pushed
 
@@ -98,15 +98,13 @@ class FragmentRunner:
     model_state: signatures.Arrays = None,
     seed: signatures.Seed = 0,
     interval: signatures.PositiveInt = 1,
-    mix: float | None = None,
+    mix: signatures.UnitFloat | None = None,
   ):
     if samples is None and not self.takes_own_steps:
       raise ValueError(
         "`samples` must be a source of batches, got None. Only a learner that "
         "is given its local steps needs none."
       )
-    if mix is not None:
-      checks.check_number("mix", mix, high=1.0)
     self._interval, self._mix = interval, mix
     inner = jax.eval_shape(optimizer.init, params)
     transforms.refuse_iterates(inner, "decoupled DiLoCo")

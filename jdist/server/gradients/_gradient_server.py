@@ -379,7 +379,7 @@ class GradientServer(ServerLedger):
 
   def leave(self, worker: _messages.Worker) -> None:
     """Forgets what a worker holds."""
-    self._held.pop(self._numbers[worker], None)
+    self._held.pop(self._numbers.get(worker, -1), None)
 
   def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
     """Returns model, pushes that no update has used, and positions."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks, signatures
+from jdist import signatures
 from jdist.server.gradients import _gradient_messages, _learner, _packed
 from jdist.server.h_ps import _local_step
 
@@ -56,13 +56,11 @@ class GradientWorker:
     *,
     number: int,
     num_workers: int,
-    sizes: Sequence[int] | None = None,
+    sizes: Sequence[signatures.PositiveInt] | None = None,
     model_state: signatures.Arrays = None,
     seed: signatures.Seed = 0,
     local_step: _local_step.LocalStep | None = None,
   ):
-    for size in sizes or ():
-      checks.check_int("sizes", size, 1)
     self._plans, self._samples, self._number = plans, samples, number
     self._sizes = None if sizes is None else sorted(set(sizes))
     self._loss_fn = loss_fn

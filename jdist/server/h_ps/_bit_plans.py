@@ -55,7 +55,7 @@ class BitPlans:
         f"`bits` must be plans of fewer and fewer bytes, got {sent}."
       )
 
-  def num_bytes(self, plan: int) -> int:
+  def num_bytes(self, plan: signatures.NonNegativeInt) -> int:
     """Returns the bytes of a message, with one for each tensor's finiteness."""
     return sum(
       1 + self._bytes(size, bits)
@@ -72,7 +72,7 @@ class BitPlans:
       full * self.block * bits // 8 + math.ceil(rest * bits / 8) + (4 * blocks)
     )
 
-  def share(self, plan: int) -> float:
+  def share(self, plan: signatures.NonNegativeInt) -> float:
     """Returns a message's bytes over those in 32 bits."""
     return self.num_bytes(plan) / self.num_bytes(0)
 

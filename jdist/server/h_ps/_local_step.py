@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks
+from jdist import signatures
 
 PyTree = Any
 
@@ -28,6 +28,7 @@ class LocalStepState(NamedTuple):
   velocity: PyTree
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class LocalStep:
   r"""Predicts the update that is under way while a worker computes.
@@ -65,16 +66,9 @@ class LocalStep:
     1809.02839), by what a worker was sent in place of the server's buffer.
   """
 
-  rate: float | optax.Schedule
-  momentum: float = 0.0
+  rate: signatures.PositiveFloat | optax.Schedule
+  momentum: signatures.UnitFloat = 0.0
   nesterov: bool = False
-
-  def __post_init__(self) -> None:
-    """Checks the arguments."""
-    if not callable(self.rate):
-      checks.check_number("rate", self.rate, open_low=True)
-    checks.check_number("momentum", self.momentum, high=1.0)
-    checks.check_type("nesterov", self.nesterov, bool, "True or False")
 
   def init(self, params: PyTree) -> LocalStepState:
     """Returns the state of a worker that was sent its first parameters."""

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jdist import checks, cluster, signatures, training
+from jdist import cluster, signatures, training
 from jdist.server import _messages
 
 Unit = Literal["updates", "samples", "seconds"]
@@ -55,12 +55,11 @@ class LivePlan(RunPlan):
   machines: cluster.Cluster | None = None
   record: str | None = None
   versions: dict[str, str] = dataclasses.field(default_factory=dict)
-  shards: int = 1
+  shards: signatures.PositiveInt = 1
   shard: int = 0
   channel: Any = None
 
   def __post_init__(self) -> None:
-    checks.check_int("shards", self.shards, 1)
     _messages.check_names(self.workers)
 
 

@@ -43,6 +43,7 @@ Fit: TypeAlias = Callable[[Trial], Mapping[str, Any]]
 """Function that runs a trial and returns its measurements, with `accuracy`."""
 
 
+@signatures.explained
 @signatures.checked
 class Rows:
   """A file of rows, to which the rows of missing trials are appended.
@@ -166,6 +167,7 @@ def accuracy(row: Row) -> float:
   return 100 * float(entry(row, "accuracy"))
 
 
+@signatures.explained
 class Difference(NamedTuple):
   """The mean of paired differences and its confidence interval.
 
@@ -181,7 +183,7 @@ class Difference(NamedTuple):
   high: float
   num_pairs: int
 
-  def interval(self, digits: int = 2) -> str:
+  def interval(self, digits: signatures.NonNegativeInt = 2) -> str:
     """Writes the mean and both ends.
 
     >>> Difference(1.0, 0.5, 1.5, 3).interval(1)
@@ -192,7 +194,7 @@ class Difference(NamedTuple):
       f"{self.high:+.{digits}f})"
     )
 
-  def plus_minus(self, digits: int = 2) -> str:
+  def plus_minus(self, digits: signatures.NonNegativeInt = 2) -> str:
     """Writes the mean and half of the interval.
 
     >>> Difference(1.0, 0.5, 1.5, 3).plus_minus(1)

@@ -36,7 +36,7 @@ class Study:
   """
 
   variants: Sequence[str]
-  learning_rates: Sequence[float]
+  learning_rates: Sequence[signatures.PositiveFloat]
   seeds: Sequence[int]
   max_extensions: signatures.NonNegativeInt = 2
   tuning_seeds: Sequence[int] = (10_000,)
@@ -49,8 +49,6 @@ class Study:
         raise ValueError(
           f"`{name}` must be one or more different values, got {values}."
         )
-    for rate in self.learning_rates:
-      checks.check_number("learning_rates", rate, open_low=True)
     if both := set(self.tuning_seeds) & set(self.seeds):
       raise ValueError(
         f"`tuning_seeds` must not be among `seeds`, got {sorted(both)} in "
@@ -120,7 +118,7 @@ def mean_rank(
 
 @signatures.checked
 def tune(
-  learning_rates: Sequence[float],
+  learning_rates: Sequence[signatures.PositiveFloat],
   measure: Callable[[float], Sequence[_rows.Row]],
   max_extensions: signatures.NonNegativeInt = 2,
   rank: Rank = quality,
@@ -138,8 +136,6 @@ def tune(
   """
   if not len(learning_rates):
     raise ValueError("`learning_rates` must be one at least, got none.")
-  for rate in learning_rates:
-    checks.check_number("learning_rates", rate, open_low=True)
 
   def mean(rate: float) -> tuple[float, float]:
     return mean_rank(measure(rate), rank)

@@ -24,6 +24,7 @@ from jdist.training import (
 _FIGURES = ("rounds", "sent_bytes", "train_s", "train_loss")
 
 
+@signatures.explained
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Workload:
@@ -79,12 +80,14 @@ class Workload:
     """The steps of a pass over the training set."""
     return len(self.train) / self.batch_size
 
-  def steps(self, epochs: float) -> int:
+  def steps(self, epochs: signatures.PositiveFloat) -> int:
     """Converts epochs to steps, at least one."""
     # A fraction of an epoch of a small set may round to no step at all.
     return max(1, round(epochs * self.steps_per_epoch))
 
-  def hold_out(self, fraction: float = 0.1, *, seed: int = 0) -> "Workload":
+  def hold_out(
+    self, fraction: signatures.UnitFloat = 0.1, *, seed: signatures.Seed = 0
+  ) -> "Workload":
     """Replaces the test set by a random part of the training set.
 
     Args:
@@ -101,7 +104,7 @@ class Workload:
       test=self.train.select(order[:cut]),
     )
 
-  def batches(self, seed: int) -> data.Batches:
+  def batches(self, seed: signatures.Seed) -> data.Batches:
     """Returns this process's part of the training batches."""
     # Each process reads the samples of its own workers only.
     return data.Batches(

@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from jdist import checks, states
+from jdist import signatures, states
 from jdist.transforms.local import _anchor, _round
 
 PyTree = Any
@@ -32,6 +31,7 @@ class ControlVariatesState(NamedTuple):
   lag: PyTree
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True, eq=False)
 class ControlVariates(_round.SyncRule):
   r"""Corrects gradients for the drift of unequal workers, as SCAFFOLD does.
@@ -55,14 +55,8 @@ class ControlVariates(_round.SyncRule):
   Source and departures: `methods.scaffold`.
   """
 
-  learning_rate: optax.ScalarOrSchedule
-  global_learning_rate: jax.typing.ArrayLike = 1.0
-
-  def __post_init__(self) -> None:
-    checks.check_rate("learning_rate", self.learning_rate)
-    checks.check_continuous(
-      "global_learning_rate", self.global_learning_rate, open_low=True
-    )
+  learning_rate: signatures.Rate
+  global_learning_rate: signatures.PositiveScalar = 1.0
 
   def init(self, anchor: PyTree) -> ControlVariatesState:
     zeros = jax.tree.map(jnp.zeros_like, anchor)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist import checks, states
+from jdist import signatures, states
 from jdist.transforms.local import _anchor, _round
 
 PyTree = Any
@@ -24,6 +24,7 @@ class _Apart(_round.SyncRule):
     return jax.tree.map(jnp.subtract, end.anchor, end.local)
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True, eq=False)
 class Elastic(_Apart):
   r"""Connects every worker to the anchor by a spring, as EASGD does.
@@ -39,10 +40,7 @@ class Elastic(_Apart):
   Source and departures: `methods.easgd`.
   """
 
-  moving_rate: jax.typing.ArrayLike = 0.9
-
-  def __post_init__(self) -> None:
-    checks.check_continuous("moving_rate", self.moving_rate, high=1.0)
+  moving_rate: signatures.UnitFloat = 0.9
 
   def move(
     self, end: _round.Round, mean: PyTree, exact: PyTree, relative: bool
@@ -88,6 +86,7 @@ class PulledAnchorState(NamedTuple):
   velocity: PyTree
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True, eq=False)
 class PulledAnchor(_Apart):
   r"""Pulls the workers to a mean with momentum, as Overlap-Local-SGD does.
@@ -106,12 +105,8 @@ class PulledAnchor(_Apart):
   Source and departures: `methods.overlap_local_sgd`.
   """
 
-  pull: jax.typing.ArrayLike = 0.6
-  momentum: jax.typing.ArrayLike = 0.0
-
-  def __post_init__(self) -> None:
-    checks.check_continuous("pull", self.pull, high=1.0)
-    checks.check_continuous("momentum", self.momentum, high=1.0)
+  pull: signatures.UnitFloat = 0.6
+  momentum: signatures.UnitFloat = 0.0
 
   def init(self, anchor: PyTree) -> PulledAnchorState:
     return PulledAnchorState(jax.tree.map(jnp.zeros_like, anchor))

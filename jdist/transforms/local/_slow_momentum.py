@@ -1,14 +1,12 @@
 """Slow momentum: a momentum over rounds, around the inner optimizer's."""
 
 import dataclasses
-import typing
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from jdist import checks, states
+from jdist import checks, signatures, states
 from jdist.transforms.local import _anchor, _round
 
 PyTree = Any
@@ -29,6 +27,7 @@ class SlowMomentumState(NamedTuple):
   learning_rate: jax.Array
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True, eq=False)
 class SlowMomentum(_round.Average):
   r"""Adds a momentum to the mean progress of rounds, as SlowMo does.
@@ -52,18 +51,13 @@ class SlowMomentum(_round.Average):
   Source and departures: `methods.slow_mo`.
   """
 
-  learning_rate: optax.ScalarOrSchedule
-  slow_learning_rate: jax.typing.ArrayLike = 1.0
+  learning_rate: signatures.Rate
+  slow_learning_rate: signatures.PositiveScalar = 1.0
   momentum: jax.typing.ArrayLike = 0.5
   buffers: Buffers = "maintain"
 
   def __post_init__(self) -> None:
-    checks.check_rate("learning_rate", self.learning_rate)
-    checks.check_continuous(
-      "slow_learning_rate", self.slow_learning_rate, open_low=True
-    )
     checks.check_continuous("slow_momentum", self.momentum, high=1.0)
-    checks.check_choice("buffers", self.buffers, typing.get_args(Buffers))
 
   @property
   def exact_parts(self) -> bool:  # type: ignore[override]

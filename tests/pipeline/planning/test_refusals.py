@@ -120,5 +120,5 @@ def test_invalid_arguments_raise(argument, call, rule):
   ],
 )
 def test_unknown_machine_raises(call):
-  with pytest.raises(ValueError, match="no machine 'z'"):
+  with pytest.raises(ValueError, match="got 'z'"):
     call()
