@@ -96,15 +96,35 @@ def check_array(name: str, value: Any) -> Any:
   return value
 
 
-def is_function(value: Any, number: int | None = None) -> bool:
-  """Returns whether a value is a function, of so many arguments if given."""
+def check_apply(name: str, value: Any, *also: str) -> None:
+  """Raises a ValueError unless a function is a model's, with `train=`."""
+  if not is_function(value, 3, "train", *also):
+    named = " and ".join(f"`{x}=`" for x in ("train", *also))
+    raise ValueError(
+      f"`{name}` must be a function of params, state and inputs with {named}, "
+      f"got {show(value)}. Let it ignore what it does not need, by `**_`."
+    )
+
+
+def check_dtype(name: str, value: Any) -> None:
+  """Raises a ValueError unless a value is a dtype of floats, or names one."""
+  with contextlib.suppress(TypeError):
+    if value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating):
+      return
+  raise ValueError(
+    f"`{name}` must be a dtype of floats such as 'bfloat16', got {show(value)}."
+  )
+
+
+def is_function(value: Any, number: int | None = None, *named: str) -> bool:
+  """Returns whether a value is a function of so many, and named, arguments."""
   # A class is callable, too, but calling it would build an instance.
   if not callable(value) or isinstance(value, type):
     return False
   with contextlib.suppress(ValueError):  # Some builtins have no signature.
     taken = inspect.signature(value)
     try:
-      taken.bind(*[None] * (number or 0))
+      taken.bind(*[None] * (number or 0), **dict.fromkeys(named))
     except TypeError:
       return number is None
   return True

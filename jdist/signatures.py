@@ -37,6 +37,8 @@ PositiveScalar: TypeAlias = Annotated[
   Any, functools.partial(checks.check_continuous, open_low=True)
 ]
 Rate: TypeAlias = Annotated[Any, checks.check_rate]
+Dtype: TypeAlias = Annotated[Any, checks.check_dtype]
+Apply: TypeAlias = Annotated[Callable[..., Any], checks.check_apply]
 Optimizer: TypeAlias = Annotated[
   optax.GradientTransformation, checks.check_optimizer
 ]

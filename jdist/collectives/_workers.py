@@ -66,12 +66,6 @@ class Workers:
   axis: _axis.Axis
   mesh: Mesh | None = None
 
-  @staticmethod
-  def check(value: Any) -> None:
-    """Raises a ValueError unless `value` is a run's workers."""
-    wanted = "what `jdist.workers(...)` returns"
-    checks.check_type("workers", value, Workers, wanted)
-
   @property
   def mesh_axis(self) -> str:
     """The name of the mesh axis that holds the workers."""

@@ -25,11 +25,11 @@ class Evaluator:
   def __init__(
     self,
     workers: collectives.Workers,
-    apply: Callable[..., tuple[jax.Array, PyTree]],
+    apply: signatures.Apply,
     batches: Iterable[Mapping[str, Any]],
     *,
     normalize: Callable[[jax.Array], jax.Array] = lambda images: images,
-    compute_dtype: Any = jnp.float32,
+    compute_dtype: signatures.Dtype = jnp.float32,
     optimizer: optax.GradientTransformation | None = None,
   ):
     """Places the batches once and prepares the programs.
@@ -93,9 +93,9 @@ class Evaluator:
       logits, _ = checks.check_pair("apply", found, "logits, state")
       # Here alone the number of classes and the labels are both known.
       remedy = "Label others -100, or give them a mask of 0."
+      losses, hits, inside = _losses.label_scores(logits, batch)
       for label in extremes:
         checks.check_int("label", int(label), 0, logits.shape[-1] - 1, remedy)
-      losses, hits, inside = _losses.label_scores(logits, batch)
       # Padding may have produced NaN, and 0 * NaN would be NaN.
       counted = (hits, losses, jnp.ones_like(losses))
       sums = [jnp.where(inside, x, 0.0).sum() for x in counted]

@@ -41,6 +41,11 @@ def counted(batch: PyTree) -> Any:
   known = labels != IGNORED if signed else labels == labels
   if mask is None:
     return known
+  if mask.shape != labels.shape[: mask.ndim]:
+    raise ValueError(
+      "`mask` must have one entry a sample, or a token, got "
+      f"{checks.show(mask)} for labels {checks.show(labels)}."
+    )
   # A mask of samples holds for all tokens of a sample.
   return known & (mask != 0).reshape(
     *mask.shape, *(1,) * (labels.ndim - mask.ndim)

@@ -7,18 +7,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.training import _gradient, _labels
 
 PyTree = Any
 Metrics = _gradient.Metrics
 
 
+@signatures.checked
 def classification_loss(
-  apply: Callable[..., tuple[jax.Array, PyTree]],
+  apply: signatures.Apply,
   *,
   normalize: Callable[[jax.Array], jax.Array] = lambda images: images,
-  compute_dtype: Any = jnp.float32,
+  compute_dtype: signatures.Dtype = jnp.float32,
   augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> _gradient.LossFn:
   """Softmax cross-entropy of a model on images or on texts.
@@ -70,12 +71,12 @@ def model_loss(
     params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
   ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
     # Only a batch with a mask passes it on, since not every model takes one.
-    mask = batch.get("mask")
+    inputs, mask = inputs_of(batch, key), _labels.mask_of(batch)
     given = {} if mask is None else {"mask": mask}
+    checks.check_apply("apply", apply, *given)
     found = apply(
-      cast(params, compute_dtype), model_state, inputs_of(batch, key),
-      train=True, **given,
-    )  # fmt: skip
+      cast(params, compute_dtype), model_state, inputs, train=True, **given
+    )
     logits, model_state = checks.check_pair("apply", found, "logits, state")
     loss, metrics = label_loss(logits, batch)
     return loss, (model_state, metrics)
@@ -96,12 +97,13 @@ def model_inputs(
   """
 
   def inputs(batch: PyTree, key: jax.Array) -> jax.Array:
+    _labels.labels_of(batch)
     if "tokens" in batch:
       return batch["tokens"]
-    images = batch["image"]
+    images = checks.check_array("batch['image']", batch.get("image"))
     if augment is not None:
-      images = augment(images, key)
-    images = normalize(images)
+      images = checks.check_array("augment(images)", augment(images, key))
+    images = checks.check_array("normalize(images)", normalize(images))
     # A cast to bfloat16 would merge the numbers of tokens above 256.
     tokens = jnp.issubdtype(images.dtype, jnp.signedinteger)
     return images if tokens else images.astype(compute_dtype)
@@ -139,7 +141,7 @@ def label_scores(
   """
   labels, inside = _labels.labels_of(batch), _labels.counted(batch)
   # In bfloat16 the sum over many classes would lose most digits of the loss.
-  logits, classes = logits.astype(jnp.float32), logits.shape[-1]
+  logits = checks.check_array("logits", logits).astype(jnp.float32)
   whole = jnp.issubdtype(labels.dtype, jnp.integer)
   if labels.shape != logits.shape[:-1] or not whole:
     raise ValueError(
@@ -147,6 +149,7 @@ def label_scores(
       f"labels {checks.show(labels)} for logits {checks.show(logits)}."
     )
   hits = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
+  classes = logits.shape[-1]
   wrong = inside & ((labels < 0) | (labels >= classes))
   known = jnp.clip(labels, 0, classes - 1)
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, known)

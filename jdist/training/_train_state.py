@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, collectives, reducers, states, transforms
+from jdist import checks, collectives, reducers, signatures, states, transforms
 
 PyTree = Any
 
@@ -39,13 +39,14 @@ class TrainState(NamedTuple):
   laws: states.Laws | tuple[()] = ()
 
 
+@signatures.checked
 def init_state(
   workers: collectives.Workers,
   optimizer: optax.GradientTransformation,
-  params: PyTree,
-  model_state: PyTree | None = None,
+  params: signatures.Arrays,
+  model_state: signatures.Arrays = None,
   *,
-  seed: int = 0,
+  seed: signatures.Seed = 0,
   specs: Any = None,
   laws: Mapping[str, states.Law] | None = None,
 ) -> TrainState:
@@ -68,17 +69,13 @@ def init_state(
       infinite here, as a mask of an attention is. `{"scale": "constant"}`
       excludes a leaf from the mean of the workers.
   """
-  collectives.Workers.check(workers)
   optimizer = checks.check_optimizer("optimizer", optimizer)
-  checks.check_arrays("params", params, shapes=False)
   if not jax.tree.leaves(params):
     raise ValueError(
       "`params` must be one worker's parameters, a tree of arrays, got "
       f"{checks.show(params)}."
     )
   model_state = {} if model_state is None else model_state
-  checks.check_arrays("model_state", model_state, shapes=False)
-  seed = checks.check_seed(seed)
   found = states.exceptions(model_state, laws)
   if specs is None:
     specs = jax.sharding.PartitionSpec()

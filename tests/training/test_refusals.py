@@ -16,6 +16,28 @@ from tests.training import _tiny
 NAN = float("nan")
 
 
+IMAGES = {"image": np.ones((4, 3), np.float32), "label": np.zeros(4, np.int32)}
+
+
+def apply(params, state, x, train, mask=None):
+  del train, mask
+  return x @ params, state
+
+
+def loss_of(apply=apply, batch=IMAGES, **options):
+  """Traces a loss of classes on a batch."""
+  loss_fn = training.classification_loss(apply, **options)
+  given = jnp.ones((3, 5)), {}, batch, jax.random.key(0)
+  return jax.eval_shape(loss_fn, *given)
+
+
+def evaluated(apply=apply, **options):
+  """Evaluates a model of classes on a batch."""
+  batches = [jax.tree.map(lambda x: x[None], IMAGES)]
+  evaluate = training.Evaluator(_tiny.team("none"), apply, batches, **options)
+  return evaluate.measure(np.ones((3, 5), np.float32))
+
+
 def step(accumulate):
   return training.make_step(
     _tiny.loss_fn, optax.sgd(0.1), axis=None, accumulate=accumulate
@@ -31,7 +53,7 @@ def gradient_of(loss_fn):
 
 
 def evaluator(batches):
-  return training.Evaluator(_tiny.team("none"), lambda: None, batches)
+  return training.Evaluator(_tiny.team("none"), apply, batches)
 
 
 def kept(number):
@@ -212,3 +234,77 @@ def test_model_state_of_another_form_raises(state, accumulate):
   batch = team.place({"x": np.ones((team.num_workers, 2))})
   with _refusals.refused("loss_fn", "return `model_state` in its form"):
     team.jit(step)(start, batch)
+
+
+MASK = np.ones(4, np.float32)
+
+
+@_refusals.table(
+  ("apply", lambda: loss_of(lambda p, s, x: (x @ p, s)), "with `train=`"),
+  ("apply", lambda: loss_of(None), "a function of params"),
+  (
+    "apply",
+    lambda: loss_of(
+      lambda p, s, x, train: (x @ p, s), batch=IMAGES | {"mask": MASK}
+    ),
+    "`train=` and `mask=`",
+  ),
+  ("apply", lambda: loss_of(lambda p, s, x, train: x @ p), "logits, state"),
+  ("logits", lambda: loss_of(lambda p, s, x, train: ("a", s)), "an array"),
+  ("logits", lambda: loss_of(lambda p, s, x, train: ([x], s)), "an array"),
+  ("batch", lambda: loss_of(lambda p, s, x, train: (x.sum(), s)), "float32[]"),
+  (
+    "batch",
+    lambda: loss_of(lambda p, s, x, train: ((x @ p)[None], s)),
+    "for logits float32[1, 4, 5]",
+  ),
+  ("normalize", lambda: loss_of(normalize=None), "a function"),
+  (
+    "normalize(images)",
+    lambda: loss_of(normalize=lambda x: [x]),
+    "an array, got [",
+  ),
+  (
+    "augment(images)",
+    lambda: loss_of(augment=lambda x, key: None),
+    "an array, got None",
+  ),
+  (
+    "batch['image']",
+    lambda: loss_of(batch={"label": IMAGES["label"], "x": MASK}),
+    "an array, got None",
+  ),
+  ("batch", lambda: loss_of(batch=IMAGES["image"]), "the classes to predict"),
+  ("mask", lambda: loss_of(batch=IMAGES | {"mask": MASK[:3]}), "one entry a"),
+  ("mask", lambda: loss_of(batch=IMAGES | {"mask": MASK[:1]}), "one entry a"),
+  (
+    "mask",
+    lambda: loss_of(batch=IMAGES | {"mask": MASK[:, None]}),
+    "for labels int32[4]",
+  ),
+  ("compute_dtype", lambda: loss_of(compute_dtype="abc"), "dtype of floats"),
+  ("compute_dtype", lambda: loss_of(compute_dtype=None), "dtype of floats"),
+  ("compute_dtype", lambda: loss_of(compute_dtype="int8"), "dtype of floats"),
+  ("compute_dtype", lambda: evaluated(compute_dtype="abc"), "got 'abc'"),
+  ("apply", lambda: evaluated(lambda p, s, x: (x @ p, s)), "with `train=`"),
+  ("logits", lambda: evaluated(lambda p, s, x, train: (1.0, s)), "an array"),
+  (
+    "normalize(images)",
+    lambda: evaluated(normalize=lambda x: "text"),
+    "an array, got 'text'",
+  ),
+  (
+    "workers",
+    lambda: training.Evaluator(None, apply, [IMAGES]),
+    "a `collectives.Workers`, got None",
+  ),
+)
+def test_unfit_model_or_batch_is_refused_in_one_sentence(argument, call, rule):
+  _refusals.check(argument, call, rule)
+
+
+def test_fit_model_is_traced_and_evaluated():
+  loss, _ = loss_of(batch=IMAGES | {"mask": MASK}, compute_dtype="bfloat16")
+  assert loss.shape == () and loss.dtype == jnp.float32
+  found = evaluated(lambda p, s, x, **_: (x @ p, s))
+  assert found["loss"] == pytest.approx(np.log(5.0), rel=1e-6)

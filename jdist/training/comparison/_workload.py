@@ -51,7 +51,7 @@ class Workload:
   accumulate: signatures.PositiveInt = 1
   alpha: float | None = None
   augment: bool = False
-  dtype: str = "float32"
+  dtype: signatures.Dtype = "float32"
   evaluation_batch: signatures.PositiveInt = 128
 
   def __post_init__(self) -> None:

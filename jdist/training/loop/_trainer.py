@@ -77,7 +77,6 @@ class Trainer:
       timeout_s: Seconds after which an unfinished step ends the process with a
         message. Compiling, evaluating and saving may take four times as long.
     """
-    collectives.Workers.check(workers)
     self.workers = workers
     self._step = _training_run.CompiledStep(workers, step, max_shapes)
     self.interrupted: (
