@@ -216,7 +216,6 @@ ROOMS = {
     },
     "cut_layers": {"layers": LAYERS, "cuts": 2},
     "draw_table": {"table": TABLE},
-    "even_partition": {"costs": COSTS, "machines": FOUR},
     "format_table": {"table": TABLE},
     "greedy": {"times": [pipeline.StageTimes()] * 2, "num_microbatches": 2},
     "layer_costs": {

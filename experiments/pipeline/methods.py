@@ -168,9 +168,12 @@ def _by_its_paper(
       costs, machines, cell.levels, replicate=replicate, footprint=footprint
     )
   else:
-    plan = pipeline.even_partition(
-      costs, machines, footprint=footprint, num_microbatches=each
-    )
+    # Others cut as if devices were equal, links free and memory unlimited
+    # (torchgpipe, arXiv:2004.09910).
+    options = {"footprint": footprint, "num_microbatches": each}
+    equal = cluster.workers([1.0] * len(machines.nodes))
+    cuts = pipeline.partition(costs, equal, **options).cuts
+    plan = pipeline.partition(costs, machines, cuts=cuts, **options)
     replicas = (1,) * plan.num_stages
   limit = min(x.memory_bytes for x in machines.nodes)
   run, there = plan, machines

@@ -1,6 +1,5 @@
 """Pipelines: schedules as tables, their checks, plans and runtimes."""
 
-from jdist.pipeline.planning._bottleneck import even_partition as even_partition
 from jdist.pipeline.planning._bottleneck import partition as partition
 from jdist.pipeline.planning._candidate import Candidate as Candidate
 from jdist.pipeline.planning._candidate import stage_times as stage_times

@@ -227,4 +227,4 @@ def _balanced(
     layers, microbatch, inputs=inputs, source="lowered"
   )
   machines = cluster.workers([1.0] * num_stages)
-  return pipeline.even_partition(costs, machines).cuts
+  return pipeline.partition(costs, machines).cuts

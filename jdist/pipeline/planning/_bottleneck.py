@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -368,36 +368,3 @@ def partition(
   if found is None:
     raise chain.explain(names)
   return chain.plan(names, found[2])
-
-
-@signatures.checked
-def even_partition(
-  costs: Sequence[_costs.LayerCost],
-  machines: cluster.Cluster,
-  *,
-  footprint: Footprint | None = None,
-  num_microbatches: int = 1,
-) -> Plan:
-  """Partitions layers assuming equal devices, free links, unlimited memory.
-
-  The longest computation of a stage is the least possible.  The numbers of the
-  plan are those of the given machines.
-
-  Args:
-    costs: The cost of each layer, for a micro-batch.
-    machines: The machine of each stage, in order.
-    footprint: As in `partition`.
-    num_microbatches: As in `partition`.
-
-  Raises:
-    ValueError: If there are fewer layers than stages.
-
-  References:
-    Kim et al., "torchgpipe", arXiv:2004.09910, which balances measured times.
-  """
-  options: dict[str, Any] = {
-    "footprint": footprint, "num_microbatches": num_microbatches
-  }  # fmt: skip
-  equal = cluster.workers([1.0] * len(machines.nodes))
-  cuts = partition(costs, equal, **options).cuts
-  return partition(costs, machines, cuts=cuts, **options)

@@ -1,7 +1,6 @@
 """Choices of a plan, a table and micro-batches, with their results."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,9 +9,9 @@ from jdist import cluster, signatures
 from jdist.pipeline.planning import _routes, _simulator
 from jdist.pipeline.planning._plan import Plan
 from jdist.pipeline.schedule import _asynchronous_tables, _table_registry
-from jdist.pipeline.schedule._checker import check_table
 from jdist.pipeline.schedule._list_schedule import (
   greedy,
+  live_for_full_use,
   live_to_fill,
   StageTimes,
 )
@@ -20,11 +19,16 @@ from jdist.pipeline.schedule._table import Table
 
 # The micro-batches per stage over which a full pipeline is measured.
 _FULL = 12
+# The forward passes over which it is measured at most, beyond 2 iterations.
+_MOST_PASSES = 4_000
 # Tables that are made from the times of stages, so that they depend on cuts.
-LISTED = ("greedy", "ours", "zb_h2", "zb_v")
-ZERO_BUBBLE = {
-  "zb_h2": _asynchronous_tables.zb_h2, "zb_v": _asynchronous_tables.zb_v
-}  # fmt: skip
+LISTED: dict[str, Callable[..., Table]] = {
+  "greedy": greedy,
+  "ours": _asynchronous_tables.ours,
+  "zb_h2": _asynchronous_tables.zb_h2,
+  "zb_v": _asynchronous_tables.zb_v,
+}
+ZERO_BUBBLE = ("zb_h2", "zb_v")
 # The stages of a device, where it has several.
 CHUNKS = {"interleaved": 2, "zb_v": 2}
 
@@ -134,56 +138,48 @@ def stage_times(
   return times
 
 
+def most_live(choice: Candidate, times: Sequence[StageTimes]) -> list[int]:
+  """Returns how many micro-batches each stage may keep by default."""
+  default = live_to_fill if choice.table in ZERO_BUBBLE else live_for_full_use
+  most = choice.num_microbatches * (choice.window or 1)
+  return [min(x, most) for x in default(times)]
+
+
 def make_table_of(
   choice: Candidate, found: Plan | None, machines: cluster.Cluster
 ) -> Table:
-  """Makes a candidate's table, for equal stages if there is no plan yet."""
+  """Makes a table; without a plan a short one to count what stages keep."""
   name, number = choice.table, choice.num_microbatches
-  if name in LISTED:
-    times = [StageTimes()] * (choice.num_stages * CHUNKS.get(name, 1))
-    split = name in ZERO_BUBBLE
-    if found is not None:
-      times = stage_times(found, machines, choice.send_factor, split=split)
-    window = choice.window or 1
-    iterations = _iterations(choice, window)
-    if split:
-      return _zero_bubble(choice, times, iterations)
-    make: Callable[..., Table] = functools.partial(greedy, times, number)
-    if name == "ours":
-      make = functools.partial(
-        _asynchronous_tables.ours, times, number, window=window,
-        num_iterations=iterations,
-      )  # fmt: skip
-    made = make()
-    if not choice.extra_live:
-      return made
-    # The limits are relative to what the table keeps without any.
-    live = check_table(made).live
-    return make(max_live=[max(1, x + choice.extra_live) for x in live])
-  options = {}
-  if _table_registry.TABLES[name].asynchronous:
+  options: dict[str, Any] = {}
+  if name != "greedy" and _table_registry.TABLES[name].asynchronous:
     # An upper bound of the windows of all asynchronous tables.
-    window = 1 + math.ceil(choice.num_stages / number)
-    options["num_iterations"] = _iterations(choice, window)
-  return _table_registry.make_table(name, choice.num_stages, number, **options)
+    window = choice.window or 1 + math.ceil(choice.num_stages / number)
+    full = math.ceil(_FULL * choice.num_stages / number)
+    most = _MOST_PASSES // (choice.num_stages * number)
+    full = max(min(full, most), min(4, 2 + most))
+    # `simulate` leaves out the first half and the last `window` iterations.
+    iterations = window + 1 if found is None else 2 * window + full
+    options["num_iterations"] = iterations
+  if name not in LISTED:
+    return _table_registry.make_table(
+      name, choice.num_stages, number, **options
+    )
+  times = times_of(choice, found, machines)
+  live, extra = most_live(choice, times), choice.extra_live
+  options["max_live"] = [max(1, x + extra) for x in live]
+  if name in ZERO_BUBBLE:
+    saved = choice.num_stages if name == "zb_v" else max(live)
+    options["max_saved"] = max(1, saved + extra)
+  elif name == "ours":
+    options["window"] = choice.window or 1
+  return LISTED[name](times, number, **options)
 
 
-def _zero_bubble(
-  choice: Candidate, times: Sequence[StageTimes], iterations: int
-) -> Table:
-  """Makes a zero-bubble table with limits relative to its default ones."""
-  make, number = ZERO_BUBBLE[choice.table], choice.num_microbatches
-  live = [min(x, number) for x in live_to_fill(times)]
-  saved = choice.num_stages if choice.table == "zb_v" else max(live)
-  extra = choice.extra_live
-  return make(
-    times, number, num_iterations=iterations,
-    max_live=[max(1, x + extra) for x in live], max_saved=max(1, saved + extra),
-  )  # fmt: skip
-
-
-def _iterations(choice: Candidate, window: int) -> int:
-  """Returns enough iterations to fill a pipeline and to measure it full."""
-  # `simulate` leaves out the first half and the last `window` iterations.
-  full = math.ceil(_FULL * choice.num_stages / choice.num_microbatches)
-  return 2 * window + max(4, full)
+def times_of(
+  choice: Candidate, found: Plan | None, machines: cluster.Cluster
+) -> list[StageTimes]:
+  """Returns the times of a candidate's stages, equal ones without a plan."""
+  if found is None:
+    return [StageTimes()] * (choice.num_stages * CHUNKS.get(choice.table, 1))
+  split = choice.table in ZERO_BUBBLE
+  return stage_times(found, machines, choice.send_factor, split=split)

@@ -74,9 +74,7 @@ def cut(
     layers, {"x": inputs}, inputs="x", source="lowered"
   )
   machines = cluster.workers([1.0] * cuts)
-  return _stages.cut_layers(
-    layers, _bottleneck.even_partition(costs, machines).cuts
-  )
+  return _stages.cut_layers(layers, _bottleneck.partition(costs, machines).cuts)
 
 
 def _layers(model: Any, inputs: Any) -> list[_stages.Stage]:

@@ -14,24 +14,19 @@ from jdist.pipeline.planning._candidate import (
   CHUNKS,
   LISTED,
   make_table_of,
-  stage_times,
+  most_live,
+  times_of,
   ZERO_BUBBLE,
 )
-from jdist.pipeline.planning._layouts import (
-  few_layouts,
-  Layout,
-  near_layouts,
-)
+from jdist.pipeline.planning._layouts import few_layouts, Layout, near_layouts
 from jdist.pipeline.planning._plan import Footprint, Plan
+from jdist.pipeline.schedule import _checker
 from jdist.pipeline.schedule._asynchronous_tables import least_window
-from jdist.pipeline.schedule._checker import check_table, TableReport
 from jdist.pipeline.schedule._table import Table
 from jdist.pipeline.schedule._table_registry import TABLES
 
 # The most micro-batches per machine that are tried by default.
 _MOST_MICROBATCHES = 8
-# How often a table is partitioned again for the memory that it then needs.
-_TURNS = 3
 # How much longer messages may take than one that is alone on its links.
 _SEND_FACTORS = (1.5, 2.0, 3.0, 4.0)
 # The table that updates after each micro-batch, as published.
@@ -43,8 +38,16 @@ _REFINED, _SLOWER = 6, 0.75
 _MOST_ACTIONS = 60_000
 # With more machines only numbers of stages with a smaller bottleneck are tried.
 _FEW = 8
+# The orders of machines that are tried for so many stages in all.
+_ORDERS = 4_800
+# How often a table is partitioned again for the memory that it then needs.
+_TURNS = 3
+# A table's live micro-batches that are tried one by one if memory is short, and
+# the machines whose numbers are: of more only every second, third and so on.
+_LIVE, _NUMBERS = 32, 8
 # Relative differences of throughput that count as none, and of memory.
 _EQUAL, _ROUNDING = 0.005, 1e-9
+_SLOW = "a slower bottleneck"
 
 
 @signatures.checked
@@ -130,20 +133,23 @@ def plan(
     raise ValueError("`costs` must take time, got layers that take none.")
   search = _Search(
     costs, machines, batch_size, samples, optimizer_copies, input_bytes,
-    windows is None, math.inf if max_delay is None else max_delay,
-    num_stages,
+    math.inf if max_delay is None else max_delay, num_stages, windows,
   )  # fmt: skip
-  for again in recompute:
-    for stages in search.stages(again):
-      for name in tables:
-        for number in num_microbatches:
-          search.add(Candidate(name, number, stages, None, again), windows)
-  return search.run()
+  # With unlimited memory a stage that runs twice is never faster.
+  free = max_delay == 0 and all(
+    x.memory_bytes == math.inf for x in machines.nodes
+  )
+  for again in sorted(set(recompute))[: 1 if free else 2]:
+    search.add(again, tables, num_microbatches)
+  return search.result()
 
 
 @dataclasses.dataclass
 class _Search:
-  """The candidates, and the arguments that they have in common."""
+  """The candidates so far, and the arguments that they have in common.
+
+  With few machines it leaves out only what cannot be the best.
+  """
 
   costs: Sequence[_costs.LayerCost]
   machines: cluster.Cluster
@@ -151,61 +157,234 @@ class _Search:
   samples: int
   optimizer_copies: float
   input_bytes: float
-  # Whether windows are chosen by the search.
-  widens: bool
   max_delay: float
-  # The numbers of stages that are allowed; None for any.
+  # The numbers of stages and windows that are allowed; None for any.
   wanted: Sequence[int] | None
+  windows: Sequence[int] | None
 
   def __post_init__(self) -> None:
-    self._candidates: list[Candidate] = []
-    # Tables, micro-batches, windows and recomputation, without a layout.
-    self._choices: dict[Candidate, None] = {}
     self._chain = functools.cache(self._make_chain)
     # Orders of machines: for the least bottleneck, and within their memory.
     self._orders: dict[tuple[int, bool], list[tuple[str, ...]]] = {}
+    self._names = self.machines.names
+    self._few = len(self._names) <= _FEW
+    self._done: list[Candidate] = []
+    self._best = 0.0
+    # Tables, micro-batches, windows and recomputation, without a layout.
+    self._choices: dict[Candidate, None] = {}
 
-  def _scaled(self, number: int) -> tuple[list[_costs.LayerCost], float]:
-    factor = self.batch_size / number / self.samples
-    scaled = [x.scaled(factor) for x in self.costs]
-    return scaled, factor * self.input_bytes
+  def add(
+    self, recompute: bool, tables: Sequence[str], numbers: Sequence[int]
+  ) -> None:
+    """Tries all choices, the most promising first."""
+    # Many micro-batches fill a pipeline best.
+    found = sorted(
+      (
+        (batch_s, -number, Candidate(name, number, stages, None, recompute))
+        for stages, batch_s in self._stages(recompute)
+        for name in tables
+        for number in numbers
+        if name != _EACH or number == 1
+      ),
+      key=lambda x: x[:2],
+    )
+    rates: dict[tuple[str, int], float] = {}
+    for batch_s, _, choice in found:
+      key = choice.table, choice.num_stages
+      if choice.table in CHUNKS:  # Several stages of a machine have other cuts.
+        batch_s = self._busy_s(choice.num_stages, recompute)
+      if choice.table == "paci" and not recompute:
+        # Its passes may read different parameters: what one saves is useless.
+        self._reject(
+          choice, "Table paci runs every stage again in its backward passes."
+        )
+      elif self._is_slower(batch_s) or rates.get(key) == 0.0:
+        self._reject(choice, _SLOW)
+      else:
+        before = len(self._done)
+        (self._try_capped if choice.table in LISTED else self._try)(choice)
+        tried = [x for x in self._done[before:] if x.times is not None]
+        if tried and not self._few:
+          rate = max(x.samples_per_s for x in tried)
+          # Still fewer micro-batches would make it slower again.
+          less = rate < max(rates.get(key, 0.0), _SLOWER * self._best)
+          rates[key] = 0.0 if less else rate
 
-  def stages(self, recompute: bool) -> Iterator[int]:
-    """Yields numbers of stages, after finding machines for each."""
-    most = len(self.machines.nodes)
-    numbers = self.wanted or range(min(most, len(self.costs)), 0, -1)
-    least = math.inf
+  def _is_slower(self, batch_s: float) -> bool:
+    """Returns whether another candidate is certainly faster."""
+    return self.batch_size < batch_s * self._best * (1 - _EQUAL)
+
+  def _reject(self, choice: Candidate, reason: str) -> None:
+    self._done.append(dataclasses.replace(choice, made=None, reason=reason))
+
+  def _stages(self, recompute: bool) -> Iterator[tuple[int, float]]:
+    """Yields numbers of stages, and the least bottleneck of a batch."""
+    few, least = self._few, math.inf
+    number = min(len(self._names), len(self.costs))
+    numbers = list(self.wanted or [])
+    while number and not self.wanted:
+      numbers.append(number)
+      number -= max(1, number // _NUMBERS - 1)
     for number in numbers:
-      found = self._place(number, recompute, self._changed(math.inf))
-      self._orders[number, recompute] = [found.nodes]
-      if len({x.memory_bytes for x in self.machines.nodes}) > 1:
-        # If no order fits here, fewer micro-batches in flight still may.
-        with contextlib.suppress(ValueError):
-          tight = self._place(number, recompute, self.machines)
-          self._orders[number, recompute].append(tight.nodes)
-      # Each number was placed with as many micro-batches as stages, so this
-      # makes the seconds of one batch of them.
-      batch_s = found.bottleneck_s * number
+      busy_s = self._busy_s(number, recompute)
+      # Fewer machines have no smaller bottleneck than this.
+      if self._is_slower(busy_s) or not (self.wanted or few or busy_s < least):
+        continue
+      batch_s = self._place_s(number, recompute)
       less = batch_s < least * (1 - _ROUNDING)
       least = min(least, batch_s)
       # A pipeline that fills and empties may be faster with fewer stages, even
       # if its bottleneck is not.
-      if self.wanted or less or most <= _FEW:
-        yield number
+      if self.wanted or few or less:
+        yield number, batch_s
 
-  def _place(
-    self, number: int, recompute: bool, machines: cluster.Cluster
-  ) -> Plan:
+  def _try(self, choice: Candidate) -> float:
+    """Cuts and simulates a choice, and returns its bottleneck."""
+    free = dataclasses.replace(choice, num_stages=1, extra_live=0)
+    self._choices[free] = None
+    try:
+      choice = self._cut(choice)
+    except ValueError as error:
+      self._reject(choice, str(error))
+      return math.inf
+    assert choice.plan is not None
+    if self._is_slower(self.batch_size / choice.samples_per_s):
+      self._reject(choice, _SLOW)
+    else:
+      worth = 0.0 if self._few else _SLOWER * self._best
+      for each in self._grown(choice, worth=worth):
+        self._best = max(self._best, each.samples_per_s)
+        self._done.append(each)
+    return choice.plan.bottleneck_s
+
+  def _try_capped(self, choice: Candidate) -> None:
+    """Tries each window, with fewer micro-batches if memory is short."""
+    try:
+      found = self._partition(choice, Footprint(0, 1, 1, choice.recompute))
+    except ValueError:  # It is refused for the same reason again.
+      self._try(dataclasses.replace(choice, window=1))
+      return
+    times = times_of(choice, found, self.machines)
+    windows = self.windows if choice.table == "ours" else [1]
+    if windows is None:
+      least = least_window(times, choice.num_microbatches)
+      windows = range(1, 1 + int(min(least, self.max_delay + 1)))
+    for window in windows:
+      choice = dataclasses.replace(choice, window=window)
+      live = max(most_live(choice, times))
+      # Fewer live micro-batches need less memory and allow better cuts, until
+      # the cuts are those without any limit.
+      for extra in range(0, -live, -1 - live // _LIVE):
+        bottleneck = self._try(dataclasses.replace(choice, extra_live=extra))
+        if bottleneck <= found.bottleneck_s * (1 + _ROUNDING):
+          break
+
+  def _slower_sends(self) -> Iterator[Candidate]:
+    """Yields the best tables again, made for slower messages.
+
+    Messages that wait for each other on a link take longer than the first table
+    assumes, so more micro-batches and iterations must be in progress.
+    """
+    firsts = {
+      x.table: x
+      for x in _by_rate(self._done)
+      if x.table in LISTED and x.table != "greedy"
+    }
+    for best in firsts.values():
+      assert best.plan is not None
+      most = self.batch_size / best.plan.bottleneck_s / best.num_microbatches
+      rate, least = best.samples_per_s, 0.0 if self._few else self._best
+      full = rate >= most * (1 - _EQUAL) or rate < _SLOWER * least
+      for factor in () if full else _SEND_FACTORS:
+        choice = dataclasses.replace(best, extra_live=0, send_factor=factor)
+        if self.windows is None and best.table == "ours":
+          times = times_of(choice, best.plan, self.machines)
+          least = least_window(times, best.num_microbatches)
+          window = int(min(least, self.max_delay + 1))
+          choice = dataclasses.replace(choice, window=window)
+        try:
+          yield (again := self._simulated(self._cut(choice)))
+        except ValueError:  # It does not fit into memory any more.
+          break
+        if not self._few and again.samples_per_s < rate:
+          break
+        rate = again.samples_per_s
+
+  def _refined(self) -> Iterator[Candidate]:
+    """Yields faster choices, of all layouts if few, else of near ones."""
+    found = _by_rate(self._done)
+    rate = found[-1].samples_per_s if found else 0.0
+    chunks = {1, *CHUNKS.values()}
+    few = {x: few_layouts(self._names, len(self.costs), x) for x in chunks}
+    jobs = [
+      (self._least_s(choice, layout), layout, choice)
+      for choice in self._choices
+      for layout in few[CHUNKS.get(choice.table, 1)]
+    ]
+    for least_s, layout, choice in sorted(jobs, key=lambda x: x[0]):
+      if least_s * rate >= self.batch_size:
+        break
+      faster = self._evaluated(choice, layout, rate)
+      if faster is not None:
+        rate = faster.samples_per_s
+        yield faster
+    firsts = {(x.table, x.recompute): x for x in found}.values()
+    for choice in sorted(firsts, key=lambda x: -x.samples_per_s)[:_REFINED]:
+      if choice.samples_per_s < _SLOWER * rate:
+        return
+      if not few[CHUNKS.get(choice.table, 1)]:
+        yield from self._climbed(choice)
+
+  def _climbed(self, best: Candidate) -> Iterator[Candidate]:
+    """Yields ever faster layouts, each near the one before.
+
+    The least bottleneck decides the time of a full pipeline, but not of one
+    that fills and empties in each iteration, and not of messages that wait for
+    each other.
+    """
+    assert best.made is not None
+    most = _MOST_ACTIONS // sum(map(len, best.made.devices))
+    chunks, start, improved = CHUNKS.get(best.table, 1), best, True
+    seen = set[Layout]()
+    while improved:
+      assert best.plan is not None
+      here, improved = (best.nodes, best.plan.cuts), False
+      for layout in near_layouts(here, self._names, len(self.costs), chunks):
+        if layout not in seen and len(seen) < most:
+          seen.add(layout)
+          faster = self._evaluated(start, layout, best.samples_per_s)
+          if faster is not None:
+            best, improved = faster, True
+            yield faster
+            break
+
+  def _busy_s(self, num_stages: int, recompute: bool) -> float:
+    """Returns the seconds of a batch on the fastest machines without a wait."""
+    speeds = sorted((x.speed for x in self.machines.nodes), reverse=True)
+    work = self._chain(1, recompute).work[-1]
+    return float(work) / sum(speeds[:num_stages])
+
+  def _place_s(self, number: int, recompute: bool) -> float:
+    """Finds machines for stages, and returns a batch's least bottleneck."""
     costs, input_bytes = self._scaled(number)
     # The number that 1F1B keeps.
     in_flight = tuple(range(number, 0, -1))
     footprint = Footprint(
       self.optimizer_copies, 1, in_flight, recompute, input_bytes
     )
-    return _placement.place(
-      costs, machines, num_stages=number, footprint=footprint,
-      num_microbatches=number,
+    place = functools.partial(
+      _placement.place, costs, num_stages=number, footprint=footprint,
+      num_microbatches=number, evaluations=min(300, _ORDERS // number),
     )  # fmt: skip
+    found = place(self._changed(math.inf))
+    self._orders[number, recompute] = [found.nodes]
+    if len({x.memory_bytes for x in self.machines.nodes}) > 1:
+      # If no order fits here, fewer micro-batches in flight still may.
+      with contextlib.suppress(ValueError):
+        nodes = place(self.machines).nodes
+        self._orders[number, recompute].append(nodes)
+    # It is placed with as many micro-batches as stages.
+    return found.bottleneck_s * number
 
   def _changed(self, memory: float, speed: float = 1.0) -> cluster.Cluster:
     """Returns the machines with memory and speed multiplied."""
@@ -217,54 +396,49 @@ class _Search:
     )
     return dataclasses.replace(self.machines, nodes=nodes)
 
-  def add(self, choice: Candidate, windows: Sequence[int] | None) -> None:
-    """Adds the candidates of a table, one for each of its windows."""
-    if choice.table == "paci" and not choice.recompute:
-      # Its passes may read different parameters, so what one saves is useless.
-      reason = "Table paci runs every stage again in its backward passes."
-      self._candidates.append(dataclasses.replace(choice, reason=reason))
-    elif choice.table in LISTED:
-      self._add_capped(choice, windows)
-    elif choice.table != _EACH or choice.num_microbatches == 1:
-      self._append(choice)
+  def _scaled(self, number: int) -> tuple[list[_costs.LayerCost], float]:
+    factor = self.batch_size / number / self.samples
+    scaled = [x.scaled(factor) for x in self.costs]
+    return scaled, factor * self.input_bytes
 
-  def _append(self, choice: Candidate) -> float:
-    """Adds a candidate and returns its bottleneck."""
-    free = dataclasses.replace(choice, num_stages=1, extra_live=0)
-    self._choices[free] = None
-    try:
-      choice = self._cut(choice)
-    except ValueError as error:
-      choice = dataclasses.replace(choice, reason=str(error))
-    self._candidates.append(choice)
-    return math.inf if choice.plan is None else choice.plan.bottleneck_s
+  def _make_chain(self, number: int, recompute: bool) -> _bottleneck.Chain:
+    costs, input_bytes = self._scaled(number)
+    footprint = Footprint(
+      self.optimizer_copies, recompute=recompute, input_bytes=input_bytes
+    )
+    return _bottleneck.Chain(costs, self.machines, footprint, number)
 
-  def _add_capped(
-    self, choice: Candidate, windows: Sequence[int] | None
-  ) -> None:
-    """Adds each window, with fewer micro-batches if memory is short."""
-    free = Footprint(0, 1, 1, choice.recompute)
-    try:
-      found = self._partition(choice, free)
-      if choice.table != "ours":
-        windows = [1]
-      elif windows is None:
-        times = stage_times(found, self.machines)
-        least = least_window(times, choice.num_microbatches)
-        windows = range(1, 1 + int(min(least, self.max_delay + 1)))
-      each = [dataclasses.replace(choice, window=x) for x in windows]
-      made = [make_table_of(x, found, self.machines) for x in each]
-    except ValueError:  # It is refused for the same reason again.
-      self._append(dataclasses.replace(choice, window=1))
-      return
-    for choice, table in zip(each, made, strict=True):
-      most = max(check_table(table).live)
-      # Fewer live micro-batches need less memory and allow better cuts, until
-      # the cuts are those without any limit.
-      for extra in range(0, -most, -1):
-        bottleneck = self._append(dataclasses.replace(choice, extra_live=extra))
-        if bottleneck <= found.bottleneck_s * (1 + _ROUNDING):
-          break
+  def _partition(self, choice: Candidate, footprint: Footprint) -> Plan:
+    """Cuts the layers for the best of the orders of machines found so far."""
+    costs, input_bytes = self._scaled(choice.num_microbatches)
+    footprint = dataclasses.replace(footprint, input_bytes=input_bytes)
+    options: dict[str, Any] = {
+      "footprint": footprint, "num_microbatches": choice.num_microbatches
+    }  # fmt: skip
+    # Each stage of a machine gets its part of the machine.
+    chunks = CHUNKS.get(choice.table, 1)
+    machines = self._changed(1 / chunks, 1 / chunks)
+    whole = _bottleneck.Chain(costs, self.machines, **options)
+    plans, errors = [], []
+    orders = self._orders[choice.num_stages, choice.recompute]
+    for order in orders:
+      nodes = _stage_nodes(choice, order)
+      try:
+        found = _bottleneck.partition(costs, machines, nodes=nodes, **options)
+        plans.append(whole.plan(nodes, found.cuts))
+      except ValueError as error:
+        errors.append(error)
+    if not plans and chunks == 1:
+      # The orders are for as many micro-batches as stages; for this number, and
+      # for what this table keeps, another order may fit.
+      placed = _placement.place(
+        costs, machines, num_stages=choice.num_stages, **options
+      )
+      orders.append(placed.nodes)
+      return placed
+    if not plans:
+      raise errors[0]
+    return min(plans, key=lambda x: (x.bottleneck_s, x.trip_s))
 
   def _cut(self, choice: Candidate) -> Candidate:
     """Finds cuts for which the table that they lead to fits into memory."""
@@ -290,51 +464,21 @@ class _Search:
 
   def _made(
     self, choice: Candidate, found: Plan | None
-  ) -> tuple[Table, TableReport, bool]:
+  ) -> tuple[Table, _checker.TableReport, bool]:
     """Makes a table that is not too late, and finds whether it fits."""
     made = make_table_of(choice, found, self.machines)
-    report = check_table(made)
-    if max(report.delays) > self.max_delay:
+    if made.window - 1 > self.max_delay:
       raise ValueError(
-        f"Gradients of table {choice.table} are late by {max(report.delays)} "
+        f"Gradients of table {choice.table} are late by {made.window - 1} "
         f"updates, more than `max_delay` {self.max_delay:.0f}."
       )
+    report = _checker.table_needs(made)
     if found is None:
       return made, report, False
     needs = _simulator.device_bytes(
       made, found.stages, report, self.optimizer_copies
     )
     return made, report, self._fits(found, needs)
-
-  def _partition(self, choice: Candidate, footprint: Footprint) -> Plan:
-    costs, input_bytes = self._scaled(choice.num_microbatches)
-    footprint = dataclasses.replace(footprint, input_bytes=input_bytes)
-    options: dict[str, Any] = {
-      "footprint": footprint, "num_microbatches": choice.num_microbatches
-    }  # fmt: skip
-    # Each stage of a machine gets its part of the machine.
-    chunks = CHUNKS.get(choice.table, 1)
-    machines = self._changed(1 / chunks, 1 / chunks)
-    whole = _bottleneck.Chain(costs, self.machines, **options)
-    plans, errors = [], []
-    for order in self._orders[choice.num_stages, choice.recompute]:
-      nodes = _stage_nodes(choice, order)
-      try:
-        found = _bottleneck.partition(costs, machines, nodes=nodes, **options)
-        plans.append(whole.plan(nodes, found.cuts))
-      except ValueError as error:
-        errors.append(error)
-    if not plans and chunks == 1:
-      # The orders are for as many micro-batches as stages; for this number, and
-      # for what this table keeps, another order may fit.
-      placed = _placement.place(
-        costs, machines, num_stages=choice.num_stages, **options
-      )
-      self._orders[choice.num_stages, choice.recompute].append(placed.nodes)
-      return placed
-    if not plans:
-      raise errors[0]
-    return min(plans, key=lambda x: (x.bottleneck_s, x.trip_s))
 
   def _fits(self, found: Plan, needs: Sequence[float]) -> bool:
     """Returns whether each machine holds so many bytes."""
@@ -347,7 +491,7 @@ class _Search:
     assert choice.made is not None and choice.plan is not None
     times = _simulator.simulate(
       choice.made, choice.plan.stages, self.machines, nodes=choice.nodes,
-      optimizer_copies=self.optimizer_copies,
+      optimizer_copies=self.optimizer_copies, proved=True,
     )  # fmt: skip
     rate = self.batch_size / times.iteration_s
     # No table is faster than its bottleneck; a higher rate only says that the
@@ -355,11 +499,13 @@ class _Search:
     rate = min(rate, choice.samples_per_s)
     return dataclasses.replace(choice, times=times, samples_per_s=rate)
 
-  def _grown(self, choice: Candidate, rate: float = 0.0) -> Iterator[Candidate]:
+  def _grown(
+    self, choice: Candidate, rate: float = 0.0, worth: float = 0.0
+  ) -> Iterator[Candidate]:
     """Yields a choice of given cuts while it may be faster than a rate.
 
     A table that is made from times keeps fewer micro-batches if memory is
-    short, and more of them while that helps.
+    short, and more of them while that helps and its rate is at least `worth`.
     """
     found, before = choice.plan, 0.0
     assert found is not None
@@ -380,106 +526,20 @@ class _Search:
         yield (done := self._simulated(choice))
         now = done.samples_per_s
         enough = now >= most * (1 - _EQUAL) or now <= before * (1 + _EQUAL)
-        if enough or extra < 0 or not listed:
+        if enough or extra < 0 or not listed or now < worth:
           return
         before, rate, extra = now, max(rate, now), 2 * extra or step
       elif before or not listed or max(report.live) == 1:
         return
       else:
-        extra -= 1
+        extra -= 1 + max(report.live) // _LIVE
       choice = dataclasses.replace(choice, extra_live=extra)
-
-  def _slower_sends(self, done: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yields the best tables again, made for slower messages.
-
-    Messages that wait for each other on a link take longer than the first table
-    assumes, so more micro-batches and iterations must be in progress.
-    """
-    firsts = {
-      x.table: x
-      for x in _by_rate(done)
-      if x.table in LISTED and x.table != "greedy"
-    }
-    for best in firsts.values():
-      assert best.plan is not None
-      most = self.batch_size / best.plan.bottleneck_s / best.num_microbatches
-      full = best.samples_per_s >= most * (1 - _EQUAL)
-      for factor in () if full else _SEND_FACTORS:
-        window = best.window
-        if self.widens and best.table == "ours":
-          times = stage_times(best.plan, self.machines, factor)
-          least = least_window(times, best.num_microbatches)
-          window = int(min(least, self.max_delay + 1))
-        choice = dataclasses.replace(
-          best, window=window, extra_live=0, send_factor=factor
-        )
-        try:
-          yield self._simulated(self._cut(choice))
-        except ValueError:  # It does not fit into memory any more.
-          break
-
-  def _refined(self, done: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yields faster choices, of all layouts if few, else of near ones."""
-    found = _by_rate(done)
-    rate = found[-1].samples_per_s if found else 0.0
-    names, layers = self.machines.names, len(self.costs)
-    few = {x: few_layouts(names, layers, x) for x in {1, *CHUNKS.values()}}
-    jobs = [
-      (least_s, layout, choice)
-      for choice in self._choices
-      for layout in few[CHUNKS.get(choice.table, 1)]
-      if (least_s := self._least_s(choice, layout)) * rate < self.batch_size
-    ]
-    for least_s, layout, choice in sorted(jobs, key=lambda x: x[0]):
-      if least_s * rate >= self.batch_size:
-        break
-      faster = self._evaluated(choice, layout, rate)
-      if faster is not None:
-        rate = faster.samples_per_s
-        yield faster
-    firsts = {(x.table, x.recompute): x for x in found}.values()
-    for choice in sorted(firsts, key=lambda x: -x.samples_per_s)[:_REFINED]:
-      if choice.samples_per_s < _SLOWER * rate:
-        return
-      if not few[CHUNKS.get(choice.table, 1)]:
-        yield from self._climbed(choice)
-
-  def _climbed(self, best: Candidate) -> Iterator[Candidate]:
-    """Yields ever faster layouts, each near the one before.
-
-    The least bottleneck decides the time of a full pipeline, but not of one
-    that fills and empties in each iteration, and not of messages that wait for
-    each other.
-    """
-    assert best.made is not None
-    most = _MOST_ACTIONS // sum(map(len, best.made.devices))
-    names, layers = self.machines.names, len(self.costs)
-    chunks, start, improved = CHUNKS.get(best.table, 1), best, True
-    seen = set[Layout]()
-    while improved:
-      assert best.plan is not None
-      here, improved = (best.nodes, best.plan.cuts), False
-      for layout in near_layouts(here, names, layers, chunks):
-        if layout not in seen and len(seen) < most:
-          seen.add(layout)
-          faster = self._evaluated(start, layout, best.samples_per_s)
-          if faster is not None:
-            best, improved = faster, True
-            yield faster
-            break
 
   def _least_s(self, choice: Candidate, layout: Layout) -> float:
     """Returns the seconds of a batch on its busiest machine or link."""
     # Micro-batches share the work of a batch, whatever their number is.
     chain = self._chain(1, choice.recompute)
     return max(chain.busy_s(_stage_nodes(choice, layout[0]), layout[1]))
-
-  def _make_chain(self, number: int, recompute: bool) -> _bottleneck.Chain:
-    costs, input_bytes = self._scaled(number)
-    footprint = Footprint(
-      self.optimizer_copies, recompute=recompute, input_bytes=input_bytes
-    )
-    return _bottleneck.Chain(costs, self.machines, footprint, number)
 
   def _evaluated(
     self, choice: Candidate, layout: Layout, rate: float
@@ -501,31 +561,21 @@ class _Search:
     grown = (x for x in self._grown(choice, rate) if x.samples_per_s > rate)
     return max(grown, key=lambda x: x.samples_per_s, default=None)
 
-  def run(self) -> tuple[Candidate, list[Candidate]]:
-    """Simulates those that may be the best, the most promising first."""
-    done: list[Candidate] = []
-    best = 0.0
-    for choice in sorted(self._candidates, key=lambda x: -x.samples_per_s):
-      if choice.made is None:
-        done.append(choice)
-      elif choice.samples_per_s < best * (1 - _EQUAL):
-        done.append(
-          dataclasses.replace(choice, made=None, reason="a slower bottleneck")
-        )
-      else:
-        for each in self._grown(choice):
-          best = max(best, each.samples_per_s)
-          done.append(each)
-    done += list(self._slower_sends(done))
-    done += list(self._refined(done))
-    simulated = [x for x in done if x.times is not None]
+  def result(self) -> tuple[Candidate, list[Candidate]]:
+    """Returns the best candidate and all, after the search for faster ones."""
+    self._done += list(self._slower_sends())
+    self._done += list(self._refined())
+    simulated = [x for x in self._done if x.times is not None]
     if not simulated:
-      raise ValueError(done[0].reason)
+      raise ValueError(self._done[0].reason)
     best = max(x.samples_per_s for x in simulated)
     fast = [x for x in simulated if x.samples_per_s >= best * (1 - _EQUAL)]
     first = min(fast, key=Candidate.price)
+    assert first.made is not None
+    # The search only makes tables that can run: the best one is proven.
+    _checker.check_table(first.made)
     others = sorted(
-      (x for x in done if x is not first),
+      (x for x in self._done if x is not first),
       key=lambda x: (x.times is None, -x.samples_per_s),
     )
     return first, [first, *others]

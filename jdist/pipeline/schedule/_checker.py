@@ -92,10 +92,7 @@ def check_table(
       + "; ".join(waiting)
       + ". Buffered sends let it run",
     )
-  versions = read_versions(table)
-  report = TableReport(
-    not waiting, _live(table), versions.held, versions.delays
-  )
+  report = table_needs(table, not waiting)
   for name, limit, found in (
     ("max_live", max_live, report.live),
     ("max_versions", max_versions, report.versions),
@@ -106,6 +103,15 @@ def check_table(
         table, f"stage {stage} keeps {found[stage]}, and `{name}` is {limit}"
       )
   return report
+
+
+def table_needs(table: Table, blocking: bool = False) -> TableReport:
+  """Counts what a table needs, without the proof that it can run."""
+  held, delays = (1,) * table.num_stages, (0,) * table.num_stages
+  if table.weights != "delayed" or table.window > 1:
+    versions = read_versions(table)
+    held, delays = versions.held, versions.delays
+  return TableReport(blocking, _live(table), held, delays)
 
 
 def _error(table: Table, problem: str) -> TableError:

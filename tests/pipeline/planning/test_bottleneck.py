@@ -137,15 +137,6 @@ def test_partition_of_many_layers_is_fast():
   assert time.process_time() - start_s < 5.0
 
 
-def test_even_partition_only_looks_at_computation():
-  seconds = (1, 1, 1, 1, 4, 4)
-  costs = [_Cost(f"{i}", x, x, output_bytes=9) for i, x in enumerate(seconds)]
-  machines = cluster.workers([1.0, 9.0], link=cluster.Link(8.0))
-  found = pipeline.even_partition(costs, machines)
-  assert (found.cuts, found.bottleneck_s) == ((4,), 9.0)
-  assert found.stages[0].compute_s == 8.0
-
-
 def test_given_cuts_are_used():
   found = pipeline.partition(_FIVE, _pair(1.0), cuts=[4])
   assert found.cuts == (4,)

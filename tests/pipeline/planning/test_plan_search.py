@@ -8,6 +8,7 @@ import random
 import pytest
 
 from jdist import cluster, pipeline
+from jdist.pipeline.planning import _plan_search, _simulator
 
 pytest.importorskip("simpy")
 _Cost = pipeline.LayerCost
@@ -208,6 +209,38 @@ def test_layer_without_any_time_may_be_a_stage_of_its_own(table):
   )
   assert best.plan.cuts == (1,)
   assert best.samples_per_s == pytest.approx(1 / 3)
+
+
+def test_first_of_equally_fast_candidates_counts():
+  # Later ones keep more micro-batches for the same speed.
+  _, (one, *_) = _plan(_machines(2), tables=["1f1b"])
+  same = dataclasses.replace(one, extra_live=1)
+  slow = dataclasses.replace(one, samples_per_s=one.samples_per_s / 2)
+  assert _plan_search._by_rate([one, same, slow]) == [slow, same, one]
+
+
+def test_plan_of_many_machines_simulates_few_tables(monkeypatch):
+  simulate, passes = _simulator.simulate, []
+
+  def counted(table, *args, **options):
+    passes.append(sum(map(len, table.devices)))
+    return simulate(table, *args, **options)
+
+  monkeypatch.setattr(_simulator, "simulate", counted)
+  draw = random.Random(5)
+  costs = [
+    _Cost(
+      f"{i}", draw.uniform(0.2, 2), draw.uniform(0.4, 4),
+      output_bytes=draw.uniform(0.1, 2),
+    )
+    for i in range(60)
+  ]  # fmt: skip
+  speeds = [draw.choice([0.5, 1.0, 1.0, 2.0]) for _ in range(20)]
+  machines = cluster.workers(speeds, link=cluster.Link(24.0, 0.02))
+  best, rows = pipeline.plan(costs, machines, 32)
+  assert best.times is not None and len(rows) > len(passes)
+  # There are 13 tables, 6 numbers of micro-batches and 20 of stages.
+  assert len(passes) < 80 and sum(passes) < 230_000
 
 
 def _unlike(seed):

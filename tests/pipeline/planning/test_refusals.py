@@ -31,7 +31,7 @@ def part(costs=_COSTS, **change):
 
 
 def even(number):
-  return pipeline.even_partition(_COSTS, cluster.workers([1.0] * number))
+  return pipeline.partition(_COSTS, cluster.workers([1.0] * number))
 
 
 def footprint(**change):

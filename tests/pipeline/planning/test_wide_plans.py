@@ -40,8 +40,8 @@ def test_hundred_wide_cases_are_near_the_fastest_of_all_choices():
 
 def test_table_that_is_too_long_leaves_the_others():
   best, rows = pipeline.plan(
-    [pipeline.LayerCost("a", 1.0, 2.0)], cluster.workers([1.0]), 16_680,
-    tables=["zb_h2"], num_microbatches=[1, 16_680], recompute=[False],
+    [pipeline.LayerCost("a", 1.0, 2.0)], cluster.workers([1.0]), 25_020,
+    tables=["zb_h2"], num_microbatches=[1, 25_020], recompute=[False],
   )  # fmt: skip
   assert best.num_microbatches == 1
   assert "at most 100,000" in rows[-1].reason
