@@ -53,14 +53,11 @@ def make_cpu_devices(num_devices: int) -> int:
 
 def _pool_threads(num_devices: int) -> str:
   needed = 2 if num_devices == 1 else _POOL_THREADS_PER_DEVICE * num_devices
-  try:  # As XLA counts: the cores on which this process may run.
-    cores = len(os.sched_getaffinity(0))
-  except AttributeError:  # Of a system without affinities.
-    cores = os.cpu_count() or 1
-  return str(max(needed, cores))
+  # As XLA counts: the cores on which this process may run, where it can tell.
+  mine = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+  return str(max(needed, len(mine(0))))
 
 
-@signatures.checked
 def make_mesh(
   shape: Sequence[signatures.PositiveInt],
   names: Sequence[str],

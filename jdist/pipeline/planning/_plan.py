@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from jdist import checks, signatures
+from jdist import signatures
 from jdist.pipeline.planning import _costs
 
 
@@ -30,8 +30,8 @@ class Footprint:
   """
 
   optimizer_copies: signatures.NonNegativeFloat = 1.0
-  versions: int | tuple[int, ...] = 1
-  in_flight: int | tuple[int, ...] = 1
+  versions: signatures.PositiveInt | tuple[signatures.PositiveInt, ...] = 1
+  in_flight: signatures.PositiveInt | tuple[signatures.PositiveInt, ...] = 1
   recompute: bool = False
   input_bytes: signatures.NonNegativeFloat = 0.0
 
@@ -49,13 +49,10 @@ class Footprint:
     """Raises a ValueError unless there is a number for each stage."""
     for name in ("versions", "in_flight"):
       value = getattr(self, name)
-      values = [value] if isinstance(value, int) else value
-      for each in values:
-        checks.check_int(name, each, 1)
-      if not isinstance(value, int) and len(values) != num_stages:
+      if not isinstance(value, int) and len(value) != num_stages:
         raise ValueError(
           f"`{name}` must be one number, or one for each of the {num_stages} "
-          f"stages, got {len(values)}."
+          f"stages, got {len(value)}."
         )
 
 

@@ -8,16 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jdist import checks, cluster, signatures
-from jdist.pipeline.planning import _bottleneck, _costs, _placement, _simulator
-from jdist.pipeline.planning._candidate import (
-  Candidate,
-  CHUNKS,
-  LISTED,
-  make_table_of,
-  most_live,
-  times_of,
-  ZERO_BUBBLE,
+from jdist.pipeline.planning import (
+  _bottleneck,
+  _candidate,
+  _costs,
+  _placement,
+  _simulator,
 )
+from jdist.pipeline.planning._candidate import Candidate, CHUNKS, LISTED
 from jdist.pipeline.planning._layouts import few_layouts, Layout, near_layouts
 from jdist.pipeline.planning._plan import Footprint, Plan
 from jdist.pipeline.schedule import _checker
@@ -193,12 +191,7 @@ class _Search:
       key = choice.table, choice.num_stages
       if choice.table in CHUNKS:  # Several stages of a machine have other cuts.
         batch_s = self._busy_s(choice.num_stages, recompute)
-      if choice.table == "paci" and not recompute:
-        # Its passes may read different parameters: what one saves is useless.
-        self._reject(
-          choice, "Table paci runs every stage again in its backward passes."
-        )
-      elif self._is_slower(batch_s) or rates.get(key) == 0.0:
+      if self._is_slower(batch_s) or rates.get(key) == 0.0:
         self._reject(choice, _SLOW)
       else:
         before = len(self._done)
@@ -264,14 +257,14 @@ class _Search:
     except ValueError:  # It is refused for the same reason again.
       self._try(dataclasses.replace(choice, window=1))
       return
-    times = times_of(choice, found, self.machines)
+    times = _candidate.times_of(choice, found, self.machines)
     windows = self.windows if choice.table == "ours" else [1]
     if windows is None:
       least = least_window(times, choice.num_microbatches)
       windows = range(1, 1 + int(min(least, self.max_delay + 1)))
     for window in windows:
       choice = dataclasses.replace(choice, window=window)
-      live = max(most_live(choice, times))
+      live = max(_candidate.most_live(choice, times))
       # Fewer live micro-batches need less memory and allow better cuts, until
       # the cuts are those without any limit.
       for extra in range(0, -live, -1 - live // _LIVE):
@@ -298,7 +291,7 @@ class _Search:
       for factor in () if full else _SEND_FACTORS:
         choice = dataclasses.replace(best, extra_live=0, send_factor=factor)
         if self.windows is None and best.table == "ours":
-          times = times_of(choice, best.plan, self.machines)
+          times = _candidate.times_of(choice, best.plan, self.machines)
           least = least_window(times, best.num_microbatches)
           window = int(min(least, self.max_delay + 1))
           choice = dataclasses.replace(choice, window=window)
@@ -316,11 +309,13 @@ class _Search:
     rate = found[-1].samples_per_s if found else 0.0
     chunks = {1, *CHUNKS.values()}
     few = {x: few_layouts(self._names, len(self.costs), x) for x in chunks}
-    jobs = [
-      (self._least_s(choice, layout), layout, choice)
-      for choice in self._choices
-      for layout in few[CHUNKS.get(choice.table, 1)]
-    ]
+    jobs = []
+    for choice in self._choices:
+      # Micro-batches share the work of a batch, whatever their number is.
+      chain = self._chain(1, choice.recompute)
+      for order, cuts in few[CHUNKS.get(choice.table, 1)]:
+        least_s = max(chain.busy_s(_stage_nodes(choice, order), cuts))
+        jobs.append((least_s, (order, cuts), choice))
     for least_s, layout, choice in sorted(jobs, key=lambda x: x[0]):
       if least_s * rate >= self.batch_size:
         break
@@ -367,8 +362,7 @@ class _Search:
   def _place_s(self, number: int, recompute: bool) -> float:
     """Finds machines for stages, and returns a batch's least bottleneck."""
     costs, input_bytes = self._scaled(number)
-    # The number that 1F1B keeps.
-    in_flight = tuple(range(number, 0, -1))
+    in_flight = tuple(range(number, 0, -1))  # The number that 1F1B keeps.
     footprint = Footprint(
       self.optimizer_copies, 1, in_flight, recompute, input_bytes
     )
@@ -381,8 +375,7 @@ class _Search:
     if len({x.memory_bytes for x in self.machines.nodes}) > 1:
       # If no order fits here, fewer micro-batches in flight still may.
       with contextlib.suppress(ValueError):
-        nodes = place(self.machines).nodes
-        self._orders[number, recompute].append(nodes)
+        self._orders[number, recompute].append(place(self.machines).nodes)
     # It is placed with as many micro-batches as stages.
     return found.bottleneck_s * number
 
@@ -466,7 +459,10 @@ class _Search:
     self, choice: Candidate, found: Plan | None
   ) -> tuple[Table, _checker.TableReport, bool]:
     """Makes a table that is not too late, and finds whether it fits."""
-    made = make_table_of(choice, found, self.machines)
+    if choice.table == "paci" and not choice.recompute:
+      # Its passes may read different parameters: what one saves is useless.
+      raise ValueError("Table paci recomputes each stage in its backward pass.")
+    made = _candidate.make_table_of(choice, found, self.machines)
     if made.window - 1 > self.max_delay:
       raise ValueError(
         f"Gradients of table {choice.table} are late by {made.window - 1} "
@@ -511,7 +507,7 @@ class _Search:
     assert found is not None
     most = self.batch_size / found.bottleneck_s / choice.num_microbatches
     # One more weight part that waits gains little; one a stage fills a bubble.
-    step = choice.num_stages if choice.table in ZERO_BUBBLE else 1
+    step = choice.num_stages if choice.table in _candidate.ZERO_BUBBLE else 1
     listed = choice.table in LISTED
     while most > rate * (1 + _ROUNDING):
       extra = choice.extra_live
@@ -534,12 +530,6 @@ class _Search:
       else:
         extra -= 1 + max(report.live) // _LIVE
       choice = dataclasses.replace(choice, extra_live=extra)
-
-  def _least_s(self, choice: Candidate, layout: Layout) -> float:
-    """Returns the seconds of a batch on its busiest machine or link."""
-    # Micro-batches share the work of a batch, whatever their number is.
-    chain = self._chain(1, choice.recompute)
-    return max(chain.busy_s(_stage_nodes(choice, layout[0]), layout[1]))
 
   def _evaluated(
     self, choice: Candidate, layout: Layout, rate: float
