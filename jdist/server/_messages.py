@@ -95,7 +95,8 @@ class Reply(NamedTuple):
   fragment: int = 0
   pulled: tuple[int, ...] | None = None
 
-  __repr__ = _shown
+  def __repr__(self) -> str:
+    return _shown(self)
 
 
 class Apply(NamedTuple):
@@ -117,7 +118,8 @@ class Apply(NamedTuple):
   staleness: tuple[int, ...]
   kept: frozenset[int] = frozenset()
 
-  __repr__ = _shown
+  def __repr__(self) -> str:
+    return _shown(self)
 
 
 class Discard(NamedTuple):
