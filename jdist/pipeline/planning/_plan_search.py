@@ -134,10 +134,8 @@ def plan(
     math.inf if max_delay is None else max_delay, num_stages, windows,
   )  # fmt: skip
   # With unlimited memory a stage that runs twice is never faster.
-  free = max_delay == 0 and all(
-    x.memory_bytes == math.inf for x in machines.nodes
-  )
-  for again in sorted(set(recompute))[: 1 if free else 2]:
+  free = all(math.isinf(x.memory_bytes) for x in machines.nodes)
+  for again in sorted(set(recompute))[: 1 if free and max_delay == 0 else 2]:
     search.add(again, tables, num_microbatches)
   return search.result()
 
