@@ -274,4 +274,4 @@ def _words(hint: Any) -> str:
     # An annotated type has its own one as the origin.
     several = _SEVERAL.get(getattr(of[0], "__origin__", of[0]) if of else None)
     return f"a list of {several}" if several else "a list"
-  return f"a `{'.'.join((*room[1:2], name))}`"
+  return f"a `{'.'.join((*room[1:2], name))}`{vars(kind).get('made_by', '')}"

@@ -15,11 +15,9 @@ from jdist.collectives import _axis, _workers
 # devices share the pool, a collective blocks one thread a device, and steps
 # in flight behind it take the threads that it needs: with 8 devices on 2
 # cores the default pool aborted within seconds, and 32 threads ran 12,528
-# steps.  Four threads a device leave room for several steps in flight.  One
-# device needs a second thread, to compute under a collective; convolutions are
-# split among all threads, and more than there are cores make them slower.
+# steps: four a device.  One device takes a second thread to compute under a
+# collective; more would split convolutions further, and make them slower.
 _POOL_VARIABLE = "NPROC"
-_POOL_THREADS_PER_DEVICE = 4
 
 
 def make_cpu_devices(num_devices: int) -> int:
@@ -52,7 +50,7 @@ def make_cpu_devices(num_devices: int) -> int:
 
 
 def _pool_threads(num_devices: int) -> str:
-  needed = 2 if num_devices == 1 else _POOL_THREADS_PER_DEVICE * num_devices
+  needed = 2 if num_devices == 1 else 4 * num_devices
   # As XLA counts: the cores on which this process may run, where it can tell.
   mine = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
   return str(max(needed, len(mine(0))))

@@ -65,6 +65,7 @@ class Workers:
   substrate: Literal["none", "vmap", "shard_map"]
   axis: _axis.Axis
   mesh: Mesh | None = None
+  made_by = ", as of `jdist.workers(...)`"  # For errors.
 
   @property
   def mesh_axis(self) -> str:

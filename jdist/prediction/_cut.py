@@ -49,6 +49,7 @@ class Cut:
   model: str
   front: Layers
   rear: Layers
+  made_by = ", as of `prediction.cut(...)`"  # For errors.
 
   @property
   def num_front(self) -> int:

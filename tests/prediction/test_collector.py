@@ -274,5 +274,5 @@ def test_refused_collector_leaves_no_directory(tmp_path):
     collector(tmp_path / "none", metadata=3)
   assert not (tmp_path / "none").exists()
   run(collector(tmp_path / "some"))
-  with _refusals.refused("cut", "a `prediction.Cut`"):
+  with _refusals.refused("cut", "as of `prediction.cut(...)`"):
     prediction.ParameterSet(tmp_path / "some").fronts(_tiny.model())

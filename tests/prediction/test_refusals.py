@@ -118,7 +118,7 @@ def evaluate(of=None, network=None, samples=None, images=0, **options):
   (
     "workers",
     lambda: prediction.Collector(NOWHERE, 2, [_tiny.cut()], (2, 3)),
-    "a `collectives.Workers`, got 2",
+    "as of `jdist.workers(...)`, got 2",
   ),
   *(
     (name, lambda name=name, x=x: choose_steps(**{name: x}), rule)
@@ -144,8 +144,8 @@ def evaluate(of=None, network=None, samples=None, images=0, **options):
     ("rank", lambda x=x: prediction.predictor(LENET, x), "an int >= 1")
     for x in (0, 1.5, True, "1")
   ),
-  ("cut", lambda: prediction.predictor(None), "a `prediction.Cut`"),
-  ("cut", lambda: prediction.predictor(LENET.front), "a `prediction.Cut`"),
+  ("cut", lambda: prediction.predictor(None), "as of `prediction.cut(...)`"),
+  ("cut", lambda: prediction.predictor(LENET.front), "as of `prediction.cut(...)`"),
   ("grid", lambda: prediction.predictor(LENET, grid=4), "1 or 8"),
   *(
     ("grid", lambda x=x: prediction.predictor(LENET, grid=x), "an int")

@@ -296,7 +296,7 @@ MASK = np.ones(4, np.float32)
   (
     "workers",
     lambda: training.Evaluator(None, apply, [IMAGES]),
-    "a `collectives.Workers`, got None",
+    "as of `jdist.workers(...)`, got None",
   ),
 )
 def test_unfit_model_or_batch_is_refused_in_one_sentence(argument, call, rule):
