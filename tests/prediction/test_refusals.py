@@ -145,7 +145,11 @@ def evaluate(of=None, network=None, samples=None, images=0, **options):
     for x in (0, 1.5, True, "1")
   ),
   ("cut", lambda: prediction.predictor(None), "as of `prediction.cut(...)`"),
-  ("cut", lambda: prediction.predictor(LENET.front), "as of `prediction.cut(...)`"),
+  (
+    "cut",
+    lambda: prediction.predictor(LENET.front),
+    "as of `prediction.cut(...)`",
+  ),
   ("grid", lambda: prediction.predictor(LENET, grid=4), "1 or 8"),
   *(
     ("grid", lambda x=x: prediction.predictor(LENET, grid=x), "an int")

@@ -39,8 +39,11 @@ class Reference:
   """
 
   def __init__(
-    self, protocol, names, *, codec=None, plans=None, step=None, strength=0.0
-  ):
+    self, protocol, names, *, codec=None, plans=None, step=None, strength=0.0,
+    nudge=0,
+  ):  # fmt: skip
+    # Another number changes the last bits of what is rounded.
+    self.nudges = np.random.default_rng(nudge) if nudge else None
     self.protocol, self.names, self.step = protocol, names, step
     self.codecs, self.strength = server.message_plans(codec, plans), strength
     self.params = self.trace = np.zeros(8, np.float32)
@@ -67,6 +70,9 @@ class Reference:
       return x
     number = self.sent[kind, worker] + (self.names.index(worker) << 20)
     self.sent[kind, worker] += 1
+    if self.nudges is not None:
+      last_bits = 2e-7 * self.nudges.normal(size=x.shape)
+      x = (x * (1 + last_bits)).astype(np.float32)
     codec = reducers.MessageCodec(codec.codec, None, codec.seed)
     state = _message_codec.MessageState(jnp.int32(number), ())
     return np.asarray(_round_trip(codec)(x, state))
