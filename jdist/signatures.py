@@ -115,10 +115,10 @@ def checked(door: _Door) -> _Door:
 def explained(kind: _Door) -> _Door:
   """Returns a class whose methods name an argument if they fail.
 
-  What is called for every message or in every trace cannot check all that it is
-  given.  A public method that raises another error than a ValueError with a
-  name in backticks is explained by the first argument that its annotation, or
-  a check of it, refuses.
+  Methods that are called for every message or in every trace cannot check all
+  their arguments.  If a public one raises another error than a ValueError with
+  a name in backticks, the first argument is named that its annotation, or a
+  check of it, refuses.
   """
   for name, method in list(vars(kind).items()):
     # A wrapper is of `checked`, or of another module.

@@ -40,6 +40,7 @@ def _call(*words: str) -> None:
 
 
 def bytes_per_s(rate: str) -> float:
+  """Returns the bytes a second of a rate such as 100mbit."""
   for unit, bits in _UNITS.items():
     if rate.endswith(unit):
       with contextlib.suppress(ValueError):

@@ -6,9 +6,9 @@ r"""Predicts step times by `advice.advise`, and measures them over links.
 
 All hosts first measure what each method costs a worker, at the same time and
 without a message, because a core is slower while its neighbour computes.
-Those rows are kept before any step is measured. Then the link is measured by a
-few means, and the steps of all methods in turns, at one rate after the other.
-Each host has one core.
+The file has these rows before any step is measured. Then a few means measure
+the link, and the steps of all methods follow in turns, at one rate after the
+other. Each host has one core.
 """
 
 import argparse

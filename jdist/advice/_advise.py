@@ -398,7 +398,7 @@ def measure_link(
   size = max(1024, num_bytes // 4)
   short_s, long_s = seconds(size // 4), seconds(size)
   while long_s < 2 * short_s and 4 * size <= _LONGEST_MEAN // 4:
-    # What does not grow with the size takes longer than the bytes.
+    # The program's fixed costs still take longer than the bytes.
     size, short_s, long_s = 4 * size, long_s, seconds(4 * size)
   count = workers.num_workers
   sent_bits = 32 * (size - size // 4) * 2 * (count - 1) / count

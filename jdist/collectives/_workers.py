@@ -65,7 +65,7 @@ class Workers:
   substrate: Literal["none", "vmap", "shard_map"]
   axis: _axis.Axis
   mesh: Mesh | None = None
-  made_by = ", as of `jdist.workers(...)`"  # For errors.
+  made_by = ", as of `jdist.workers(...)`"  # Errors show it.
 
   @property
   def mesh_axis(self) -> str:

@@ -49,7 +49,7 @@ class Cut:
   model: str
   front: Layers
   rear: Layers
-  made_by = ", as of `prediction.cut(...)`"  # For errors.
+  made_by = ", as of `prediction.cut(...)`"  # Errors show it.
 
   @property
   def num_front(self) -> int:

@@ -71,7 +71,7 @@ def test_a_round_of_two_workers_by_hand():
   assert push("b", 1) == [Apply((0, 2, 1), (0.25, 0.25, 0.5), (0, 0, 0), kept)]
   (b,) = receive(Pull("b"))
   assert (b.task, b.version, b.pull_plan) == (4, 1, 0)
-  # What b sends after its update is for the next round.
+  # A gradient of b after its update is for the next round.
   assert push("b", 4) == []
   (b,) = receive(Pull("b"))
   assert (b.task, b.version, b.pull_plan) == (5, 1, None)
@@ -102,7 +102,7 @@ def test_a_member_that_leaves_ends_the_round_it_delays():
   assert (task.task, task.pull_plan) == (3, None)
   found = own.receive(state, 0.0, Push("b", 3, 4, 1.0))
   assert found == [Apply((2, 3), (0.5, 0.5), (0, 0))]
-  # Who returns is sent parameters, whatever it had.
+  # A worker that returns is sent parameters, whatever it had.
   own.receive(state, 0.0, server.Join("a"))
   (task,) = own.receive(state, 0.0, Pull("a"))
   assert (task.version, task.pull_plan) == (2, 0)

@@ -113,7 +113,7 @@ def test_merged_fragments_are_sent_once():
   (third,) = rule.receive(state, 1.0, server.Pull("a"))
   assert (third.pulled, third.fragment) == ((0,), 0)
   assert rule.pull_share(third) == 0.5
-  # Who returns is sent everything.
+  # A worker that returns is sent everything.
   rule.receive(state, 2.0, server.Join("a"))
   again, _ = rule.receive(state, 2.0, server.Pull("a"))
   assert (again.pulled, again.fragment) == (None, 1)

@@ -38,10 +38,10 @@ _MOST_ACTIONS = 60_000
 _FEW = 8
 # The orders of machines that are tried for so many stages in all.
 _ORDERS = 4_800
-# How often a table is partitioned again for the memory that it then needs.
+# A table is partitioned again so often, for the memory that it then needs.
 _TURNS = 3
-# A table's live micro-batches that are tried one by one if memory is short, and
-# the machines whose numbers are: of more only every second, third and so on.
+# Up to so many live micro-batches, if memory is short, and numbers of stages
+# are tried one by one; beyond that every second or third one is.
 _LIVE, _NUMBERS = 32, 8
 # Relative differences of throughput that count as none, and of memory.
 _EQUAL, _ROUNDING = 0.005, 1e-9

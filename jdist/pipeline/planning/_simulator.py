@@ -79,7 +79,7 @@ def simulate(
       machines.
     optimizer_copies: The optimizer's state in sizes of the parameters: 1 for
       momentum, 2 for Adam.
-    proved: Whether the table is known to run, which takes as long to prove.
+    proved: Whether the table is known to run; a proof takes as long as a run.
 
   Raises:
     ValueError: If the table cannot run, numbers do not fit, or two machines
