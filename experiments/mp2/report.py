@@ -157,45 +157,54 @@ def link_table(
   )
 
 
+# The counts of the picture's panels: the papers see one direction, links two.
+_PANELS = {
+  "uplink_bytes": "kB a step from a worker to a server",
+  "both_bytes": "kB a step between a worker and a server, both directions",
+}
+
+
 def draw(runs: Runs, path: pathlib.Path) -> None:
-  """Draws accuracy against the bytes of a step in both directions."""
+  """Draws accuracy against the bytes of a step, one direction and both."""
   # A variant far below the best would compress the others into a line, so it is
-  # drawn at the lower edge.
+  # drawn at the lower edge, each one below the last.
   means = {method: studies.mean_accuracy(rows) for method, rows in runs.items()}
   best = max(mean for mean, _ in means.values())
-  shown = [found for found in means.values() if found[0] >= best - _SHOWN]
-  lowest = min(mean - spread for mean, spread in shown)
-  lowest -= (best - lowest) / 20
-  some = runs[_BASE][0]
-  with studies.picture(path, figsize=(7.5, 4.8), grid={"lw": 0.8}) as (
-    (axes,),
-  ):
-    axes.spines[["top", "right"]].set_visible(True)
-    labels = []
-    for method, rows in runs.items():
-      mean, spread = means[method]
-      kilobytes = _mean(rows, "both_bytes") / 1e3
-      color = "#0072b2"
-      if method.startswith(("ours", "mp2")):
-        color = "#009e73" if method.startswith("mp2") else "#d55e00"
-      if means[method] in shown:
-        axes.errorbar(kilobytes, mean, spread, fmt="o", color=color, capsize=3)
-        labels.append((kilobytes, mean, method))
-      else:
-        axes.plot(kilobytes, lowest, "v", color=color)
-        text = f"{method}: {mean:.1f} ± {spread:.1f}"
-        labels.append((kilobytes, lowest, text))
-    axes.set_xscale("log")
-    axes.margins(x=0.65, y=0.1)
-    axes.set_xlabel("kB a step between a worker and a server, both directions")
-    axes.set_ylabel("test accuracy, %")
-    axes.set_title(
-      f"{some['config']['dataset']}, {some['config']['model']}, N = "
-      f"{some['workers']}, {some['config']['epochs']:g} epochs; bars: standard "
-      "deviation",
-      fontsize=11,
-    )
-    studies.label_points(axes, labels)
+  shown = {x: found for x, found in means.items() if found[0] >= best - _SHOWN}
+  lowest = min(mean - spread for mean, spread in shown.values())
+  below = [x for x in runs if x not in shown]
+  config, workers = runs[_BASE][0]["config"], runs[_BASE][0]["workers"]
+  epochs = f"{config['epochs']:g} epoch" + "s" * (config["epochs"] != 1)
+  with studies.picture(
+    path, 1, len(_PANELS), sharex=True, sharey=True, figsize=(13, 5.4),
+    grid={"lw": 0.8},
+    title=f"{config['dataset']}, {config['model']}, N = {workers}, {epochs}; "
+    "bars: standard deviation",
+  ) as ((*panels,),):  # fmt: skip
+    for axes, (key, title) in zip(panels, _PANELS.items(), strict=True):
+      axes.spines[["top", "right"]].set_visible(True)
+      labels = []
+      for method, rows in runs.items():
+        mean, spread = means[method]
+        kilobytes = _mean(rows, key) / 1e3
+        color = "#0072b2"
+        if method.startswith(("ours", "mp2")):
+          color = "#009e73" if method.startswith("mp2") else "#d55e00"
+        if method in shown:
+          axes.errorbar(
+            kilobytes, mean, spread, fmt="o", color=color, capsize=3
+          )
+          labels.append((kilobytes, mean, method))
+        else:
+          y = lowest - (best - lowest) / 20 * (1 + below.index(method))
+          axes.plot(kilobytes, y, "v", color=color)
+          text = f"{method}: {mean:.1f} ± {spread:.1f}"
+          labels.append((kilobytes, y, text))
+      axes.set_xscale("log")
+      axes.margins(x=0.65, y=0.1)
+      axes.set_xlabel(title)
+      studies.label_points(axes, labels)
+    panels[0].set_ylabel("test accuracy, %")
 
 
 # A line for each purpose of the rows of what was prepared.
