@@ -21,8 +21,8 @@ Runs: TypeAlias = Mapping[str, Sequence[comparison.Row]]
 Found: TypeAlias = Mapping[tuple[str, float], Runs]
 _BASE = "asgd"
 _COLOURS = {
-  "asgd": "#0072b2", "dbs": "#d55e00", "dbs, by part": "#e69f00",
-  "n-softsync": "#009e73", "n-softsync, rate/staleness": "#66c2a5",
+  "asgd": "#0072b2", "dbs": "#d55e00", "dbs, by part": "#d55e00",
+  "n-softsync": "#009e73", "n-softsync, rate/staleness": "#009e73",
   "bsp": "#333333", "ssp": "#999999", "ringmaster": "#cc79a7",
 }  # fmt: skip
 _AGES = (("mean_over_updates", 1), ("mean_over_nodes", 1), ("maximum", 0))
@@ -152,7 +152,7 @@ def draw(found: Found, path: pathlib.Path) -> None:
         curve = studies.mean_curve(runs[name], "loss", "train_s")
         axes.plot(
           *zip(*curve, strict=True), color=_COLOURS[name], label=name,
-          lw=2.2 if name == "dbs" else 1.2, ls="--" if name == "bsp" else "-",
+          lw=2.2 if name == "dbs" else 1.2, ls=_style(name),
         )  # fmt: skip
       axes.set_yscale("log")
       for which in ("major", "minor"):
@@ -185,7 +185,8 @@ def draw_staleness(runs: Runs, path: pathlib.Path, title: str) -> None:
     for points, names in alike.items():
       axes.step(
         *zip(*points, strict=True), where="post", color=_COLOURS[names[0]],
-        lw=2.2 if "dbs" in names else 1.2, label=" = ".join(names),
+        lw=2.2 if "dbs" in names else 1.2, ls=_style(names[0]),
+        label=" = ".join(names),
         marker="" if points[1:] else "o",
       )  # fmt: skip
     axes.set_yscale("log")
@@ -194,6 +195,11 @@ def draw_staleness(runs: Runs, path: pathlib.Path, title: str) -> None:
     axes.set_ylabel("part of the gradients at least so stale")
     axes.set_title(title, fontsize=11)
     axes.legend(frameon=False, fontsize=9)
+
+
+def _style(name: str) -> str:
+  """Returns a line's style: what lies under a broken line stays visible."""
+  return ":" if name == "bsp" else "--" if "," in name else "-"
 
 
 def _setting(row: comparison.Row) -> tuple[str, float]:
