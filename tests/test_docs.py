@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jdist import methods
+from jdist import advice, methods
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _DOCS = _ROOT / "docs"
@@ -94,3 +94,35 @@ def test_every_page_is_in_the_navigation():
   pages = {x.as_posix() for x in pages if not x.parts[0].startswith("_")}
   listed = set(re.findall(r"^(?:.*<)?([\w/]+)>?$", index, re.MULTILINE))
   assert pages - {"index"} <= listed
+
+
+def test_page_of_a_method_says_where_it_pays(extension, monkeypatch):
+  pages = extension("method_pages")
+  step_s = [0.01] * 3
+  costs = {
+    "ssgd": (1, step_s, [0.0] * 3, 1e6, 2, 0),
+    "diloco int4": (8, step_s, [0.002] * 3, 1e6, 2, 0),
+  }
+  fields = advice.MethodCosts._fields
+  rows = [
+    {
+      "config": {"model": "lenet", "batch_size": 64},
+      "method": name,
+      "costs": dict(zip(fields, own, strict=True)),
+    }
+    for name, own in costs.items()
+  ]
+  monkeypatch.setattr(pages, "measured_costs", lambda: rows)
+  # A megabyte takes 800, 80 and 8 ms, and two messages have a latency of 1 ms:
+  # 811 / (12 + 801 / 8), 91 / (12 + 81 / 8) and 19 / (12 + 9 / 8).
+  text = pages.page("diloco")
+  cells = ["diloco int4, rounds of 8 steps", "7.2x", "4.1x", "1.4x"]
+  assert "\n".join(f"     - {x}" for x in cells) in text
+  # With 8 ms more of its own it takes 21.1 ms at 1,000 Mbit/s.
+  rows[1]["costs"]["extra_s"] = [0.01] * 3
+  cells = ["diloco int4, rounds of 8 steps", "6.8x", "3.0x", "no"]
+  assert "\n".join(f"     - {x}" for x in cells) in pages.page("diloco")
+  # SSGD in float32 is what the others are compared with.
+  for name in ("ssgd", "scaffold"):
+    text = pages.page(name)
+    assert "recorded on no host" in text and "at 10 Mbit/s" not in text

@@ -2,14 +2,16 @@
 
 The equation, the arguments, the departures and the reference are those of the
 docstring, the paper is that of `papers.toml`, the options are those of
-`methods.registry`, the bytes are counted in a traced step, and measured
-accuracies are the row of the method in `docs/methods.md`.
+`methods.registry`, the bytes are counted in a traced step, measured accuracies
+are the row of the method in `docs/methods.md`, and where it pays is predicted
+by costs that `experiments/advise` recorded.
 """
 
 import functools
 import inspect
 import pathlib
 import re
+import statistics
 import tomllib
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +21,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import collectives, methods, models, prediction, transforms
+from jdist import (
+  advice,
+  cluster,
+  collectives,
+  methods,
+  models,
+  prediction,
+  training,
+  transforms,
+)
 
 _HERE = pathlib.Path(__file__).resolve().parent
 _TABLE = _HERE.parent / "methods.md"
@@ -38,6 +49,9 @@ _LAYOUT = {
 # Indices that number workers, steps and fragments.
 _INDICES = {"", "i", "j", "p", "i,p"}
 _MODEL, _WORKERS, _INTERVAL, _STEPS = "lenet", 8, 8, 1000
+# Recorded costs of methods, and the links, in Mbit/s, on which they are shown.
+_COSTS = _HERE.parents[1] / "experiments/advise/results/predicted.jsonl"
+_RATES, _LATENCY_S = (10, 100, 1000), 0.0005
 
 
 def pages() -> Iterator[tuple[str, str]]:
@@ -313,12 +327,73 @@ def _model_params() -> Any:
   return model.params
 
 
+@functools.cache
+def measured_costs() -> list[dict[str, Any]]:
+  """Returns the rows of what methods cost a worker, of experiments/advise."""
+  return training.read_rows(_COSTS)
+
+
 def _advice(name: str) -> str:
+  """Returns where a method pays by recorded costs, and how to measure it."""
+  found: dict[tuple[str, int], dict[str, Any]] = {}
+  for row in measured_costs():
+    net = row["config"]["model"], row["config"]["batch_size"]
+    found.setdefault(net, {})[row["method"]] = advice.MethodCosts(
+      **row["costs"]
+    )
+  lines = [
+    ".. list-table::",
+    "   :header-rows: 1",
+    "",
+    "   * - net",
+    "     - images a step",
+    "     - ms a step alone",
+    "     - method",
+    *(f"     - at {rate} Mbit/s" for rate in _RATES),
+  ]
+  base = len(lines)
+  for (model, batch), costs in sorted(found.items()):
+    ordered = {"ssgd": costs["ssgd"], **costs}
+    for variant in [x for x in costs if x != "ssgd"]:
+      if variant.split()[0] != name:
+        continue
+      steps = costs[variant].interval
+      rounds = f", rounds of {steps} steps" if steps > 1 else ""
+      cells = [model, batch, f"{1e3 * _alone_s(costs):.1f}", variant + rounds]
+      cells += [_times(ordered, variant, rate) for rate in _RATES]
+      lines += [
+        f"   {'*' if i == 0 else ' '} - {x}" for i, x in enumerate(cells)
+      ]
+  measured = (
+    "How many times faster than synchronous SGD in float32 a step is, as "
+    "``advice.Advice`` predicts it, on links with a latency of "
+    f"{1e3 * _LATENCY_S:g} ms between two hosts with one core each, with the "
+    "costs that these hosts recorded. It says **no** where the method does not "
+    "pay beyond the spread of the measurements (:doc:`the predictions beside "
+    "measured steps </experiments/advise/README>`).\n\n" + "\n".join(lines)
+  )
+  if len(lines) == base:
+    measured = (
+      "What it costs a worker to compute was recorded on no host. It does not "
+      "pay where that takes longer than the messages that it saves."
+    )
   return (
-    "It depends on the time of a step and on the link. This measures a step "
-    "here and predicts the method's time on the link that you name, and says "
-    "below which bandwidth it pays (:doc:`/docs/schedules`):\n\n"
+    f"{measured}\n\nThis measures a step here and predicts the method's time "
+    "on the link that you name, and says below which bandwidth it pays "
+    "(:doc:`/docs/schedules`):\n\n"
     ".. code-block:: text\n\n"
     f"   jdist advise --methods {name} --model lenet --preset cifar10 "
     "--bandwidth-mbit-per-s 100"
   )
+
+
+def _alone_s(costs: dict[str, Any]) -> float:
+  return statistics.median(costs["ssgd"].step_s)
+
+
+def _times(costs: dict[str, Any], name: str, rate: int) -> str:
+  """Returns how many times faster than the first method a step is, or no."""
+  said = advice.Advice(costs, cluster.Link(1e6 * rate, _LATENCY_S))
+  if not said.pays(name):
+    return "no"
+  return f"{said.seconds(said.base)[1] / said.seconds(name)[1]:.1f}x"
