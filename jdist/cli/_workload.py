@@ -187,12 +187,11 @@ def _load(options: _groups.Common) -> tuple[AnyDataset, AnyDataset]:
     load = functools.partial(data.load_text, options.text or options.dataset)
     if options.window_length is not None:
       load.keywords["window_length"] = options.window_length
-  train, test = load("train"), load("test")
   name = options.dataset
-  return (
-    dataclasses.replace(train, name=name),
-    dataclasses.replace(test, name=name),
+  train, test = (
+    dataclasses.replace(load(x), name=name) for x in ("train", "test")
   )
+  return train, test
 
 
 def build_arguments(
@@ -319,11 +318,12 @@ def heading(options: Any, workload: comparison.Workload, methods: str) -> str:
   """Returns what is about to be run."""
   samples = words(workload.train)
   steps = options.steps and f"{options.steps} steps"
+  where = getattr(options, "driver", None) or workload.workers.substrate
   return (
     f"{methods}. {options.dataset}: {len(workload.train)} training and "
     f"{len(workload.test)} test {samples}; {options.model}, "
     f"{models.num_params(workload.model(0)):,} parameters; N = "
-    f"{options.workers} workers ({workload.workers.substrate}), "
+    f"{options.workers} workers ({where}), "
     f"{options.batch_size} {samples.split()[0]} a step; "
     f"{steps or f'{options.epochs:g} epochs'} on "
     f"{training.make_row({}, 0)['device']}. Options not in the command "

@@ -53,6 +53,7 @@ def test_run_trains_evaluates_and_resumes(words, tmp_path, capsys, monkeypatch):
   assert cli.main(words) == 0
   out = capsys.readouterr().out
   assert out.count("virtual s  accuracy") == 2
+  assert "N = 2 workers (clock)" in " ".join(out.split())
   # The same command finds the same records, and has nothing to train.
   assert cli.main(words) == 0
   again = capsys.readouterr().out.splitlines()
