@@ -126,3 +126,18 @@ def test_page_of_a_method_says_where_it_pays(extension, monkeypatch):
   for name in ("ssgd", "scaffold"):
     text = pages.page(name)
     assert "recorded on no host" in text and "at 10 Mbit/s" not in text
+
+
+@pytest.mark.parametrize(
+  ("given", "read"),
+  [
+    ("(a=<class 'jdist.m._n.Class'>)", "(a=Class)"),
+    (
+      "(a: f = <function m.g>, b: list = <factory>)",
+      "(a: f = g, b: list = ...)",
+    ),
+    ("(a=<function C.<lambda>>, b='<x>')", "(a=..., b='<x>')"),
+  ],
+)
+def test_default_of_a_signature_is_an_expression(given, read, extension):
+  assert extension("docstrings").name_defaults(given) == read

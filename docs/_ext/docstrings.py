@@ -5,7 +5,23 @@ from collections.abc import Iterator
 
 _SECTION = re.compile(r"[A-Z]\w+( \w+)?:$")
 # Code, roles and strong text keep their marks.
+# Defaults that have no expression, and classes and functions, as Python shows
+# them.
+_FACTORY = re.compile(r"<factory>|<function [\w.<>]*<lambda>>")
+_SHOWN = re.compile(r"<(?:class|function) '?(?:\w+\.)*(\w+)'?>")
 _KEPT = re.compile(r"(``.*?``|:\w+:`[^`]*`|`[^`]*`_{0,2}|\*\*[^*]+\*\*)")
+
+
+def name_defaults(signature: str) -> str:
+  """Returns a signature whose defaults are expressions, which Sphinx reads.
+
+  One that it cannot read stands on the page as it is, with the private paths of
+  its types.
+
+  >>> name_defaults("(a: f = <function m.g>, b: list = <factory>)")
+  '(a: f = g, b: list = ...)'
+  """
+  return _SHOWN.sub(r"\1", _FACTORY.sub("...", signature))
 
 
 def to_rest(lines: list[str]) -> list[str]:

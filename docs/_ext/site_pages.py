@@ -34,8 +34,12 @@ _LOADED = re.compile(
   r"[^\"]+\"[^>]*>|url\((?:https?:)?//[^)]*\)|@import\s+[\"']https?:[^\"']+"
 )
 _ANNOTATED = re.compile(r"~?(?:\w+\.)*Annotated\[")
-# An object that has no name is shown by its address in memory.
-_ADDRESS = '<span class="pre">0x'
+# What no page of a room may have: objects shown by their address in memory, and
+# types by the private path that Sphinx asks autodoc for.
+_UNREAD = {
+  "Objects without a name": '<span class="pre">0x',
+  "Signatures that Sphinx cannot read": '<span class="pre">~',
+}
 _SIGNATURE = re.compile(r'<dl>\n(<dd><em class="sig-param">.*?)</dl>', re.S)
 _ARRAY_LIKE = (
   "Array", "ndarray", "bool", "number", "bool", "int", "float", "complex",
@@ -155,6 +159,7 @@ def shorten(
   """
   union = r" \| ".join(rf"~?(?:\w+\.)*{x}\b" for x in _ARRAY_LIKE)
   if signature:
+    signature = docstrings.name_defaults(signature)
     signature = re.sub(union, "ArrayLike", signature)
     while found := _ANNOTATED.search(signature):
       start, depth, commas, end = found.end(), 1, [], found.end()
@@ -182,8 +187,9 @@ def check(app: Any, error: Exception | None) -> None:
     raise errors.ExtensionError(f"Not documented: {', '.join(missing)}")
   make_accessible(pathlib.Path(app.outdir))
   rooms = pathlib.Path(app.outdir) / "docs" / "api"
-  if raw := [x.name for x in rooms.glob("*.html") if _ADDRESS in x.read_text()]:
-    raise errors.ExtensionError(f"Objects without a name: {', '.join(raw)}")
+  for what, mark in _UNREAD.items():
+    if raw := [x.name for x in rooms.glob("*.html") if mark in x.read_text()]:
+      raise errors.ExtensionError(f"{what}: {', '.join(raw)}")
   loaded = sorted(set(_loaded(pathlib.Path(app.outdir))))
   if loaded:
     raise errors.ExtensionError("From other hosts:\n" + "\n".join(loaded))

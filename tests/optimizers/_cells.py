@@ -362,5 +362,6 @@ def outcome(name, method, overlap):
 
 
 def _first_sentence(text):
-  found = " ".join(text.split())
+  # Browsers would take what stands in angle brackets for HTML.
+  found = " ".join(text.split()).replace(".<locals>", "")
   return found.split(". ")[0].rstrip(".") + "."
