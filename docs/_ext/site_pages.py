@@ -35,10 +35,11 @@ _LOADED = re.compile(
 )
 _ANNOTATED = re.compile(r"~?(?:\w+\.)*Annotated\[")
 # What no page of a room may have: objects shown by their address in memory, and
-# types by the private path that Sphinx asks autodoc for.
+# types by their private path, as in signatures that Sphinx cannot read.
 _UNREAD = {
   "Objects without a name": '<span class="pre">0x',
   "Signatures that Sphinx cannot read": '<span class="pre">~',
+  "Types with private modules": "<em>jdist.",
 }
 _SIGNATURE = re.compile(r'<dl>\n(<dd><em class="sig-param">.*?)</dl>', re.S)
 _ARRAY_LIKE = (
@@ -82,6 +83,14 @@ def turn_links(app: Any, doctree: nodes.document) -> None:
       node["reftargetid"] = kept or None
     elif path:  # A folder, or a file that is no page.
       node.replace_self(nodes.literal(path, path))
+
+
+def shorten_types(app: Any, doctree: nodes.document) -> None:
+  """Shows the type of an argument or a field without its private modules."""
+  for node in doctree.findall(addnodes.pending_xref):
+    for shown in node.findall(addnodes.literal_emphasis):
+      if shown.astext() == node["reftarget"]:
+        shown[:] = [nodes.Text(shown.astext().rpartition(".")[2])]
 
 
 def _find_file(root: pathlib.Path, docname: str, target: str) -> str:
@@ -241,6 +250,7 @@ def setup(app: Any) -> dict[str, Any]:
   app.add_role("name", name_role)
   app.connect("builder-inited", write_pages)
   app.connect("doctree-read", turn_links)
+  app.connect("doctree-read", shorten_types)
   app.connect("missing-reference", resolve, priority=900)
   app.connect("autodoc-skip-member", skip)
   # Before Napoleon reads the sections.
