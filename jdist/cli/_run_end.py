@@ -117,7 +117,7 @@ def explained(
     ) from None
   except KeyboardInterrupt:
     said = "" if folder else "as there is no `--checkpoints DIR`, "
-    said = f"the curve is in {status.output}; {said}{kept(newest())}"
+    said = f"its status is in {status.output}; {said}{kept(newest())}"
     raise KeyboardInterrupt(said) from None
   except training.PreemptedError as stop:
     saved = kept("which") if stop.saved else f"and {kept(newest())}"

@@ -92,6 +92,7 @@ def check(options: _groups.Common) -> None:
     ("checkpoints", "orbax.checkpoint", "checkpoints"),
     ("tensorboard", "tensorboardX", "metrics"),
     ("final_params", "safetensors", "export"),
+    ("driver", "simpy", "sim"),
   ):
     if getattr(options, option, None) is not None:
       needed[module] = extra

@@ -83,7 +83,7 @@ def test_interrupted_run_says_what_is_saved(tmp_path, monkeypatch, capsys):
     status = json.loads((tmp_path / "status.json").read_text())
     assert status["state"] == "interrupted"
     assert capsys.readouterr().err == (
-      f"jdist: interrupted: the curve is in {tmp_path}; {told} "
+      f"jdist: interrupted: its status is in {tmp_path}; {told} "
       f"This {way}: {status['command']}\n"
     )
 
@@ -151,6 +151,9 @@ def test_interrupt_of_the_first_page_is_explained(
   assert cli.main(words.split()) == 130
   assert told in capsys.readouterr().err
   assert json.loads((run / "status.json").read_text())["state"] == "interrupted"
+  # There is no row yet, but it is known what was to be run.
+  page = (run / "report.html").read_text()
+  assert "<dt>output</dt>" in page and f"<dd>{run}</dd>" in page
 
 
 _INTERRUPTIBLE = """
@@ -166,7 +169,7 @@ sys.exit(cli.main())
   ("words", "saved", "way"),
   [
     (_TRAIN + "--checkpoints DIR/c", "; step ", "This resumes: jdist train"),
-    (_TRAIN, "nothing is saved", "the curve is in DIR/run"),
+    (_TRAIN, "nothing is saved", "its status is in DIR/run"),
     (
       _TRAIN.replace("train --", "compare --").replace("method", "methods"),
       "rows are saved in DIR/run",

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import signal
+import sys
 
 import pytest
 
@@ -317,3 +318,13 @@ def test_gradients_of_an_update_give_the_length_of_a_run(
 ):
   train = _commands.Train(protocol=name, **options)
   assert _protocols.gradients_per_update(name, train, 8) == gradients
+
+
+def test_missing_clock_is_named_before_anything_is_made(
+  words, tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setitem(sys.modules, "simpy", None)
+  assert cli.main(words) == 2
+  out, error = capsys.readouterr()
+  assert "`simpy` is needed here" in error and ".[sim]" in error
+  assert out == "" and not (tmp_path / "out").exists()

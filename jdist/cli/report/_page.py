@@ -44,9 +44,8 @@ def write(folder: pathlib.Path, options: Any = None) -> pathlib.Path:
     for name in ("rows.jsonl", "tuning.jsonl")
     if (folder / name).exists()
   }
-  status = {}
-  if (folder / STATUS).exists():
-    status = json.loads((folder / STATUS).read_text())
+  path = folder / STATUS
+  status = json.loads(path.read_text()) if path.exists() else {}
   if not any(rows.values()) and not status:
     raise ValueError(
       f"`jdist report` needs a directory with rows.jsonl or {STATUS}, got "
@@ -61,7 +60,9 @@ def write(folder: pathlib.Path, options: Any = None) -> pathlib.Path:
   begun = [status["row"]] if status.get("row") else []
   every = [*(row for found in rows.values() for row in found), *begun]
   drawn = [*rows.get("rows.jsonl", ()), *begun]
-  settings = _same([row["config"] for row in every])
+  # A run that was interrupted before its first evaluation has no row.
+  configs = [row["config"] for row in every] or [status.get("config", {})]
+  settings = _same(configs)
   named = [str(settings[x]) for x in ("dataset", "model") if settings.get(x)]
   curves = _curves(drawn, link)
   timelines = _timelines(folder)
@@ -248,9 +249,9 @@ def _links(names: Iterable[str]) -> str:
 
 def _same(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   """Returns the options that have one value in all rows."""
-  first = configs[0] if configs else {}
+  first, *others = configs
   return {
-    x: y for x, y in first.items() if all(z.get(x, z) == y for z in configs)
+    x: y for x, y in first.items() if all(z.get(x, z) == y for z in others)
   }
 
 

@@ -71,7 +71,7 @@ class Status:
       "state": "running", "doing": "starting", "command": self.command,
       "run": channel.run_id(), "process": os.getpid(), "step": 0,
       "num_steps": num_steps, "workers": config.get("workers"),
-      **dict.fromkeys(_SHOWN), "row": None,
+      **dict.fromkeys(_SHOWN), "row": None, "config": self._config,
     }  # fmt: skip
 
   def step(
@@ -93,8 +93,7 @@ class Status:
     """Appends the run's row, and prints its path."""
     if self._first:
       path = self.output / "rows.jsonl"
-      row = self._row(records, **more)
-      training.append_rows(path, [row])
+      training.append_rows(path, [self._row(records, **more)])
       print(f"Row: {path}")
     self.note(row=None)
 

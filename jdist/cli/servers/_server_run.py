@@ -215,10 +215,9 @@ def _check_elastic(options: _commands.Train) -> None:
       "`--interval-policy` must be fixed with `--elastic`, whose server gives "
       f"tasks of as many steps, got {options.interval_policy}."
     )
-  known = methods.registry
-  _options.check_name("--method", options.method, known)
+  _options.check_name("--method", options.method, methods.registry)
   served = {"quorum", "grace", "timeout_s"}
   _options.check_used(
-    options, (options.method,), known,
+    options, (options.method,), methods.registry,
     lambda name: (_methods.takes(options, name) | served) - {"growth"},
   )  # fmt: skip
