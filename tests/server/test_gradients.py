@@ -157,6 +157,11 @@ def test_batch_statistics_are_weighted_by_samples():
   np.testing.assert_allclose(
     learner.model.model_state["mean"], labels.mean(), 1e-6
   )
+  # The loss of an update is the mean over its samples, too: the first update
+  # has moved the parameter by a rate of 0.1 and a gradient of 1.
+  np.testing.assert_allclose(
+    learner.losses[-1][1], labels.mean() - 0.1, rtol=1e-6
+  )
 
 
 def test_asynchronous_sgd_learns_and_skips_discarded_gradients():
@@ -237,14 +242,20 @@ def test_padding_of_a_merge_weighs_nothing():
 
 def test_last_settled_task_is_the_latest_in_every_order():
   """A worker may have several tasks, of which a later one is dropped first."""
-  found = server.GradientServer(
-    SGD, {"w": jnp.zeros(2)}, plans=server.message_plans(), workers=["a"]
+  found, resumed = (
+    server.GradientServer(
+      SGD, {"w": jnp.zeros(2)}, plans=server.message_plans(), workers=["a"]
+    )
+    for _ in range(2)
   )
   for task in (0, 1):
     found.reply(server.Reply("a", task, 0, 4))
   for task in (1, 0):
     found.discard(task)
-  assert found.reply(server.Reply("a", 2, 0, 4))[0]["settled"] == 1
+  # A checkpoint keeps it: a worker would take its local step twice otherwise.
+  resumed.load(*found.save())
+  for one in (found, resumed):
+    assert one.reply(server.Reply("a", 2, 0, 4))[0]["settled"] == 1
 
 
 def test_messages_to_every_worker_draw_numbers_of_their_own():

@@ -397,6 +397,17 @@ def test_iteration_spread_is_of_the_last_tasks():
   assert found == pytest.approx([0.5, 2.0])
 
 
+def test_staleness_of_machines_leaves_out_those_without_an_update():
+  # The third machine has not ended its first task.
+  run = simulation((2.0, 1.0, 1e-6), server.ASP(batches=FIVE))
+  run.run(updates=30)
+  *others, slow = run.nodes.values()
+  assert slow.updates == 0
+  first, second = (x.staleness / x.updates for x in others)
+  found = run.summary()["staleness"]["mean_over_nodes"]
+  assert found == pytest.approx((first + second) / 2)
+
+
 def test_utilisation_is_the_mean_over_machines():
   # Half of the barrier's time for the first machine, all for the second.
   run = simulation((2.0, 1.0), server.BSP(batches=FIVE))
