@@ -87,3 +87,15 @@ def test_bits_are_those_of_all_parts():
   assert [piece.leaf for piece in bucket.pieces] == [0, 1]
   one = INT4.num_bits(bucket.row, 2)
   assert parts.num_bits(like, 2) == tuple(4 * x for x in one)
+
+
+def test_equal_chunks_are_rounded_by_numbers_of_their_own():
+  """Otherwise their errors would add up, and not cancel."""
+  rounding = codecs.Quantize(2, rounding="stochastic")
+  parts = reducers.Chunked(reducers.compressed(rounding), multiple=2)
+  tree = {"w": jnp.tile(jnp.linspace(-1, 1, 63), 2)}
+  found = parts.reduce(
+    tree, parts.init(tree, None), jax.random.key(0), None
+  ).mean
+  first, second = jnp.split(found["w"], 2)
+  assert 10 < (first != second).sum() < 63

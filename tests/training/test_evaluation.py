@@ -13,6 +13,7 @@ from tests.training import _tiny
 
 def test_nan_in_padding_is_ignored():
   def apply(params, state, images, train):
+    assert not train  # Dropout is off, and statistics are the running ones.
     # Of padding, zeros, this is 0 / 0.
     flat = images.reshape(len(images), -1)
     return flat / jnp.linalg.norm(flat, axis=-1, keepdims=True) @ params, state
