@@ -96,6 +96,17 @@ def test_messages_overlap_the_computation():
   }  # fmt: skip
 
 
+def test_gradients_are_as_large_as_the_outputs_they_are_of():
+  # A message of n bytes takes n seconds in each direction.
+  link = cluster.Link(bandwidth_bits_per_s=8.0)
+  chain = cluster.Topology({("a", "b"): link, ("b", "c"): link})
+  machines = cluster.Cluster(tuple(map(cluster.Node, "abc")), chain, server="a")
+  costs = [_Cost("stage", 1.0, 2.0, output_bytes=x) for x in (8.0, 2.0, 50.0)]
+  found = _simulate(pipeline.make_table("naive", 3, 1), costs, machines)
+  # The last stage's output is not sent, and nor is its gradient.
+  assert found.makespan_s == 3 * (1 + 2) + 2 * (8 + 2)
+
+
 def test_memory_includes_versions_and_live_micro_batches():
   costs = [_Cost("stage", 1.0, 2.0, parameter_bytes=100, saved_bytes=10)] * 4
   found = {

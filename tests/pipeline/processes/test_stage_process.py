@@ -282,6 +282,25 @@ def test_inputs_draw_from_their_key(recompute):
   assert small.error(found[0], wanted) < 1e-5
 
 
+def test_each_run_draws_the_numbers_of_its_own_steps():
+  table = pipeline.make_table("1f1b", 1, 2)
+  batches = _training.of_first(small.batches(1, 1, _MICRO * 2, small.UNLIKE))
+
+  def work(process, _):
+    state, losses = process.init_state(optax.sgd(0.0)), []
+    for _ in range(2):
+      state, (metrics,) = process.run(state, batches)
+      losses.append(metrics["loss"])
+    return losses
+
+  ((first, second),) = _training.processes(
+    _noisy_layers(small.UNLIKE), table, work,
+    microbatch=_training.microbatch(small.UNLIKE),
+  )  # fmt: skip
+  # The parameters and the batch stay, and only the dropout changes.
+  assert first != second
+
+
 def test_one_program_draws_the_same_numbers():
   table = pipeline.make_table("1f1b", 2, 2)
   layers = _noisy_layers(small.UNLIKE)
