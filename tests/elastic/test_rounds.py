@@ -112,8 +112,10 @@ def collective(name, steps=STEPS):
   return team.view(state.opt_state).anchor
 
 
-def on_clock(found, updates, speeds=(1.0, 1.0, 1.0), **options):
-  workers = {x: found.runner(x, loss, Samples()) for x in NAMES}
+def on_clock(
+  found, updates, speeds=(1.0, 1.0, 1.0), *, loss_fn=loss, **options
+):
+  workers = {x: found.runner(x, loss_fn, Samples()) for x in NAMES}
   pair = server.Pair(found.syncer(shared=False), workers)
   machines = cluster.Cluster(
     tuple(
@@ -382,3 +384,35 @@ def test_own_loop_that_gives_no_statistics_keeps_them():
   loop.advance(state.params, state.opt_state, 0.5)
   state, _ = loop._local_step(state, (0, 1, 1), jax.random.key(0))
   assert state.model_state["mean"] == 3.0
+
+
+def test_losses_draw_their_numbers_by_the_seed():
+  def noisy(params, model_state, batch, key):
+    noise = jax.random.normal(key, (4,))
+    return (noise * params["b"]).sum() + 0 * params["a"].sum(), (
+      model_state, {},
+    )  # fmt: skip
+
+  first, again, other = (
+    on_clock(rounds("local_sgd", seed=x), 1, loss_fn=noisy)[0].model.params
+    for x in (3, 3, 4)
+  )
+  chex.assert_trees_all_equal(first, again)
+  assert not np.allclose(first["b"], other["b"])
+
+
+def test_workers_with_samples_of_their_own_take_all_of_them():
+  found, taken = rounds("local_sgd"), {x: set() for x in range(len(NAMES))}
+
+  class Noted(Samples):
+    def batch(self, worker, start, count, *, size=None):
+      taken[worker].add(start)
+      return super().batch(worker, start, count, size=size)
+
+  def own(channel, name):
+    found.work(channel, name, loss, Noted())
+
+  live(found, own, 2)
+  # Two tasks of four steps, each of four samples; a third may have begun.
+  for starts in taken.values():
+    assert starts >= set(range(0, 2 * 4 * EACH, EACH)), taken
