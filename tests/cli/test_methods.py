@@ -304,3 +304,12 @@ def test_quadratic_rule_lengthens_rounds_below_half_of_the_peak():
   for step, steps in ((0, 4), (99, 4), (200, 16)):
     found, _ = policy.next(policy.init(), jnp.int32(step), jnp.float32(1.0))
     assert found == pytest.approx(steps, abs=1)
+
+
+def test_cosine_rises_from_a_tenth_and_ends_at_a_hundredth_of_its_peak():
+  options = _commands.Train(steps=100, warmup_epochs=2.0)
+  run = _methods.make_budget(options, 0.5, steps_per_epoch=4.0)
+  assert (run.num_steps, run.warmup_steps) == (100, 8)
+  found = [float(run.learning_rate(step)) for step in (0, 8, 54, 100)]
+  # Between its ends the cosine is half-way in the middle.
+  assert found == pytest.approx([0.05, 0.5, (0.5 + 0.005) / 2, 0.005])

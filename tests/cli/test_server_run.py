@@ -190,6 +190,24 @@ def test_h_ps_foresees_the_servers_update():
   assert local_step(parts=("tasks", "bits")) is None
 
 
+@pytest.mark.parametrize(("protocol", "taken"), [("asp", 1), ("bsp", 2)])
+def test_schedule_is_as_long_as_the_updates(protocol, taken, file, monkeypatch):
+  """Asynchronous updates have one worker's samples, and BSP's those of all."""
+  found, make = [], _server_parts._methods.make_budget
+
+  def noted(options, peak, steps_per_epoch):
+    found.append(steps_per_epoch)
+    return make(options, peak, steps_per_epoch)
+
+  monkeypatch.setattr(_server_parts._methods, "make_budget", noted)
+  options = _commands.Train(
+    protocol=protocol, cluster=file, driver="clock", batch_size=64, epochs=1.0
+  )
+  parts = _server_parts.assemble(options)
+  # Each of the two workers has half of the batch.
+  assert found == [len(parts.workload.train) / (32 * taken)]
+
+
 def test_decoupled_diloco_takes_local_steps(words, tmp_path):
   words[words.index("dbs")] = "decoupled_diloco"
   words += ["--interval", "4", "--fragments", "2", "--grace", "0.25"]

@@ -7,6 +7,7 @@ import pytest
 
 from jdist import cli
 from jdist.cli import _commands, _workload
+from jdist.training import comparison
 
 pytest.importorskip("grain")
 _SMALL = (
@@ -140,3 +141,20 @@ def test_options_that_do_not_match_are_refused(
   assert told in refusal(
     f"{command} --steps 1 {words.replace('TEXT', str(text))}"
   )
+
+
+def test_rates_of_a_text_are_chosen_by_its_loss(text, tmp_path, monkeypatch):
+  ranks = []
+
+  class KnownError(Exception):
+    pass
+
+  def compare(*_, rank, **__):
+    ranks.append(rank)
+    raise KnownError
+
+  monkeypatch.setattr(comparison, "compare", compare)
+  words = f"compare --methods ssgd --output {tmp_path} --text {text} {_SMALL}"
+  with pytest.raises(KnownError):
+    cli.main(words.split())
+  assert ranks == [comparison.by_loss]
