@@ -181,3 +181,25 @@ def test_means_grow_on_a_link_that_is_too_fast_for_them(monkeypatch):
 def test_a_link_is_measured_between_workers():
   with pytest.raises(ValueError, match="`workers` must be"):
     advice.measure_link(4)
+
+
+def test_branch_of_a_round_counts_once():
+  """The device ends the round, in a conditional of each of four steps."""
+  found = _advise._sent(
+    lambda axis: methods.local_sgd(SGD, 4, axis=axis),
+    [jdist.transforms.Control()] * 4, {"w": jnp.ones((64, 64))}, 4,
+  )  # fmt: skip
+  assert found == (2 * 3 / 4 * 4 * 64 * 64, 6)
+
+
+def test_link_of_four_workers_carries_the_bytes_of_a_ring(monkeypatch):
+  workers = jdist.workers(4)
+  monkeypatch.setattr(jax, "process_count", lambda: 4)
+
+  def seconds(function, given, count):
+    # Each sends 2 (N - 1) / N of its array, at a gigabyte a second.
+    return 1e-3 + given[0].nbytes / 4 * 2 * 3 / 4 / 1e9
+
+  monkeypatch.setattr(_advise, "_seconds", seconds)
+  found = advice.measure_link(workers, num_bytes=2**22, repeats=1)
+  assert found.bandwidth_bits_per_s == pytest.approx(8e9, rel=1e-3)

@@ -325,3 +325,33 @@ def test_descriptions_of_predictors_differ(change):
     rf"{change[name]!r}",
   ):
     _saved_predictor.refuse_other_predictor(theirs, ours)
+
+
+def test_best_epoch_is_kept_over_a_resume(tmp_path):
+  """The second epoch is the best one, and is not that of the last update."""
+  accuracies = [0.1, 0.5, 0.9, 0.3, 0.2]
+
+  def fit(num_epochs):
+    settings = dataclasses.replace(FIT, num_epochs=num_epochs)
+    kept = _saved_predictor.FitFolder(
+      tmp_path / "fit", predictor(), dataclasses.asdict(settings), {}
+    )
+
+    def updated(state, vectors, number):
+      del vectors, number
+      params = jax.tree.map(lambda x: x + 1, state["params"])
+      return state | {"params": params}, 1.0
+
+    def evaluate(epoch, params, loss):
+      seen[epoch] = jax.tree.map(np.asarray, params)
+      return _predictor_fit.Epoch(epoch, accuracies[epoch], loss)
+
+    return _predictor_fit._train(
+      predictor(), settings, fronts(8), 1, updated, evaluate, kept
+    )
+
+  seen = {}
+  fit(3)
+  found = fit(4)
+  assert found.best.epoch == 2
+  assert_same_bits(found.params, seen[2])

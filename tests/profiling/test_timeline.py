@@ -160,3 +160,26 @@ def test_sent_bytes_match_hand_computation():
   assert not first.conditional
   assert sent["all-reduce.2"].num_workers == 2
   assert sent["all-reduce.9"].conditional
+
+
+_TWICE = """HloModule jit_step, is_scheduled=true
+
+%halves (v: f32[10], k: s32[]) -> f32[8] {
+  %v = f32[10]{0} parameter(0)
+  %k = s32[] parameter(1)
+  %one = f32[8]{0} dynamic-slice(%v, %k), dynamic_slice_sizes={8}
+  %two = f32[8]{0} slice(%v), slice={[2:10]}
+  ROOT %sum = f32[8]{0} add(%one, %two)
+}
+
+ENTRY %main (x: f32[10], n: s32[]) -> f32[8] {
+  %x = f32[10]{0} parameter(0)
+  %n = s32[] parameter(1)
+  ROOT %found = f32[8]{0} fusion(%x, %n), kind=kLoop, calls=%halves
+}
+"""
+
+
+def test_slices_that_overlap_read_an_array_once():
+  (event,) = _timeline.read_timeline(_TWICE)
+  assert event.num_bytes == 40 + 32 + 4  # Read, written, and where.
