@@ -218,8 +218,8 @@ def call(
     if connection is None:
       raise PermissionError(
         f"{who} at {where} is of another run or has another secret or token, "
-        "or another program answers there. Give all processes of a run the "
-        "same one, and take a free port."
+        "or is another program. Give all processes the same token, or the same "
+        "`JDIST_SECRET` (else ~/.config/jdist/secret), and take a free port."
       )
     connection.send(first)
     return connection
