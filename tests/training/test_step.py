@@ -360,30 +360,3 @@ class _Everything:
 
   split = staticmethod(lambda tree: (tree, {}))
   join = staticmethod(lambda front, rest: front)
-
-
-def test_statistics_of_a_weighted_step_are_means_over_all_samples():
-  """By hand: three samples of one worker weigh thrice as much as one."""
-
-  def loss_fn(params, model_state, batch, key):
-    del key
-    x = batch["label"].astype(jnp.float32)
-    mean = training.masked_mean(x, batch["mask"])
-    # A running mean, of which half is kept.
-    seen = 0.5 * model_state["mean"] + 0.5 * mean
-    return params * mean, ({"mean": seen}, {})
-
-  team = collectives.workers(2, substrate="vmap")
-  optimizer = methods.ssgd(optax.sgd(1.0), axis=team.axis)
-  step = training.make_step(loss_fn, optimizer, axis=team.axis, weighted=True)
-  state = training.init_state(
-    team, optimizer, jnp.zeros(()), {"mean": jnp.array(8.0)}
-  )
-  batch = {
-    "label": np.array([[1, 2, 3], [6, 0, 0]], np.int32),
-    "mask": np.array([[1, 1, 1], [1, 0, 0]], np.float32),
-  }
-  state, _ = team.jit(step)(state, team.place(batch))
-  # The mean of 1, 2, 3 and 6 is 3; that of the workers' means is 4.
-  np.testing.assert_allclose(state.params, [-3.0, -3.0], rtol=1e-6)
-  np.testing.assert_allclose(state.model_state["mean"], [5.5, 5.5], rtol=1e-6)
