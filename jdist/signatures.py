@@ -66,6 +66,7 @@ _WORDS: dict[Any, str] = {
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct | jax.Array)
 # Arguments that are trees of arrays, or of their shapes, in all modules.
 _TREES = ("tree", "like", "params")
+_MISFITS = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 _SEVERAL: dict[Any, str] = {int: "ints", float: "numbers", str: "strings"}
 
 
@@ -112,23 +113,39 @@ def checked(door: _Door) -> _Door:
   return typing.cast(_Door, call)
 
 
-def explained(kind: _Door) -> _Door:
+def explained(kind: _Door, whole: bool = False) -> _Door:
   """Returns a class whose methods name an argument if they fail.
 
   Methods that are called for every message or in every trace cannot check all
   their arguments.  If a public one raises another error than a ValueError with
   a name in backticks, the first argument is named that its annotation, or a
-  check of it, refuses.
+  check of it, refuses; or with `whole` all of them, if each is right alone.
   """
-  for name, method in list(vars(kind).items()):
+  for name in dir(kind):  # A base of a user's class may not be of jdist.
+    method = inspect.getattr_static(kind, name)
+    if name.startswith("_") or hasattr(method, "plain"):
+      continue
     # A wrapper is of `checked`, or of another module.
-    plain = inspect.isfunction(method) and not hasattr(method, "__wrapped__")
-    if plain and not name.startswith("_"):
-      setattr(kind, name, _explained(method))
+    if hasattr(method, "__wrapped__"):
+      method.plain = method
+    elif inspect.isfunction(method):
+      setattr(kind, name, _explained(method, whole))
   return kind
 
 
-def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
+# Returns a method without its explanation, for callers in every trace.
+plain: Callable[[Any], Any] = operator.attrgetter("plain")
+
+
+class Explained:
+  """A base of classes, users' ones included, whose methods are explained."""
+
+  def __init_subclass__(cls) -> None:
+    super().__init_subclass__()
+    explained(cls, whole=True)
+
+
+def _explained(method: Callable[..., Any], whole: bool) -> Callable[..., Any]:
   """Returns a method that checks its arguments once it has failed."""
 
   @functools.wraps(method)
@@ -150,8 +167,18 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
               checks.check_array(name, leaf)
           elif not checks.is_traced(value):
             _check(name, value, hint)
+        # JAX's own errors about a program derive from these, and stay.
+        own = type(error).__module__ == "builtins"
+        if whole and own and isinstance(error, _MISFITS):
+          shown = (f"`{x}` {checks.show(y)}" for x, y in given.items())
+          said = str(error).partition("\n")[0]
+          raise ValueError(
+            f"`{method.__name__}` must take arguments that fit each other, got "
+            f"{', '.join(shown)}: {said}."
+          ) from error
       raise
 
+  setattr(call, "plain", method)  # noqa: B010
   return call
 
 

@@ -162,6 +162,40 @@ def test_right_arguments_leave_results_and_errors_alone():
     Meter().read()
 
 
+class Part(signatures.Explained):
+  def read(self, key: str, *, number: int = 1):
+    return {"a": 1}[key] * number
+
+  def stop(self):
+    raise NotImplementedError
+
+
+class Given:
+  def more(self, key: str):
+    return {}[key]
+
+
+class Own(Given, Part):
+  """A user's class, of which one base is not of this library."""
+
+
+def test_right_arguments_that_do_not_fit_are_all_named():
+  rule = (
+    "`read` must take arguments that fit each other, got `self` .*`key` 'b'"
+  )
+  with pytest.raises(ValueError, match=rule) as info:
+    Own().read("b")
+  assert isinstance(info.value.__cause__, KeyError)
+  with pytest.raises(ValueError, match="`more` must take"):
+    Own().more("b")
+  with pytest.raises(NotImplementedError):
+    Own().stop()
+  with pytest.raises(KeyError):
+    signatures.plain(Own.more)(Own(), "b")
+  with pytest.raises(ValueError, match="`key` must be a string, got 1"):
+    Own().read(1)
+
+
 def test_every_entry_of_a_list_is_checked():
   @signatures.checked
   def run(sizes: Sequence[signatures.PositiveInt]):

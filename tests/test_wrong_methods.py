@@ -18,6 +18,7 @@ from jdist import (
   collectives,
   pipeline,
   prediction,
+  reducers,
   server,
 )
 from jdist.training import comparison
@@ -38,6 +39,40 @@ def network():
 
   topology = cluster.star({"a": doors.LINK}, "b")
   return cluster.Network(simpy.Environment(), topology)
+
+
+def codec_calls(codec):
+  x = jnp.arange(8.0)
+  key = None if codec.key == "none" else jax.random.key(0)
+  payload, state = codec.encode(x, codec.init(x), key)
+  return codec, {
+    "num_bits": {"like": x}, "check": {"like": x}, "init": {"like": x},
+    "encode": {"x": x, "state": codec.init(x), "key": key},
+    "decode": {"payload": payload, "state": state, "like": x},
+    "add_to": {"total": x, "payload": payload, "state": state},
+  }  # fmt: skip
+
+
+def reducer_calls(reducer):
+  state = reducer.init(PARAMS, None)
+  key = jax.random.key(0)
+  return reducer, {
+    "init": {"like": PARAMS, "axis": None},
+    "reduce": {"tree": PARAMS, "state": state, "key": key, "axis": None},
+    "flush": {"state": state, "like": PARAMS, "axis": None},
+    "num_bits": {"like": PARAMS, "num_workers": 2},
+    "num_workers": {"axis": None},
+  }
+
+
+def message_calls(codec):
+  found, _ = codec.encode(PARAMS, codec.init(PARAMS))
+  return codec, {
+    "init": {"like": PARAMS}, "kinds": {"like": PARAMS},
+    "num_bytes": {"like": PARAMS}, "part": {"first": 0, "end": 1},
+    "encode": {"tree": PARAMS, "state": codec.init(PARAMS)},
+    "decode": {"found": found, "like": PARAMS},
+  }  # fmt: skip
 
 
 def sizes_calls(batches):
@@ -83,6 +118,14 @@ ROOMS = {
         "kind": "push",
       },
     }),
+  ],
+  "codecs": [
+    codec_calls(x)
+    for x in (
+      codecs.Dense(), codecs.Cast(), codecs.Quantize(4, block=4),
+      codecs.Sign(), codecs.Ternary(), codecs.TopK(0.5),
+      codecs.SampledTopK(0.5), codecs.RandomK(0.5), codecs.DCTTopK(2, k=1),
+    )
   ],
   "collectives": [
     (collectives.Traffic(()), {"sent_bytes": {"steps": 2, "rounds": 1}}),
@@ -152,6 +195,18 @@ ROOMS = {
     }),
     (PREDICTOR, {"init": {"key": jax.random.key(0)}}),
   ],
+  "reducers": [
+    *map(reducer_calls, (
+      reducers.Exact(), reducers.compressed(codecs.Quantize(4)),
+      reducers.compressed(codecs.TopK(0.5)), reducers.PowerSGD(2),
+      reducers.MajorityVote(), reducers.Chunked(reducers.Exact()),
+      reducers.PerLeaf((reducers.Rule(reducers.Exact()),)),
+    )),
+    message_calls(reducers.MessageCodec(codecs.Quantize(4))),
+    message_calls(
+      reducers.MessageCodec(codecs.TopK(0.5), reducers.ErrorFeedback())
+    ),
+  ],
   "server": [
     sizes_calls(server.SpeedBatches(8)),
     sizes_calls(server.BalancedBatches(8)),
@@ -160,6 +215,8 @@ ROOMS = {
 VALUES = (
   None, "a", -1, float("nan"), 10**400, [], object(), {1, 2},
 )  # fmt: skip
+# Arrays and a tree of another kind, which only these methods tell apart.
+MORE = (jnp.arange(3.0), jnp.ones((2, 2), jnp.int32), {"z": jnp.ones(2)})
 
 for _room, _objects in ROOMS.items():
   for _number, (_object, _methods) in enumerate(_objects):
@@ -185,6 +242,7 @@ def test_wrong_argument_is_named(room, tmp_path, monkeypatch):
   found = []
   for name in NAMES:
     if name.startswith(f"{room} "):
-      found += calls.raw_errors(name, VALUES)
+      more = MORE if room in ("codecs", "reducers") else ()
+      found += calls.raw_errors(name, VALUES + more)
   # Python describes lists that do not match.
   assert not [error for error in found if "zip" not in error]

@@ -298,13 +298,9 @@ def _check(
   known = (*numbers, *others)
   for key, value in table.items():
     if key not in known:
-      near = difflib.get_close_matches(key, known, n=1)
-      remedy = (
-        f"did you mean {near[0]!r}?"
-        if near
-        else "known are " + (", ".join(map(repr, known)) + ".")
-      )
-      raise ValueError(f"{key!r} is no key of {place}; {remedy}")
+      near = difflib.get_close_matches(key, known, n=1) or known
+      words = " or ".join(map(repr, near))
+      raise ValueError(f"{key!r} is no key of {place}; did you mean {words}?")
     # Python counts true and false as ints.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if key in numbers and not is_number:

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist import checks, signatures
+
 PyTree: TypeAlias = Any
 Like: TypeAlias = jax.ShapeDtypeStruct | jax.Array
 
 
-class Codec(abc.ABC):
+class Codec(signatures.Explained, abc.ABC):
   """An array -> a packed payload -> an array.
 
   Codecs are frozen dataclasses without arrays: they compare, hash and print by
@@ -121,6 +123,7 @@ class Dense(Codec):
 
 def check_float(like: Like) -> None:
   """Raises a ValueError for an array whose entries are no floats."""
+  checks.check_array("like", like)
   if not jnp.issubdtype(like.dtype, jnp.floating):
     raise ValueError(
       f"`like` must be of a float dtype to be encoded, got {like.dtype} of "

@@ -213,20 +213,11 @@ def num_entries(ratio: float | None, k: int | None, length: int) -> int:
   return min(length, max(1, wanted))
 
 
-def check_part(name: str, value: Any) -> None:
-  is_number = isinstance(value, int | float) and not isinstance(value, bool)
-  if not (is_number and 0 < value <= 1):
-    raise ValueError(
-      f"`{name}` must be in (0, 1], got {value!r}. It is a part of the "
-      "entries: 0.01 is one in a hundred."
-    )
-
-
 def check_ratio_or_k(codec: Any) -> None:
   if codec.k is None:
     if codec.ratio is None:
       object.__setattr__(codec, "ratio", 0.01)
-    check_part("ratio", codec.ratio)
+    checks.check_number("ratio", codec.ratio, high=1.0, open_low=True)
   elif codec.ratio is not None:
     raise ValueError(
       f"`ratio` and `k` are given both, {codec.ratio!r} and {codec.k!r}. Leave "

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import jax
 
+from jdist import checks
 from jdist.codecs import _largest, _sparse
 
 
@@ -88,7 +89,7 @@ class SampledTopK(_sparse.Sparse):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    _sparse.check_part("sample", self.sample)
+    checks.check_number("sample", self.sample, high=1.0, open_low=True)
 
   def _select(self, rows: jax.Array, k: int) -> _largest.Selection:
     # 0.8 k is the bound of the authors' code.

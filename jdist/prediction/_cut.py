@@ -6,6 +6,7 @@ layer from the front, with the kernel, the bias and the normalization of each.
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -194,26 +195,19 @@ def refuse_other_cut(argument: str, theirs: Cut, ours: Cut) -> None:
   """Raises a ValueError that names the first leaf in which two cuts differ."""
   if theirs.fingerprint == ours.fingerprint:
     return
-  mine, others = (
-    [("in front of", x) for x in _leaves(cut.front)]
-    + [("behind", x) for x in _leaves(cut.rear)]
-    for cut in (ours, theirs)
-  )
+
+  def told(cut: Cut) -> list[str]:
+    halves = (("in front of", cut.front), ("behind", cut.rear))
+    return [f"{x}, {at} the cut" for at, half in halves for x in _leaves(half)]
+
   # The first difference is the most useful one: a shifted cut or another width
   # changes all leaves behind it.
-  for (i, leaf), (j, other) in zip(mine, others, strict=False):
-    if leaf != other:
-      difference = f"in place of {leaf} there is {other}"
-      break
-    if i != j:
-      difference = f"{leaf}, {i} the cut here, is {j} it there"
-      break
-  else:
-    longer = max(ours, theirs, key=lambda x: x.num_front + x.num_rear)
-    difference = f"only {longer!r} has all of its leaves"
+  both = itertools.zip_longest(told(ours), told(theirs), fillvalue="nothing")
+  mine, other = next((x, y) for x, y in both if x != y)
   raise ValueError(
-    f"`{argument}` must be of {ours!r}, got one of {theirs!r}: {difference}. "
-    "Use the one that was made for this network and cut."
+    f"`{argument}` must be of {ours!r}, got one of {theirs!r}: in place of "
+    f"{mine}, there is {other}. Use the one that was made for this network and "
+    "cut."
   )
 
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import codecs, collectives, states
+from jdist import codecs, collectives, signatures, states
 from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
@@ -286,13 +286,15 @@ class _Coder(NamedTuple):
   def encode(self, x: jax.Array, key: jax.Array | None) -> PyTree:
     if self.codec is None:
       return x
-    return self.codec.encode(x, (), key)[0]
+    encode = signatures.plain(type(self.codec).encode)
+    return encode(self.codec, x, (), key)[0]
 
   def decode(self, payload: PyTree) -> jax.Array:
     if self.codec is None:
       return payload.astype(jnp.float32)
     like = jax.ShapeDtypeStruct(self.row.shape, jnp.float32)
-    return self.codec.decode(payload, (), like)
+    decode = signatures.plain(type(self.codec).decode)
+    return decode(self.codec, payload, (), like)
 
   def num_bits(self) -> int:
     if self.codec is None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks, collectives
+from jdist import checks, collectives, signatures
 from jdist.reducers import _reducer
 
 PyTree: TypeAlias = Any
@@ -108,7 +108,8 @@ class Chunked(_reducer.Reducer):
     # do not change the random numbers of these.
     name = np.uint32(zlib.crc32(bucket.dtype.encode()))
     key = jax.random.fold_in(jax.random.fold_in(key, name), number)
-    reduced = self.reducer.reduce(row, state, key, axis)
+    reduce = signatures.plain(type(self.reducer).reduce)
+    reduced = reduce(self.reducer, row, state, key, axis)
     return collectives.varying(_reducer.Reduced(*reduced), axis)
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks, codecs, collectives, states
+from jdist import checks, codecs, collectives, signatures, states
 from jdist.reducers import (
   _compressed,
   _feedback,
@@ -78,13 +78,8 @@ class Compression:
     reducer, feedback = self.reducer, self.feedback
     if isinstance(reducer, codecs.Codec):
       reducer = _compressed.compressed(reducer)
-    checks.check_type(
-      "reducer",
-      reducer,
-      _reducer.Reducer,
-      "a `reducers.Reducer` or a codec, for instance `reducers.PowerSGD(2)` or "
-      "`codecs.Quantize(4)`",
-    )
+    wanted = "a `Reducer` or a codec, for instance `codecs.Quantize(4)`"
+    checks.check_type("reducer", reducer, _reducer.Reducer, wanted)
     checks.check_type(
       "feedback", feedback, _feedback.Feedback | None,
       "a feedback or None, for instance `reducers.ErrorFeedback()`",
@@ -153,7 +148,8 @@ class Compression:
     note(self.reducer, wanted, axis)
     # The order is that of the papers: feedback before, reduction, feedback
     # after.
-    reduced = self.reducer.reduce(wanted, state.reducer, self.key(state), axis)
+    reduce = signatures.plain(type(self.reducer).reduce)
+    reduced = reduce(self.reducer, wanted, state.reducer, self.key(state), axis)
     mean, feedback = self.finish(
       reduced.mean, reduced.own_share, wanted, feedback, tree
     )

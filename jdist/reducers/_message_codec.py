@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist import checks, codecs, states
+from jdist import checks, codecs, signatures, states
 from jdist.reducers import _feedback, _momentum_feedback
 
 PyTree = Any
-_FEEDBACKS = (_feedback.ErrorFeedback, _momentum_feedback.MomentumCorrection)
 
 
 @states.declare()
@@ -26,8 +25,9 @@ class MessageState(NamedTuple):
   feedback: PyTree
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
-class MessageCodec:
+class MessageCodec(signatures.Explained):
   r"""Encodes a tree in few bytes, with the sender's feedback.
 
   .. math:: m = C(x + e), \qquad e \leftarrow x + e - D(m)
@@ -54,22 +54,17 @@ class MessageCodec:
   """
 
   codec: codecs.Codec | tuple[codecs.Codec, ...]
-  feedback: Any = None
-  seed: int = 0
+  # The receiver would need the states of other feedbacks.
+  feedback: (
+    _feedback.ErrorFeedback | _momentum_feedback.MomentumCorrection | None
+  ) = None
+  seed: signatures.Seed = 0
   first: int = 0
 
   def __post_init__(self) -> None:
     own = self.codec if isinstance(self.codec, tuple) else (self.codec,)
     for each in own:
       checks.check_type("codec", each, codecs.Codec, "a codec")
-    if self.feedback is not None and not isinstance(self.feedback, _FEEDBACKS):
-      raise ValueError(
-        "`feedback` must be `reducers.ErrorFeedback()`, "
-        "`reducers.MomentumCorrection()` or None, got "
-        f"{checks.show(self.feedback)}: of others the receiver would need a "
-        "state."
-      )
-    for each in own:
       feedback, contractive = self.feedback, each.contractive
       if feedback is not None and feedback.keeps_rest and not contractive:
         raise feedback.divergence_error("codec", each)
@@ -79,7 +74,6 @@ class MessageCodec:
         "`codec` must not choose entries by a seed that all share, got "
         f"{self.codec}. Take `shared=False`, which sends the seed."
       )
-    checks.check_seed(self.seed)
 
   @property
   def stateless(self) -> bool:

@@ -94,13 +94,8 @@ class PowerSGD(_reducer.Reducer):
   def __post_init__(self) -> None:
     checks.set_structural(self, "rank", minimum=1)
     checks.set_structural(self, "seed", minimum=0, maximum=2**63 - 1)
-    checks.check_type(
-      "factors",
-      self.factors,
-      _reducer.Reducer | None,
-      "None or a reducer, for instance `compressed(codecs.Quantize(8), "
-      "owner_feedback='own_share')`",
-    )
+    if self.factors is not None:
+      _reducer.check_reducer("factors", self.factors)
 
   def init(self, like: PyTree, axis: collectives.Axis) -> PyTree:
     """Returns random directions for each matrix, equal on all workers."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jdist import checks, codecs, collectives
+from jdist import checks, codecs, collectives, signatures
 
 PyTree: TypeAlias = Any
 
@@ -65,7 +65,7 @@ class Bits(NamedTuple):
     return Bits(count * self.payload, count * self.sent)
 
 
-class Reducer(abc.ABC):
+class Reducer(signatures.Explained, abc.ABC):
   r"""Takes the mean of the workers' trees, exactly or compressed.
 
   Reducers are frozen dataclasses without arrays, like codecs.  Their memory is
@@ -195,7 +195,7 @@ def as_share(tree: PyTree) -> PyTree:
 
 def check_reducer(name: str, value: Any) -> None:
   """Raises a ValueError unless `value` is a reducer."""
-  wanted = "a `Reducer`, for instance `Exact()` or `compressed(codec)`"
+  wanted = "a `Reducer`, for instance `PowerSGD(2)` or `compressed(codec)`"
   checks.check_type(name, value, Reducer, wanted)
 
 

@@ -144,7 +144,9 @@ def test_another_cut_is_refused_by_the_first_leaf_that_differs():
   model = prediction.published_model("vgg15", abstract=True)
   refuse = _cut.refuse_other_cut
   refuse("predictor", prediction.cut(model, 4), ours)
-  with pytest.raises(ValueError, match=r"conv05\.kernel.*behind the cut here"):
+  with pytest.raises(
+    ValueError, match=r"conv05\.kernel.*, behind the cut, there is"
+  ):
     refuse("predictor", prediction.cut(model, 5), ours)
   wide = prediction.published_model("vgg15", num_classes=100, abstract=True)
   other = prediction.cut(wide, 4)
@@ -152,7 +154,7 @@ def test_another_cut_is_refused_by_the_first_leaf_that_differs():
     refuse("predictor", other, ours)
   one = prediction.cut(small(), 1)
   three = prediction.cut(small() | {"c": {"kernel": jnp.zeros((1, 1))}}, 1)
-  with pytest.raises(ValueError, match="has all of its leaves"):
+  with pytest.raises(ValueError, match=r"there is c\.kernel"):
     refuse("predictor", three, one)
 
 

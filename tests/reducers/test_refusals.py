@@ -121,7 +121,7 @@ _SCALED = codecs.RandomK(0.1)
     lambda: reducers.PowerSGD(seed=-1),
     "an int from 0 to 9223372036854775807, got -1",
   ),
-  ("factors", lambda: reducers.PowerSGD(factors=_CODEC), "None or a reducer"),
+  ("factors", lambda: reducers.PowerSGD(factors=_CODEC), "a `Reducer`"),
   (
     "factors",
     lambda: _FORGETFUL.init({"w": jnp.zeros((64, 64))}, None),

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import collectives, reducers, states
+from jdist import collectives, reducers, signatures, states
 from jdist.transforms.local import _anchor, _sender
 
 PyTree = Any
@@ -191,9 +191,8 @@ class ChunkedStream:
           chunks, row = self.compression.reducer, own[0]
           reducers.note(chunks.reducer, row, self.axis)
           state = _row(memory.reducer[name], start)
-          reduced = chunks.reduce_chunk(
-            bucket, start, row, state, key, self.axis
-          )
+          reduce = signatures.plain(type(chunks).reduce_chunk)
+          reduced = reduce(chunks, bucket, start, row, state, key, self.axis)
           parts.append(Part(start, (), reduced))
         position = jnp.minimum(position + size, length)
       found.append(tuple(parts))
