@@ -67,6 +67,7 @@ def word(name: str) -> str:
 
 
 IMPORTS: list[str] = []  # The words `--import MODULE` of this command.
+_UNUSABLE = (ImportError, AttributeError, ValueError, SyntaxError, SystemExit)
 OWN: dict[str, str] = {}  # Modules of the user's own, and what names them.
 
 
@@ -116,7 +117,7 @@ def load(option: str, name: str, kind: str) -> Any:
   try:
     found = importlib.import_module(module)
     return found if kind == "a module" else getattr(found, attribute)
-  except (ImportError, AttributeError, ValueError) as error:
+  except _UNUSABLE as error:
     raise ValueError(
       f"`{option}` must be {kind} that can be imported, got {name!r}: {error}."
     ) from None
@@ -151,6 +152,8 @@ def check(options: Any) -> None:
     # Defaults satisfy their own rules, and None means "not given".
     entry = field.metadata.get("option")
     value = getattr(options, name)
+    if value == "":  # A variable of a script has no value, perhaps.
+      raise ValueError(f"`{word(name)}` must not be empty: leave it out.")
     if entry is None or value is None or value == field.default:
       continue
     if entry.within is not None:

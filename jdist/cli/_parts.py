@@ -68,7 +68,7 @@ def resolve(options: Mapping[str, Any]) -> None:
       if own and one.partition(":")[0] not in _registry(kind):
         part = _options.load(option, one, f"MODULE:NAME of one of its {kind}")
         _add(kind, one, part)
-      if one and _REGISTRIES[kind][1] == "PARTS":
+      if one is not None and _REGISTRIES[kind][1] == "PARTS":
         known = (*_WORDS.get(kind, ()), *_registry(kind))
         _options.check_name(option, one, known)
 

@@ -19,7 +19,7 @@ _WHAT = "a decoded set"
 @signatures.checked
 def load(
   name: str | os.PathLike[str],
-  split: str = "train",
+  split: _prepare.Split = "train",
   *,
   size: signatures.PositiveInt | None = None,
   download: bool = False,
@@ -76,7 +76,6 @@ def load(
   >>> len(digits), digits.images.shape, digits.num_classes
   (1442, (1442, 8, 8, 1), 10)
   """
-  _prepare.check_split(split)
   if name not in _prepare.DATASETS and os.path.exists(name):
     return _files.load(pathlib.Path(name), split, size)
   name = os.fspath(name)
@@ -149,7 +148,7 @@ def _read_statistics(name: str) -> tuple[list[float], list[float]]:
 @signatures.checked
 def load_text(
   source: str | os.PathLike[str],
-  split: str = "train",
+  split: _prepare.Split = "train",
   *,
   window_length: signatures.PositiveInt = 128,
   test_fraction: float = 0.1,
@@ -185,7 +184,6 @@ def load_text(
   >>> len(text), bytes(text.windows[0]), bytes(text.windows[1])
   (22, b'abcde', b'efghi')
   """
-  _prepare.check_split(split)
   test_fraction = checks.check_number(
     "test_fraction", test_fraction, open_low=True, high=1
   )

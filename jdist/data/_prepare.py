@@ -1,6 +1,7 @@
 """The known data sets, as TensorFlow Datasets has prepared them on a disk."""
 
 import dataclasses
+import functools
 import importlib.util
 import io
 import json
@@ -11,13 +12,14 @@ import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from jdist import checks
 
 SPLITS = ("train", "test")
+Split = Annotated[str, functools.partial(checks.check_choice, choices=SPLITS)]
 _CHUNK = 1000
 
 
@@ -61,15 +63,6 @@ def find(name: str, *, images: bool = False) -> Any:
       f"`name` must be one of {', '.join(names)}, got {name!r}. {remedy}"
     )
   return DATASETS[name]
-
-
-def check_split(split: str) -> None:
-  """Raises a ValueError for an unknown split."""
-  if split not in SPLITS:
-    raise ValueError(
-      f'`split` must be "train" or "test", got {split!r}. To validate, hold '
-      "back samples of train by index."
-    )
 
 
 def tfds_dir() -> pathlib.Path:

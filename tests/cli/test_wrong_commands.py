@@ -78,3 +78,46 @@ def test_binary_file_is_named(option, tmp_path, refusal):
   path.write_bytes(b"\xff\xfe\x00\x81")
   told = refusal(f"pipeline simulate {option} {path}")
   assert f"must be a text file in UTF-8, got {path}" in told
+
+
+# `split` of the fixture takes away quotes: `--option=` is an empty text.
+@pytest.mark.parametrize(
+  ("words", "option"),
+  [
+    ("train --codec=", "--codec"),
+    ("train --feedback=", "--feedback"),
+    ("train --outer=", "--outer"),
+    ("train --checkpoints=", "--checkpoints"),
+    ("bytes --codec=", "--codec"),
+    ("pipeline simulate 1f1b --edge-codec=", "--edge-codec"),
+  ],
+)
+def test_empty_text_is_refused(words, option, refusal):
+  assert f"`{option}` must" in refusal(words)
+
+
+@pytest.mark.parametrize("text", ["raise SystemExit(0)", "def ("])
+def test_module_that_cannot_be_imported_is_named(
+  text, tmp_path, monkeypatch, refusal
+):
+  name = f"wrong_module_{len(text)}"
+  (tmp_path / f"{name}.py").write_text(text)
+  monkeypatch.syspath_prepend(tmp_path)
+  assert f"got '{name}'" in refusal(f"simulate none.toml --import {name}")
+
+
+@pytest.mark.parametrize(
+  ("file", "text"),
+  [
+    ("rows.jsonl", '{"a": 1}\n'),
+    ("rows.jsonl", "[1]\n"),
+    ("rows.jsonl", '{"config": 3}\n'),
+    ("rows.jsonl", '{"config": {}, "method": 3}\n'),
+    ("status.json", "{"),
+  ],
+)
+def test_report_of_other_files_is_refused(file, text, tmp_path, refusal):
+  folder = tmp_path / "run"
+  folder.mkdir()
+  (folder / file).write_text(text)
+  assert f"got {folder}" in refusal(f"report {folder}")

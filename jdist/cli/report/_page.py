@@ -34,7 +34,11 @@ _MAX_LANES, _MAX_SPANS = 40, 1500
 
 def report(options: Any) -> None:
   """Writes the page of a directory."""
-  print(f"Report: {write(pathlib.Path(options.folder), options)}")
+  try:
+    print(f"Report: {write(pathlib.Path(options.folder), options)}")
+  except (AttributeError, LookupError, TypeError, json.JSONDecodeError) as e:
+    words = f"rows and a {STATUS} that commands wrote, got {options.folder}"
+    raise ValueError(f"`jdist report` needs {words}: {e!r}.") from e
 
 
 def write(folder: pathlib.Path, options: Any = None) -> pathlib.Path:
