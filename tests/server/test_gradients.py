@@ -260,10 +260,17 @@ def test_last_settled_task_is_the_latest_in_every_order():
 
 def test_messages_to_every_worker_draw_numbers_of_their_own():
   plans = server.message_plans(plans=server.BitPlans(((32,), (4,)), (256,)))
-  names, steps = ["a", "b", "c"], []
+  names, pulls, pushes = ["a", "b", "c"], [], []
+  samples = data.SampleStream(DIGITS, 3, seed=0)
   for seed in range(2):
     learner = server.GradientServer(
       SGD, jnp.zeros(256), plans, workers=names, seed=seed
     )
-    steps += [int(state.step) for state in learner._pull_states]
-  assert len(set(steps)) == 2 * 3
+    pulls += [int(state.step) for state in learner._pull_states]
+    for number in range(3):
+      worker = server.GradientWorker(
+        LOSS, jnp.zeros(256), samples, plans, number=number, num_workers=3,
+        seed=seed,
+      )  # fmt: skip
+      pushes.append(int(worker._own[0].step))
+  assert len(set(pulls)) == len(set(pushes)) == 2 * 3
