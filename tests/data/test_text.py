@@ -94,7 +94,7 @@ def test_selected_windows_are_a_text(file):
 @pytest.mark.parametrize(
   ("argument", "options", "rule"),
   [
-    ("split", {"split": "validation"}, '"train" or "test"'),
+    ("split", {"split": "validation"}, "'train' or 'test'"),
     ("window_length", {"window_length": 0}, "int >= 1"),
     (
       "window_length",
