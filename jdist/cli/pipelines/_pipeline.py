@@ -213,7 +213,15 @@ def _command(
     f"Table: {path}. The times are those of a process for each stage:",
     f"{train} {best.num_stages} --table {path} --runtime processes{coded}",
   ]
-  able = [x for x in found if x.times is not None and _one_program(x)]
+  # `jdist train` makes a table by its name for equal stages, so that a list
+  # schedule can only be read from the file of the best one.
+  able = [
+    x
+    for x in found
+    if (made := x.made) is not None
+    if made.num_iterations == 1
+    or (made.weights == "delayed" and not made.splits_backward)
+  ]
   if able:
     chosen = best if best in able else able[0]
     share = chosen.samples_per_s / best.samples_per_s
@@ -228,17 +236,6 @@ def _command(
       f"{train} {chosen.num_stages} --table {table}",
     ]
   return "\n".join(lines)
-
-
-def _one_program(choice: pipeline.Candidate) -> bool:
-  """Returns whether one program can run a candidate's table."""
-  assert choice.made is not None
-  # `jdist train` makes a table by its name for equal stages, so that a list
-  # schedule can only be read from the file of the best one.
-  made = choice.made
-  return made.num_iterations == 1 or (
-    made.weights == "delayed" and not made.splits_backward
-  )
 
 
 def _costs(
@@ -274,6 +271,9 @@ def _stages(best: pipeline.Candidate, machines: cluster.Cluster) -> Any:
   busy = dict(zip(best.nodes, best.times.utilisation, strict=False))
   memory = dict(zip(best.nodes, best.times.memory_bytes, strict=False))
   times = pipeline.stage_times(best.plan, machines)
+  title = f"{best.table}: {best.num_microbatches} micro-batches"
+  title += "" if best.window is None else f", window {best.window}"
+  title += ", recomputation" * best.recompute
   columns: dict[str, Callable[[int, Any], str]] = {
     "stage": lambda number, _: str(number),
     "layers": lambda _, x: x[0].name,
@@ -286,7 +286,7 @@ def _stages(best: pipeline.Candidate, machines: cluster.Cluster) -> Any:
     "of MB": lambda _, x: f"{machines.node(x[1]).memory_bytes / 1e6:.4g}",
   }
   return _output.table(
-    _title(best),
+    f"{title}, {best.samples_per_s:.4g} samples/s",
     "Seconds of both passes of a micro-batch at speed 1, and of a message to "
     "the next stage or back. Cut at layers "
     f"{' '.join(map(str, best.plan.cuts)) or '-'}.",
@@ -294,15 +294,6 @@ def _stages(best: pipeline.Candidate, machines: cluster.Cluster) -> Any:
     enumerate(zip(best.plan.stages, best.plan.nodes, strict=True)),
     left=3,
   )
-
-
-def _title(best: pipeline.Candidate) -> str:
-  words = [f"{best.table}: {best.num_microbatches} micro-batches"]
-  if best.window is not None:
-    words.append(f"window {best.window}")
-  if best.recompute:
-    words.append("recomputation")
-  return f"{', '.join(words)}, {best.samples_per_s:.4g} samples/s"
 
 
 def _candidates(found: Sequence[pipeline.Candidate]) -> Any:

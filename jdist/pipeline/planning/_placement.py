@@ -17,7 +17,6 @@ _MOST_EXHAUSTIVE = 8
 _MOST_TIES = 500
 _ROUNDING = 1e-9
 _Value = tuple[float, float]  # bottleneck, trip
-_NOTHING: _Value = (math.inf, math.inf)
 
 
 @signatures.checked
@@ -83,33 +82,30 @@ class _Search:
   def __init__(self, chain: Chain, names: Sequence[str], wanted: int):
     self._chain, self._names, self._wanted = chain, names, wanted
     self.best: tuple[tuple[str, ...], tuple[int, ...]] | None = None
-    self._value = _NOTHING
+    self._value: _Value = (math.inf, math.inf)
     self._ties = 0
 
-  def _try(self, order: Sequence[str]) -> bool:
+  def _try(self, order: Sequence[str]) -> None:
     """Keeps an order if its best partition is better."""
     chain = self._chain
     # The bound lets most orders be given up early.
     found = chain.best_cuts(order, self._value[0] * (1 + _ROUNDING))
     if found is None:
-      return False
+      return
     bottleneck, trip, cuts = found
     # The partition only knows links shared by neighbouring cuts; distant cuts
     # may share one, too.
     busiest = chain.routes.busiest_s(order, chain.sent[list(cuts)])
     value = max(bottleneck, busiest), trip
-    if not _less(value, self._value):
-      return False
-    self._value, self.best = value, (tuple(order), cuts)
-    return True
+    if _less(value, self._value):
+      self._value, self.best = value, (tuple(order), cuts)
 
   def start(self) -> None:
     """Tries the given order, the fastest machines, and chains of fast links."""
     by_speed = sorted(self._names, key=lambda x: -self._chain.node(x).speed)
     self._try(self._names[: self._wanted])
     self._try(by_speed[: self._wanted])
-    firsts = self._unlike(by_speed)
-    for first in list(firsts)[:_MOST_EXHAUSTIVE]:
+    for first in list(self._unlike(by_speed))[:_MOST_EXHAUSTIVE]:
       order = [first]
       while len(order) < self._wanted:
         order.append(self._nearest(order[-1], set(order)))

@@ -134,8 +134,8 @@ def plan(
     math.inf if max_delay is None else max_delay, num_stages, windows,
   )  # fmt: skip
   # With unlimited memory a stage that runs twice is never faster.
-  free = all(math.isinf(x.memory_bytes) for x in machines.nodes)
-  for again in sorted(set(recompute))[: 1 if free and max_delay == 0 else 2]:
+  once = search.free and max_delay == 0
+  for again in sorted(set(recompute))[: 1 if once else 2]:
     search.add(again, tables, num_microbatches)
   return search.result()
 
@@ -163,6 +163,7 @@ class _Search:
     # Orders of machines: for the least bottleneck, and within their memory.
     self._orders: dict[tuple[int, bool], list[tuple[str, ...]]] = {}
     self._names = self.machines.names
+    self.free = all(math.isinf(x.memory_bytes) for x in self.machines.nodes)
     self._few = len(self._names) <= _FEW
     self._done: list[Candidate] = []
     self._best = 0.0
@@ -173,7 +174,7 @@ class _Search:
     self, recompute: bool, tables: Sequence[str], numbers: Sequence[int]
   ) -> None:
     """Tries all choices, the most promising first."""
-    # Many micro-batches fill a pipeline best.
+    # Many micro-batches fill a pipeline best, and so does a zero bubble.
     found = sorted(
       (
         (batch_s, -number, Candidate(name, number, stages, None, recompute))
@@ -182,7 +183,7 @@ class _Search:
         for number in numbers
         if name != _EACH or number == 1
       ),
-      key=lambda x: x[:2],
+      key=lambda x: (*x[:2], self._few or x[2].table[:2] != "zb"),
     )
     rates: dict[tuple[str, int], float] = {}
     for batch_s, _, choice in found:
@@ -194,7 +195,7 @@ class _Search:
       else:
         before = len(self._done)
         (self._try_capped if choice.table in LISTED else self._try)(choice)
-        tried = [x for x in self._done[before:] if x.times is not None]
+        tried = [x for x in self._done[before:] if x.plan is not None]
         if tried and not self._few:
           rate = max(x.samples_per_s for x in tried)
           # Still fewer micro-batches would make it slower again.
@@ -262,6 +263,13 @@ class _Search:
       windows = range(1, 1 + int(min(least, self.max_delay + 1)))
     for window in windows:
       choice = dataclasses.replace(choice, window=window)
+      # With unlimited memory these are the cuts: no table need be made.
+      least_s = self._least_s(choice, found)
+      if self.free and not self._few and self._is_slower(least_s):
+        rate = self.batch_size / least_s
+        choice = dataclasses.replace(choice, plan=found, samples_per_s=rate)
+        self._reject(choice, _SLOW)
+        continue
       live = max(_candidate.most_live(choice, times))
       # Fewer live micro-batches need less memory and allow better cuts, until
       # the cuts are those without any limit.
@@ -283,7 +291,7 @@ class _Search:
     }
     for best in firsts.values():
       assert best.plan is not None
-      most = self.batch_size / best.plan.bottleneck_s / best.num_microbatches
+      most = self.batch_size / self._least_s(best, best.plan)
       rate, least = best.samples_per_s, 0.0 if self._few else self._best
       full = rate >= most * (1 - _EQUAL) or rate < _SLOWER * least
       for factor in () if full else _SEND_FACTORS:
@@ -443,10 +451,9 @@ class _Search:
       found = self._partition(choice, footprint)
       made, report, fits = self._made(choice, found)
       if fits:
-        most = self.batch_size / found.bottleneck_s / choice.num_microbatches
         return dataclasses.replace(
-          choice, plan=found, made=made, samples_per_s=most,
-          delay=max(report.delays),
+          choice, plan=found, made=made, delay=max(report.delays),
+          samples_per_s=self.batch_size / self._least_s(choice, found),
         )  # fmt: skip
     raise ValueError(
       f"No partition fits into memory with what table {choice.table} keeps of "
@@ -481,14 +488,34 @@ class _Search:
       for name, need in zip(found.nodes, needs, strict=False)
     )
 
+  def _least_s(self, choice: Candidate, found: Plan) -> float:
+    """Returns seconds of a batch that no table of a plan takes less than.
+
+    With a window of 1 the first stage waits for its own update: each device has
+    all passes after the way of an input to it, before that of a gradient back.
+    """
+    number, entry = choice.num_microbatches, TABLES.get(choice.table)
+    least_s = number * found.bottleneck_s
+    # Tables that are made from times have windows of their own.
+    if entry is not None and entry.asynchronous and choice.window != 1:
+      return least_s
+    split = choice.table[:2] == "zb"  # A zero bubble splits backward passes.
+    times = _candidate.stage_times(found, self.machines, split=split)
+    trip_s, whole_s = 0.0, dict[str, float]()
+    for time, node in zip(times, found.nodes, strict=True):
+      pass_s = time.forward + time.backward
+      whole_s[node] = whole_s.get(node, trip_s) + number * pass_s
+      trip_s += pass_s + 2 * time.send
+    return max(least_s, *whole_s.values())
+
   def _simulated(self, choice: Candidate) -> Candidate:
     assert choice.made is not None and choice.plan is not None
-    times = _simulator.simulate(
-      choice.made, choice.plan.stages, self.machines, nodes=choice.nodes,
-      optimizer_copies=self.optimizer_copies, proved=True,
+    times = _simulator.run_table(
+      choice.made, choice.plan.stages, self.machines, choice.nodes,
+      self.optimizer_copies,
     )  # fmt: skip
     rate = self.batch_size / times.iteration_s
-    # No table is faster than its bottleneck; a higher rate only says that the
+    # No table is faster than its bound; a higher rate only says that the
     # measured iterations were not the same part of the run.
     rate = min(rate, choice.samples_per_s)
     return dataclasses.replace(choice, times=times, samples_per_s=rate)
@@ -503,20 +530,21 @@ class _Search:
     """
     found, before = choice.plan, 0.0
     assert found is not None
-    most = self.batch_size / found.bottleneck_s / choice.num_microbatches
+    most = self.batch_size / self._least_s(choice, found)
     # One more weight part that waits gains little; one a stage fills a bubble.
     step = choice.num_stages if choice.table in _candidate.ZERO_BUBBLE else 1
     listed = choice.table in LISTED
     while most > rate * (1 + _ROUNDING):
-      extra = choice.extra_live
-      try:
-        made, report, fits = self._made(choice, found)
-      except ValueError:  # Another number of stages has no such table.
-        return
-      if fits:
+      extra, fits = choice.extra_live, True
+      if choice.made is None:
+        try:
+          made, report, fits = self._made(choice, found)
+        except ValueError:  # Another number of stages has no such table.
+          return
         choice = dataclasses.replace(
           choice, made=made, delay=max(report.delays), samples_per_s=most
         )
+      if fits:
         yield (done := self._simulated(choice))
         now = done.samples_per_s
         enough = now >= most * (1 - _EQUAL) or now <= before * (1 + _EQUAL)
@@ -527,7 +555,7 @@ class _Search:
         return
       else:
         extra -= 1 + max(report.live) // _LIVE
-      choice = dataclasses.replace(choice, extra_live=extra)
+      choice = dataclasses.replace(choice, extra_live=extra, made=None)
 
   def _evaluated(
     self, choice: Candidate, layout: Layout, rate: float
@@ -544,7 +572,7 @@ class _Search:
     # Another layout may have room for more micro-batches, or for fewer.
     choice = dataclasses.replace(
       choice, num_stages=len(order), extra_live=max(choice.extra_live, 0),
-      plan=found,
+      plan=found, made=None,
     )  # fmt: skip
     grown = (x for x in self._grown(choice, rate) if x.samples_per_s > rate)
     return max(grown, key=lambda x: x.samples_per_s, default=None)

@@ -1,6 +1,5 @@
 """Simulations of a table on a cluster's virtual clock."""
 
-import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -62,7 +61,6 @@ def simulate(
   *,
   nodes: Sequence[str] | None = None,
   optimizer_copies: float = 1.0,
-  proved: bool = False,
 ) -> PipelineTimes:
   """Runs a table on a cluster's virtual clock.
 
@@ -79,7 +77,6 @@ def simulate(
       machines.
     optimizer_copies: The optimizer's state in sizes of the parameters: 1 for
       momentum, 2 for Adam.
-    proved: Whether the table is known to run; a proof takes as long as a run.
 
   Raises:
     ValueError: If the table cannot run, numbers do not fit, or two machines
@@ -93,9 +90,33 @@ def simulate(
   >>> times.makespan_s, round(times.bubble, 3)
   (15.0, 0.2)
   """
-  names = check_nodes(table, costs, machines, nodes)
+  if len(costs) != table.num_stages:
+    raise ValueError(
+      f"`costs` must be one for each of the table's {table.num_stages} stages, "
+      f"got {len(costs)}."
+    )
+  wanted = len(table.devices)
+  names = machines.names[:wanted] if nodes is None else tuple(nodes)
+  for name in names:
+    machines.node(name)
+  if len(names) != wanted or len(set(names)) != wanted:
+    raise ValueError(
+      "`nodes` must name a machine of its own for each of the table's "
+      f"{wanted} devices, got {', '.join(names)}."
+    )
   # This also proves that the simulation ends.
-  report = (_checker.table_needs if proved else _checker.check_table)(table)
+  _checker.check_table(table)
+  return run_table(table, costs, machines, names, optimizer_copies)
+
+
+def run_table(
+  table: Table,
+  costs: Sequence[_costs.LayerCost],
+  machines: cluster.Cluster,
+  names: tuple[str, ...],
+  optimizer_copies: float,
+) -> PipelineTimes:
+  """Simulates a table that can run, on the machine of each device."""
   run = _Run(table, costs, machines, names)
   ends = [0.0] * table.num_iterations
   busy = [0.0] * len(table.devices)
@@ -104,6 +125,7 @@ def simulate(
     if action.op == Op.UPDATE:
       ends[action.iteration] = max(ends[action.iteration], end)
     busy[table.device_of[action.stage]] += end - start
+  report = _checker.table_needs(table)
   makespan = max(run.ends.values())
   ways, uses = table.device_of, run.trace.utilisation().items()
   return PipelineTimes(
@@ -136,32 +158,6 @@ def action_s(cost: _costs.LayerCost, op: Op) -> float:
   return seconds
 
 
-def check_nodes(
-  table: Table,
-  costs: Sequence[_costs.LayerCost],
-  machines: cluster.Cluster,
-  nodes: Sequence[str] | None,
-) -> tuple[str, ...]:
-  """Returns the machine of each device."""
-  if len(costs) != table.num_stages:
-    raise ValueError(
-      f"`costs` must be one for each of the table's {table.num_stages} stages, "
-      f"got {len(costs)}."
-    )
-  wanted = len(table.devices)
-  if nodes is None:
-    nodes = machines.names[:wanted]
-  names = tuple(checks.check_list("nodes", nodes, "names of machines"))
-  for name in names:
-    machines.node(name)
-  if len(names) != wanted or len(set(names)) != wanted:
-    raise ValueError(
-      "`nodes` must name a machine of its own for each of the table's "
-      f"{wanted} devices, got {', '.join(names)}."
-    )
-  return names
-
-
 class _Run:
   """A run of a table on SimPy's clock."""
 
@@ -185,62 +181,52 @@ class _Run:
     )
     self._places = [0] * len(names)
     self._busy = [False] * len(names)
-    # Actions whose result another device has received.
-    self._there: set[Action] = set()
-    self._waiting: dict[Action, list[int]] = collections.defaultdict(list)
+    # Actions that still wait for another device.  The check has shown that
+    # results of the device itself precede them.
+    self._waits = {table.sends_to(x) for x in table}
     for device in range(len(names)):
       self._advance(device)
     self.environment.run()
 
-  def _advance(self, device: int) -> None:
+  def _advance(self, device: int, received: Action | None = None) -> None:
     """Starts the device's next action if the device and inputs are ready."""
+    self._waits.discard(received)
     order = self._table.devices[device]
     if self._busy[device] or self._places[device] == len(order):
       return
     action = order[self._places[device]]
-    for need in self._table.needs(action):
-      # The check has shown that results of the device itself precede it.
-      away = self._table.device_of[need.stage] != device
-      if away and need not in self._there:
-        self._waiting[need].append(device)
-        return
+    if action in self._waits:
+      return
     # A node's slow-downs may begin or end within the action.
     self._busy[device] = True
     self._places[device] += 1
     self.starts[action] = now = self.environment.now
     work = action_s(self._costs[action.stage], action.op)
     after = self._nodes[device].end_s(now, work) - now
-    event = self.environment.timeout(after)
-    event.callbacks.append(lambda _: self._end(device, action))
+    event = self.environment.timeout(after, action)
+    event.callbacks.append(self._end)
 
-  def _end(self, device: int, action: Action) -> None:
-    now = self.environment.now
+  def _end(self, event: Any) -> None:
+    action, now = event.value, self.environment.now
     self.ends[action] = now
+    device, text = self._table.device_of[action.stage], str(action)
     start, name = self.starts[action], self._names[device]
     if now > start:
-      self.trace.add(name, str(action), start, now, action.op.kind)
+      self.trace.add(name, text, start, now, action.op.kind)
     # The send starts at once and does not occupy the device.
     self._busy[device] = False
     target = self._table.sends_to(action)
     if target is not None:
-      self._send(device, action, target)
+      other = self._table.device_of[target.stage]
+      forward = action.op == Op.FORWARD
+      # A gradient is as large as the output whose gradient it is.
+      cost = self._costs[action.stage if forward else target.stage]
+      sent: Any = self._network.send(
+        name, self._names[other], cost.sent_bytes, name=text,
+        kind="activation" if forward else "gradient",
+      )  # fmt: skip
+      sent.callbacks.append(lambda _: self._advance(other, target))
     self._advance(device)
-
-  def _send(self, device: int, action: Action, target: Action) -> None:
-    other = self._names[self._table.device_of[target.stage]]
-    forward = action.op == Op.FORWARD
-    # A gradient is as large as the output whose gradient it is.
-    cost = self._costs[action.stage if forward else target.stage]
-    event: Any = self._network.send(
-      self._names[device], other, cost.sent_bytes, name=str(action),
-      kind="activation" if forward else "gradient",
-    )  # fmt: skip
-    event.callbacks.append(lambda _: self._receive(action))
-
-  def _receive(self, action: Action) -> None:
-    self._there.add(action)
-    for device in self._waiting.pop(action, ()):
-      self._advance(device)
 
 
 def _steady_s(ends: Sequence[float], window: int) -> float:
@@ -261,22 +247,21 @@ def device_bytes(
   optimizer_copies: float,
 ) -> tuple[float, ...]:
   """Returns the most bytes that each device holds at once."""
+  last = [table.last_backward(stage) for stage in range(table.num_stages)]
   found = []
   for device, order in enumerate(table.devices):
     # Parameters and temporaries are constant; saved micro-batches are not.
-    still = sum(
-      cost.parameter_bytes * (report.versions[stage] + optimizer_copies + 1)
-      for stage, cost in enumerate(costs)
-      if table.device_of[stage] == device
-    )
-    still += max((costs[x.stage].working_bytes for x in order), default=0.0)
+    own = [s for s, at in enumerate(table.device_of) if at == device]
+    still = max((costs[s].working_bytes for s in own), default=0.0)
+    for s in own:
+      copies = report.versions[s] + optimizer_copies + 1
+      still += costs[s].parameter_bytes * copies
     live = most = 0.0
-    for action in order:
-      saved = costs[action.stage].saved_bytes
-      if action.op == Op.FORWARD:
-        live += saved
-      elif action.op == table.last_backward(action.stage):
-        live -= saved
-      most = max(most, live)
+    for op, stage, *_ in order:
+      if op == Op.FORWARD:
+        live += costs[stage].saved_bytes
+        most = max(most, live)
+      elif op == last[stage]:
+        live -= costs[stage].saved_bytes
     found.append(still + most)
   return tuple(found)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from jdist import checks, signatures
+from jdist import signatures
 from jdist.pipeline.schedule._flush_tables import alternating
 from jdist.pipeline.schedule._list_schedule import (
   check_arguments,
@@ -85,7 +85,7 @@ def ours(
   *,
   window: signatures.PositiveInt | None = None,
   num_iterations: int = 8,
-  max_live: Sequence[int] | None = None,
+  max_live: Sequence[signatures.PositiveInt] | None = None,
 ) -> Table:
   r"""Keeps W iterations in progress without a flush.
 
@@ -130,7 +130,7 @@ def zb_h2(
   num_microbatches: int,
   *,
   num_iterations: int = 8,
-  max_live: Sequence[int] | None = None,
+  max_live: Sequence[signatures.PositiveInt] | None = None,
   max_saved: signatures.PositiveInt | None = None,
 ) -> Table:
   r"""Overlaps iterations although no gradient is late (ZB-H2).
@@ -180,7 +180,7 @@ def zb_v(
   num_microbatches: int,
   *,
   num_iterations: int = 8,
-  max_live: Sequence[int] | None = None,
+  max_live: Sequence[signatures.PositiveInt] | None = None,
   max_saved: signatures.PositiveInt | None = None,
 ) -> Table:
   r"""Overlaps iterations with two stages on each device, laid as a V (ZB-V).
@@ -205,7 +205,6 @@ def zb_v(
   """
   if isinstance(times, int):
     times = [StageTimes()] * (2 * times)
-  checks.check_list("times", times, "StageTimes")
   if len(times) % 2:
     raise ValueError(
       f"`times` must be two stages for each device in a V, got {len(times)}."

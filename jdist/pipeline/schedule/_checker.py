@@ -234,11 +234,11 @@ def _blocked(table: Table) -> list[str]:
 def _live(table: Table) -> tuple[int, ...]:
   # One device runs all passes of a stage, so its order alone decides.
   live, most = [0] * table.num_stages, [0] * table.num_stages
-  for action in table:
-    stage = action.stage
-    if action.op == Op.FORWARD:
+  last = [table.last_backward(stage) for stage in range(table.num_stages)]
+  for op, stage, *_ in table:
+    if op == Op.FORWARD:
       live[stage] += 1
-    elif action.op == table.last_backward(stage):
+      most[stage] = max(most[stage], live[stage])
+    elif op == last[stage]:
       live[stage] -= 1
-    most[stage] = max(most[stage], live[stage])
   return tuple(most)

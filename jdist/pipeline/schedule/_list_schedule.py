@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from jdist import checks, signatures
-from jdist.pipeline.schedule._table import Action, Op, Table, with_updates
+from jdist.pipeline.schedule._table import Action, Op, Table
 
 # A table of so many is made in seconds and simulated in a minute.
 _MOST_PASSES = 100_000
@@ -111,41 +111,41 @@ def list_schedule(
   # A device prefers the stages that are nearer to the loss.
   for s in reversed(range(len(times))):
     held[devices[s]].append(s)
-  total = num_microbatches * num_iterations
   ops = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT
-  counts = {op: [0] * len(times) for op in ops}
+  forward, backward, weight = counts = [[0] * len(times) for _ in ops]
+  # Only a split backward pass has a part that may wait.
+  weight = weight if split else backward
+  # An iteration's update follows its last gradients, so it needs no event. It
+  # lets the forward passes of one iteration more begin.
+  allowed = [window * num_microbatches for _ in times]
   # These lists hold when each stage's inputs and gradients are available.
   # Micro-batches pass through a stage in order, so a count names them.
   inputs: list[list[float]] = [[] for _ in times]
   gradients: list[list[float]] = [[] for _ in times]
-  inputs[0] = [0.0] * total
+  inputs[0] = [0.0] * (num_microbatches * num_iterations)
   free = [0.0] * len(held)
   orders: list[list[Action]] = [[] for _ in held]
   wakes = [(0.0, device) for device in range(len(held))]
 
-  def can(op: Op, s: int, now: float) -> bool:
-    f, b, w = (counts[op][s] for op in ops)
-    w = w if split else b
-    if op == Op.BACKWARD:
-      return b < f and b < len(gradients[s]) and gradients[s][b] <= now
-    if op == Op.BACKWARD_WEIGHT:
-      return split and w < b
-    # An iteration's update follows its last gradients, so it needs no event.
-    updates = w // num_microbatches
-    return (
-      f < len(inputs[s])
-      and inputs[s][f] <= now
-      and f - b < live[s]
-      and f - w < most_saved
-      and updates > f // num_microbatches - window
-    )
-
   def choose(device: int, now: float) -> tuple[Op, int] | None:
     # A backward pass frees memory and lets the stages in front continue.
-    for op in (Op.BACKWARD, Op.FORWARD, Op.BACKWARD_WEIGHT):
-      for s in held[device]:
-        if can(op, s, now):
-          return op, s
+    for s in held[device]:
+      b = backward[s]
+      if b < len(gradients[s]) and gradients[s][b] <= now:
+        return Op.BACKWARD, s
+    for s in held[device]:
+      f = forward[s]
+      if (
+        f < len(inputs[s])
+        and f < allowed[s]
+        and f - backward[s] < live[s]
+        and f - weight[s] < most_saved
+        and inputs[s][f] <= now
+      ):
+        return Op.FORWARD, s
+    for s in held[device]:
+      if weight[s] < backward[s]:
+        return Op.BACKWARD_WEIGHT, s
     return None
 
   # Events are handled in the order of time, and of devices at equal times, so
@@ -158,7 +158,7 @@ def list_schedule(
     if chosen is None:
       continue
     op, s = chosen
-    done = counts[op]
+    done = counts[ops.index(op)]
     iteration, microbatch = divmod(done[s], num_microbatches)
     done[s] += 1
     if op == Op.FORWARD:
@@ -177,11 +177,14 @@ def list_schedule(
         heapq.heappush(wakes, (end + times[s - 1].send, devices[s - 1]))
       op = Op.BACKWARD_INPUT if split else op
     orders[device].append(Action(op, s, microbatch, iteration))
+    if done is weight and microbatch + 1 == num_microbatches:
+      allowed[s] += num_microbatches
+      orders[device].append(Action(Op.UPDATE, s, 0, iteration))
     free[device] = end
     heapq.heappush(wakes, (end, device))
   return Table(
     name,
-    tuple(with_updates(order, num_microbatches) for order in orders),
+    tuple(map(tuple, orders)),
     len(times),
     num_microbatches,
     num_iterations,
@@ -195,7 +198,7 @@ def greedy(
   num_microbatches: int,
   *,
   num_iterations: int = 1,
-  max_live: Sequence[int] | None = None,
+  max_live: Sequence[signatures.PositiveInt] | None = None,
   split: bool = False,
 ) -> Table:
   """Makes a synchronous table for stages and links of unequal times.
@@ -237,8 +240,6 @@ def check_arguments(
   if not checks.check_list("times", times, "StageTimes"):
     raise ValueError("`times` must be one stage's at least, got none.")
   check_passes(len(times), *passes)
-  for value in max_live or ():
-    checks.check_int("max_live", value, 1)
   if max_live is not None and len(max_live) != len(times):
     raise ValueError(
       f"`max_live` must have a number for each of the {len(times)} stages, got "

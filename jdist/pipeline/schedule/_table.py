@@ -153,7 +153,6 @@ class Table:
     Constraints between actions of one device, such as which version of the
     parameters exists, are not included: the device's order decides them.
     """
-    # Simulations ask millions of times, and `_replace` takes thrice as long.
     op, stage, *rest = action
     if op == Op.FORWARD:
       return [Action(op, stage - 1, *rest)] if stage else []

@@ -220,13 +220,13 @@ def test_first_of_equally_fast_candidates_counts():
 
 
 def test_plan_of_many_machines_simulates_few_tables(monkeypatch):
-  simulate, passes = _simulator.simulate, []
+  simulate, passes = _simulator.run_table, []
 
   def counted(table, *args, **options):
     passes.append(sum(map(len, table.devices)))
     return simulate(table, *args, **options)
 
-  monkeypatch.setattr(_simulator, "simulate", counted)
+  monkeypatch.setattr(_simulator, "run_table", counted)
   draw = random.Random(5)
   costs = [
     _Cost(
