@@ -240,7 +240,7 @@ def test_plan_of_many_machines_simulates_few_tables(monkeypatch):
   best, rows = pipeline.plan(costs, machines, 32)
   assert best.times is not None and len(rows) > len(passes)
   # There are 13 tables, 6 numbers of micro-batches and 20 of stages.
-  assert len(passes) < 80 and sum(passes) < 230_000
+  assert len(passes) < 40 and sum(passes) < 150_000
 
 
 def _unlike(seed):
