@@ -68,6 +68,11 @@ def test_interval_is_wider_than_the_profile_but_what_pays_is_not():
   # A step of a tenth of a second sends for a second.
   assert found.seconds("base") == pytest.approx((0.99, 1.1, 1.21))
   assert found.pays("shorter") and found.best == "shorter"
+  # Its median is shorter, too, but one of its blocks was as long as the base's.
+  unsure = shorter._replace(step_s=(0.05, 0.1, 0.2))
+  found = advice.Advice({"base": NOT_LATE, "unsure": unsure}, cluster.Link(8e6))
+  assert found.seconds("unsure")[1] < found.seconds("base")[1]
+  assert not found.pays("unsure") and found.best == "base"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from jdist import cli, training
+from jdist.cli import _compare
 from tests import _processes
 
 _TINY = [
@@ -166,3 +167,13 @@ def test_stopped_process_ends_the_others(tmp_path):
       process.kill()
       process.stdout.close()
       process.wait()
+
+
+def test_rates_are_tuned_on_a_part_of_the_training_set():
+  class Whole:
+    def hold_out(self):
+      return "a part"
+
+  whole = Whole()
+  fit = _compare._Fit(None, whole, None, None, 1)
+  assert fit._workloads == {"comparison": whole, "tuning": "a part"}

@@ -5,10 +5,12 @@ import os
 import shlex
 import signal
 import sys
+import types
 
+import numpy as np
 import pytest
 
-from jdist import cli, server, training
+from jdist import cli, cluster, server, training
 from jdist.cli import _commands, _workload
 from jdist.cli.servers import _protocols, _server_parts
 
@@ -346,3 +348,18 @@ def test_missing_clock_is_named_before_anything_is_made(
   out, error = capsys.readouterr()
   assert "`simpy` is needed here" in error and ".[sim]" in error
   assert out == "" and not (tmp_path / "out").exists()
+
+
+def test_shared_link_is_as_fast_as_the_largest_shard_allows(monkeypatch):
+  """By hand: the larger one of two shards has three quarters of the bytes."""
+  shards = [{"params": np.zeros(x, np.float32)} for x in (3, 1)]
+  monkeypatch.setattr(_server_parts, "_server_learner", lambda _: (None, None))
+  monkeypatch.setattr(server, "divide", lambda learner, number: shards)
+  links = {("a", "b"): cluster.Link(9.0), ("a", "s"): cluster.Link(9.0)}
+  nodes = tuple(map(cluster.Node, "ab"))
+  machines = cluster.Cluster(nodes, cluster.Topology(links), server="s")
+  options = types.SimpleNamespace(shards=2)
+  parts = types.SimpleNamespace(machines=machines, options=options)
+  found = _server_parts.shared_links(parts).topology.links
+  rates = {ends: link.bandwidth_bits_per_s for ends, link in found.items()}
+  assert rates == {("a", "b"): 9.0, ("a", "s"): 9.0 * 4 / 3}
