@@ -316,7 +316,7 @@ def _candidates(found: Sequence[pipeline.Candidate]) -> Any:
   return _output.table(
     "The best of each table, a process for each device",
     f"{len(found)} considered, {len(done)} simulated: the others do not fit "
-    "into memory, or are slower by their bottleneck alone.",
+    "into memory, or are slower by a lower bound of their time.",
     columns,
     sorted(best.values(), key=done.index),
   )

@@ -67,7 +67,7 @@ def plan(
   """Chooses partition, machines, table, micro-batches, window, recomputation.
 
   Each choice is cut for the least bottleneck within the memory that its table
-  needs, and then simulated, unless its bottleneck alone makes it slower than
+  needs, and then simulated, unless a lower bound of its time exceeds that of
   another one.  The fastest tables are then searched again by their simulated
   times: small problems over all cuts, orders of machines and choices, others by
   steps.  Among equally fast choices the best one has the least delay of
