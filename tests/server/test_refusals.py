@@ -150,7 +150,7 @@ SCALED = codecs.RandomK(0.1, shared=False)
   ),
   ("codec", lambda: codec_for_each(jnp.ones(4)), "one or one for each"),
   # Messages.
-  ("codec", lambda: reducers.MessageCodec(8), "a codec"),
+  ("codec", lambda: reducers.MessageCodec(8), "a `codecs.Codec`"),
   ("codec", lambda: reducers.MessageCodec(SHARED), "a seed that all share"),
   (
     "codec",
@@ -160,7 +160,7 @@ SCALED = codecs.RandomK(0.1, shared=False)
   (
     "feedback",
     lambda: reducers.MessageCodec(codecs.Sign(), reducers.EF21()),
-    "`reducers.MomentumCorrection()`",
+    "`reducers.MomentumCorrection`",
   ),
   (
     "seed",
