@@ -36,6 +36,8 @@ class Gpu:
       direction.
     network_bits_per_s: The GPU's share of the node's network, in each
       direction.
+
+  The others are what the compiler must know of it.
   """
 
   name: str
@@ -44,6 +46,13 @@ class Gpu:
   memory_bytes_per_s: float
   nvlink_bits_per_s: float
   network_bits_per_s: float
+  memory_bytes: int
+  compute_capability: tuple[int, int]
+  multiprocessors: int
+  fpus: int
+  clock_ghz: float
+  l2_bytes: int
+  shared_bytes: int
 
   def device(
     self, dtype: Literal["bfloat16", "float32"], launch_s: float = 0.0
@@ -66,31 +75,7 @@ class Gpu:
     slowest = self.nvlink_bits_per_s if nodes == 1 else self.network_bits_per_s
     return cluster.Link(slowest, latency_s)
 
-
-# From NVIDIA's data sheets of the SXM forms, without sparsity. The networks are
-# those of the DGX A100, H100 and H200.
-GPUS = {
-  "h200": Gpu("NVIDIA H200", 989.5e12, 494.7e12, 4.8e12, 8 * 450e9, 400e9),
-  "h100": Gpu("NVIDIA H100", 989.5e12, 494.7e12, 3.35e12, 8 * 450e9, 400e9),
-  "a100": Gpu("NVIDIA A100", 312e12, 156e12, 2.039e12, 8 * 300e9, 200e9),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Target:
-  """The properties by which GPUs differ for the compiler."""
-
-  name: str
-  compute_capability: tuple[int, int]
-  multiprocessors: int
-  fpus: int
-  clock_ghz: float
-  memory_bytes: int
-  memory_bytes_per_s: int
-  l2_bytes: int
-  shared_bytes: int
-
-  def text(self) -> str:
+  def target(self) -> str:
     """Returns a `GpuTargetConfigProto` in text form."""
     major, minor = self.compute_capability
     return f"""
@@ -103,7 +88,7 @@ class _Target:
         block_dim_limit_x: 2147483647
         block_dim_limit_y: 65535 block_dim_limit_z: 65535
         registers_per_core_limit: 65536 registers_per_block_limit: 65536
-        memory_bandwidth: {self.memory_bytes_per_s}
+        memory_bandwidth: {round(self.memory_bytes_per_s)}
         l2_cache_size: {self.l2_bytes} clock_rate_ghz: {self.clock_ghz}
         device_memory_size: {self.memory_bytes}
         cuda_compute_capability {{ major: {major} minor: {minor} }}
@@ -114,18 +99,20 @@ class _Target:
     """
 
 
-_TARGETS = {
-  "h200": _Target(
-    "NVIDIA H200", (9, 0), 132, 128, 1.98,
-    141_000_000_000, 4_800_000_000_000, 50 << 20, 228 << 10,
+# From NVIDIA's data sheets of the SXM forms, without sparsity. The networks are
+# those of the DGX A100, H100 and H200.
+GPUS = {
+  "h200": Gpu(
+    "NVIDIA H200", 989.5e12, 494.7e12, 4.8e12, 8 * 450e9, 400e9,
+    141_000_000_000, (9, 0), 132, 128, 1.98, 50 << 20, 228 << 10,
   ),
-  "h100": _Target(
-    "NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98,
-    80_000_000_000, 3_352_320_000_000, 50 << 20, 228 << 10,
+  "h100": Gpu(
+    "NVIDIA H100", 989.5e12, 494.7e12, 3.35e12, 8 * 450e9, 400e9,
+    80_000_000_000, (9, 0), 132, 128, 1.98, 50 << 20, 228 << 10,
   ),
-  "a100": _Target(
-    "NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41,
-    80_000_000_000, 2_039_040_000_000, 40 << 20, 164 << 10,
+  "a100": Gpu(
+    "NVIDIA A100", 312e12, 156e12, 2.039e12, 8 * 300e9, 200e9,
+    80_000_000_000, (8, 0), 108, 64, 1.41, 40 << 20, 164 << 10,
   ),
 }  # fmt: skip
 
@@ -140,7 +127,7 @@ class GpuTarget:
   nodes: signatures.PositiveInt = 1
 
   def __post_init__(self) -> None:
-    checks.check_choice("kind", self.kind, tuple(_TARGETS))
+    checks.check_choice("kind", self.kind, tuple(GPUS))
 
   def __str__(self) -> str:
     nodes = f"{self.nodes}x" if self.nodes > 1 else ""
@@ -154,7 +141,7 @@ class GpuTarget:
   @property
   def memory_bytes(self) -> int:
     """The memory of one GPU."""
-    return _TARGETS[self.kind].memory_bytes
+    return GPUS[self.kind].memory_bytes
 
   def devices(self) -> list[jax.Device]:
     """Lists devices for which programs can only be compiled.
@@ -174,7 +161,7 @@ class GpuTarget:
         platform="cuda",
         # The format is slices x hosts x devices, and a host is a process.
         topology=f"1x{self.nodes}x{self.gpus_per_node}",
-        target_config=_TARGETS[self.kind].text(),
+        target_config=GPUS[self.kind].target(),
       )
     except NotImplementedError as error:
       raise ImportError(
@@ -201,10 +188,10 @@ def gpu_target(text: str) -> GpuTarget:
   (16, 2, '2x8xh200')
   """
   match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([a-z]\w*)", text.lower())
-  if match is None or match[3] not in _TARGETS:
+  if match is None or match[3] not in GPUS:
     raise ValueError(
       "`text` must be GPUSxKIND or NODESxGPUSxKIND, for instance 8xh200 or "
-      f"2x8xh200, with a kind of {', '.join(_TARGETS)}; got {text!r}."
+      f"2x8xh200, with a kind of {', '.join(GPUS)}; got {text!r}."
     )
   return GpuTarget(match[3], int(match[2]), int(match[1] or 1))
 

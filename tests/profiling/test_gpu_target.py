@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jdist import collectives, profiling, states
-from jdist.profiling import _gpu_target, _timeline
+from jdist.profiling import _timeline
 
 needs_compiler = pytest.mark.skipif(
   not any(
@@ -33,15 +33,17 @@ def test_topology_is_read_and_written_alike(text, expected):
   assert found.num_gpus == expected.gpus_per_node * expected.nodes
 
 
-def test_every_kind_has_its_rates():
-  assert set(profiling.GPUS) == set(profiling.GPUS)
-  for kind in profiling.GPUS:
-    # The compiler and the model are given the same.
-    target = _gpu_target._TARGETS[kind]
-    assert target.name.startswith(profiling.GPUS[kind].name)
-    assert target.memory_bytes_per_s == pytest.approx(
-      profiling.GPUS[kind].memory_bytes_per_s, rel=0.01
-    )
+@pytest.mark.parametrize("kind", profiling.GPUS)
+def test_compiler_is_given_the_rates_of_the_data_sheet(kind):
+  gpu = profiling.GPUS[kind]
+  assert profiling.gpu_target(f"8x{kind}").memory_bytes == gpu.memory_bytes
+  text = " ".join(gpu.target().split())
+  for said in (
+    f"memory_bandwidth: {gpu.memory_bytes_per_s:.0f} ",
+    f"device_memory_size: {gpu.memory_bytes} ",
+    f'device_description_str: "{gpu.name}"',
+  ):
+    assert said in text
 
 
 def test_missing_plugin_raises_with_its_extra(monkeypatch):
