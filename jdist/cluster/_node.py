@@ -74,9 +74,6 @@ class Node:
     memory_bytes: Memory that must hold a batch.
     slowdowns: Changes of the speed; the factors of overlapping ones multiply.
     outages: Times in which the machine is unavailable, in order.
-
-  Raises:
-    ValueError: If an argument is out of its range.
   """
 
   name: str

@@ -180,9 +180,6 @@ class Buckets:
         a tree of PartitionSpec, for use in a step, where the mesh is known.
         Every device packs its own parts.
 
-    Raises:
-      ValueError: If an argument is not as described.
-
     >>> dense = {"bias": jnp.zeros(5), "kernel": jnp.zeros((3, 5))}
     >>> tree = {"conv": jnp.zeros((4, 10)), "dense": dense}
     >>> found = Buckets.of(tree, max_bytes=80)  # Each holds 20 floats.

@@ -88,9 +88,6 @@ class SpeedBatches:
     maximum: The largest batch, for instance what fits into memory.
     limits: The same of single workers, by their names.
 
-  Raises:
-    ValueError: If an argument is out of its range.
-
   References:
     DBS-SGD, performance-aware dynamic batch size.  Reconstruction: the paper
     names neither the estimate of the speed nor the rounding; batches

@@ -89,9 +89,6 @@ def dbs(
   Returns:
     The protocol.
 
-  Raises:
-    ValueError: If an argument is out of its range.
-
   References:
     DBS-SGD.  Reconstruction: the abstract names neither the estimate of the
     speeds, nor how often batches change, nor the rate.

@@ -54,9 +54,6 @@ class BSP(_protocol.Protocol[BSPState]):
     restart_s: Seconds of a restart of all members after one has left or joined;
       with None the others continue.
 
-  Raises:
-    ValueError: If an argument is negative.
-
   References:
     Valiant, A Bridging Model for Parallel Computation, CACM 1990.
     Chen et al., Revisiting Distributed Synchronous SGD (arXiv 1604.00981):

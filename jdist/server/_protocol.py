@@ -38,9 +38,6 @@ class Protocol(Generic[State]):
     timeout_s: Seconds without a push after which a worker counts as gone; None
       waits forever.
 
-  Raises:
-    ValueError: If an argument is not as described.
-
   References:
     Dean et al., Large Scale Distributed Deep Networks, NeurIPS 2012: Downpour
     SGD, with one parameter shard and without its local steps.

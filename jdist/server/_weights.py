@@ -41,9 +41,6 @@ class Weighting:
       often; None if the parts are equal.
     staleness: Function a of the staleness; 1 if None.
 
-  Raises:
-    ValueError: If an argument is not as described.
-
   >>> Weighting("linear").share(samples=48, mean_samples=32)
   1.5
   >>> Weighting(staleness=inverse_staleness).damping(4)

@@ -32,9 +32,6 @@ def clip_local(
     A transformation with the dtypes of the gradients.  A gradient whose norm
     is not finite passes unchanged.
 
-  Raises:
-    ValueError: If an argument is out of its range.
-
   References:
     Lin et al., Deep Gradient Compression (arXiv 1712.01887), section 3.2.
 

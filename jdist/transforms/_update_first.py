@@ -126,9 +126,6 @@ def update_first(
       tree of PartitionSpec, for workers that are themselves sharded; not with
       `scatter`.
 
-  Raises:
-    ValueError: If an argument is out of its range.
-
   References:
     Jayarajan et al., P3 (MLSys 2019) and Peng et al., ByteScheduler (SOSP
     2019): priorities and credits.  Zhang et al., DeAR (arXiv 2302.12445): the

@@ -112,9 +112,6 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     parts: Part of the parameters' bytes in each fragment; None if all are
       equal.
 
-  Raises:
-    ValueError: If an argument is not as described.
-
   References:
     Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training
     (arXiv 2604.21428): quorum, grace window, weights c * c / s and the outer

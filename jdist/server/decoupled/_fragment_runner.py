@@ -70,9 +70,6 @@ class FragmentRunner:
     interval: H, for inner optimizers that take `interval_steps`, as
       `transforms.pull_to_anchor` does.
     mix: alpha in [0, 1]; None keeps all progress on top of what is received.
-
-  Raises:
-    ValueError: If an argument is not as described.
   """
 
   # All local steps build on each other.

@@ -24,9 +24,6 @@ class GradientLearner(_learner.Pair):
 
   The arguments are theirs, and those of `server.message_plans`; `options` are
   the workers' alone: `sizes` and `local_step`.
-
-  Raises:
-    ValueError: If an argument is not as described.
   """
 
   def __init__(

@@ -204,9 +204,6 @@ class GradientServer(ServerLedger):
     model: Parameters and states now; packed in a `Pair`, whose `model` is not.
     plans: Codecs of the messages.
 
-  Raises:
-    ValueError: If an argument is not as described.
-
   References:
     Zheng et al., Asynchronous Stochastic Gradient Descent with Delay
     Compensation (arXiv 1609.08326): DC-ASGD-c, lambda constant.

@@ -43,9 +43,6 @@ class BalancedBatches(_allocation.Allocation):
     accumulate: Whether a batch that memory does not hold is computed in parts;
       if not, memory bounds it.
 
-  Raises:
-    ValueError: If an argument is out of its range.
-
   References:
     H-PS, dynamic scheduling of tasks by the workers' status.  Reconstruction:
     the abstract names neither the equations nor the estimates, and a worker
@@ -161,9 +158,6 @@ class HPS(_protocol.Protocol[HPSState]):
       entry have no limit.
     slack: Part of the computation under which communication must fit, in
       (0, 1].
-
-  Raises:
-    ValueError: If an argument is not as described.
 
   References:
     H-PS: heterogeneity-aware parameter server.  Reconstruction: the abstract
@@ -385,9 +379,6 @@ def h_ps(
 
   Returns:
     The protocol; with only one of its three parts it is an ablation.
-
-  Raises:
-    ValueError: If an argument is out of its range.
 
   References:
     H-PS; `server.HPS` lists the reconstructions.

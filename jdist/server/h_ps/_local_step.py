@@ -57,9 +57,6 @@ class LocalStep:
     momentum: mu in [0, 1), the server's.
     nesterov: Whether the server's momentum is Nesterov's.
 
-  Raises:
-    ValueError: If an argument is not as described.
-
   References:
     Xu et al., OD-SGD (arXiv 2005.06728): the local step.  Its momentum is a
     reconstruction, after the predicted weights of SpecTrain (Chen et al., arXiv

@@ -125,9 +125,6 @@ def outer_sgd(
       paper's value is 0.7.
     outer_momentum: mu in [0, 1]; the paper's value is 0.9.  None is plain SGD.
 
-  Raises:
-    ValueError: If an argument is out of its range.
-
   References:
     Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1 and table 5.
   """
