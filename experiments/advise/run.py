@@ -4,11 +4,11 @@ r"""Predicts step times by `advice.advise`, and measures them over links.
       python experiments/advise/run.py --model cnn --rates 30mbit 100mbit
     python experiments/advise/report.py
 
-All hosts first measure what each method costs a worker, at the same time and
-without a message, because a core is slower while its neighbour computes.
-The file has these rows before any step is measured. Then a few means measure
-the link, and the steps of all methods follow in turns, at one rate after the
-other. Each host has one core.
+At each rate a few means measure the link. All hosts measure what each method
+costs a worker, at the same time, because a core is slower while its neighbour
+computes, and send a few rounds of messages. The file has these rows before any
+step is measured. Then the steps of all methods follow in turns. Each host has
+one core.
 """
 
 import argparse
@@ -32,7 +32,6 @@ import optax
 import jdist
 from jdist import (
   advice,
-  cluster,
   codecs,
   collectives,
   methods,
@@ -120,25 +119,35 @@ def say(line):
     print(line, flush=True)
 
 
-def predict(options, parts):
-  """Measures one worker's costs in each process of the run, by itself."""
+def predict(options, workers, parts):
+  """Measures the link and each method's costs; returns the rows."""
   model, loss_fn, batch = parts
+  num_bytes = sum(x.nbytes for x in jax.tree.leaves(model.params))
+  link = advice.measure_link(workers, num_bytes=num_bytes)
   found = advice.advise(
-    loss_fn, model.params, batch, CHAINS, cluster.Link(1e9),
-    num_workers=options.hosts, optimizer=sgd(), model_state=model.state,
-    limit_s=options.limit_s,
+    loss_fn, model.params, batch, CHAINS, link, num_workers=options.hosts,
+    optimizer=sgd(), model_state=model.state, limit_s=options.limit_s,
+    workers=workers,
   )  # fmt: skip
-  rows = [
-    training.make_row(vars(options), 0, method=name, costs=costs._asdict())
-    for name, costs in found.costs.items()
-  ]
+  say(
+    f"{options.bits_per_s / 1e6:g} Mbit/s: means reach "
+    f"{link.bandwidth_bits_per_s / 1e6:.1f}, {1e3 * link.latency_s:.2f} ms a "
+    "message"
+  )
   for name, costs in found.costs.items():
     say(
       f"{name}: {1e3 * statistics.median(costs.step_s):.2f} ms and "
       f"{1e3 * statistics.median(costs.extra_s):.2f} ms more, "
-      f"{costs.round_bytes / 1e3:.1f} kB a round"
+      f"{costs.round_bytes / 1e3:.1f} kB a round, in {costs.send_ratio:.2f} of "
+      "the link's time"
     )
-  return rows
+  return [
+    training.make_row(
+      vars(options), 0, method=name, costs=costs._asdict(),
+      link=dataclasses.asdict(link), said_s=found.seconds(name),
+    )
+    for name, costs in found.costs.items()
+  ]  # fmt: skip
 
 
 class Turn:
@@ -180,29 +189,20 @@ class Turn:
     return (time.perf_counter() - started_s) / INTERVAL
 
 
-def measure(options, rate, workers, num_bytes, turns):
-  """Measures the link and all methods' steps; returns the rows."""
-  link = advice.measure_link(workers, num_bytes=num_bytes)
+def measure(options, turns):
+  """Measures all methods' steps; returns the rows."""
   seconds = {name: [] for name in turns}
   for block in range(_BLOCKS + 2):
     for name, turn in turns.items():
       taken_s = turn.take()
       if block > 1:  # A late method's first messages come in its second round.
         seconds[name].append(taken_s)
-  say(
-    f"{rate}: means reach {link.bandwidth_bits_per_s / 1e6:.1f} Mbit/s, "
-    f"{1e3 * link.latency_s:.2f} ms a message"
-  )
   for name, taken in seconds.items():
     say(f"{name}: {1e3 * statistics.median(taken):.2f} ms a step")
-  bits_per_s = 8 * slow_network.bytes_per_s(rate)
   return [
-    training.make_row(
-      vars(options) | {"bits_per_s": bits_per_s}, 0, method=name,
-      step_s=taken, link=dataclasses.asdict(link),
-    )
+    training.make_row(vars(options), 0, method=name, step_s=taken)
     for name, taken in seconds.items()
-  ]  # fmt: skip
+  ]
 
 
 def main():
@@ -224,21 +224,19 @@ def main():
   )  # fmt: skip
   workers = jdist.workers(options.hosts)
   model, loss_fn, batch = parts = problem(options)
-  collectives.agree("the start of measurements", {})
-  keep("predicted.jsonl", predict(options, parts))
   turns = {
     name: Turn(workers, make, model, loss_fn, batch)
     for name, (make, _) in CHAINS.items()
   }
-  num_bytes = sum(x.nbytes for x in jax.tree.leaves(model.params))
   host = socket.gethostname()
   names = [f"{host[: -len(str(number))]}{i}" for i in range(options.hosts)]
   for rate in rates:
     if number == 0:
       slow_network.change_rate(names, rate)
     collectives.agree(f"the rate {rate}", {})
-    rows = measure(options, rate, workers, num_bytes, turns)
-    keep("measured.jsonl", rows)
+    options.bits_per_s = 8 * slow_network.bytes_per_s(rate)
+    keep("predicted.jsonl", predict(options, workers, parts))
+    keep("measured.jsonl", measure(options, turns))
 
 
 def keep(name, rows):

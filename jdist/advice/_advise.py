@@ -35,11 +35,13 @@ class MethodCosts(NamedTuple):
     interval: The steps of a round, H; 1 for a method without rounds.
     step_s: The seconds c of a step that sends nothing, one for each block of
       measurements.
-    extra_s: The seconds x that the method adds to a step here, encoding and
-      decoding included, in the same blocks.
+    extra_s: The seconds x that the method adds to a step here, by encoding and
+      decoding, and by sending hidden messages if they were sent; as blocks.
     round_bytes: The bytes that a worker sends in a round.
     round_messages: The consecutive messages in which it sends them.
     hidden_steps: The steps d under which they are sent.
+    send_ratio: The seconds that they took in those that the link gives them; 1
+      (default) if they were not sent.
   """
 
   interval: int
@@ -48,6 +50,11 @@ class MethodCosts(NamedTuple):
   round_bytes: float
   round_messages: int
   hidden_steps: int
+  send_ratio: float = 1.0
+
+  def send_s(self, link: cluster.Link) -> float:
+    """Returns the seconds s of a round's messages on a link."""
+    return self.send_ratio * link.send_s(self.round_bytes, self.round_messages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Advice:
 
   .. math:: t = c + x + \tfrac{1}{H} \max(0, s - d \, c)
 
-  where s are the seconds of a round's messages (`cluster.Link.send_s`), and c
+  where s are the seconds of a round's messages (`MethodCosts.send_s`), and c
   and x are those of the slowest machine.
 
   Attributes:
@@ -84,8 +91,9 @@ class Advice:
   def exposed_s(self, name: str, link: cluster.Link | None = None) -> float:
     """Returns the seconds for which a mean step waits for messages."""
     own, link = self.costs[name], link or self.link
-    sent_s = link.send_s(own.round_bytes, own.round_messages)
-    return max(0.0, sent_s - own.hidden_steps * self.step_s) / own.interval
+    return (
+      max(0.0, own.send_s(link) - own.hidden_steps * self.step_s) / own.interval
+    )
 
   def delay_steps(self, name: str) -> int:
     """Returns by how many steps a mean must be late to hide its messages.
@@ -93,8 +101,8 @@ class Advice:
     At least 1, and at most a third of a round: a later one may be unstable.
     """
     own = self.costs[name]
-    sent_s = self.link.send_s(own.round_bytes, own.round_messages)
-    return max(1, min(math.ceil(sent_s / self.step_s), own.interval // 3))
+    hiding = math.ceil(own.send_s(self.link) / self.step_s)
+    return max(1, min(hiding, own.interval // 3))
 
   def seconds(
     self, name: str, link: cluster.Link | None = None
@@ -184,6 +192,7 @@ def advise(
   model_state: signatures.Arrays = None,
   slowdown: float = 1.0,
   limit_s: signatures.PositiveFloat = 60.0,
+  workers: collectives.Workers | None = None,
 ) -> Advice:
   """Measures one worker's step here, and predicts it on a link.
 
@@ -205,9 +214,10 @@ def advise(
       more.
     limit_s: The seconds after which no further block of measurements begins;
       there are three at least and nine at most.
-
-  Raises:
-    ValueError: If an argument is not as described.
+    workers: One worker in each process of this run, all of which call this with
+      the same link. They also take some rounds of each method and send its
+      messages, if that fits into `limit_s`, and predict by what these took. By
+      default no message is sent.
   """
   optimizer = transforms.lenient(checks.check_optimizer("optimizer", optimizer))
   checks.check_int("num_workers", num_workers, 2)
@@ -254,7 +264,45 @@ def advise(
     )
     for (name, one), own_s in zip(measured.items(), own, strict=True)
   }
+  if workers is None:
+    return Advice(costs, link, slowdown)
+  mean = workers.jit(functools.partial(collectives.mean, axis=workers.axis))
+  # All processes decide alike which messages they send.
+  own_step_s = _same(workers, mean, float(np.median(step_s)))
+  for name, one in measured.items():
+    sent = _sent(chains[name][0], one.controls, params, workers.num_workers)
+    sent_s = link.send_s(*sent)
+    # A stream finds its pace first, by other programs.
+    first = 5 if one.hidden_steps else 2
+    rounds = first + max(3, 16 // one.interval)
+    round_s = sent_s + one.interval * own_step_s
+    if sent_s and len(chains) * rounds * round_s <= limit_s:
+      there = _Updates(workers, *chains[name], grads, params)
+      taken_s = [there.seconds(alone) for _ in range(rounds)][first:]
+      extra_s = max(0.0, float(np.median(costs[name].extra_s)))
+      alone_s = float(np.median(step_s) + np.median(plain_s)) + extra_s
+      waits_s = statistics.median(taken_s) - alone_s
+      costs[name] = _as_sent(costs[name], waits_s, sent_s)
   return Advice(costs, link, slowdown)
+
+
+def _as_sent(costs: MethodCosts, waits_s: float, sent_s: float) -> MethodCosts:
+  """Returns the costs of steps that wait so long for a round of `sent_s`."""
+  hidden_s = costs.hidden_steps * statistics.median(costs.step_s)
+  if sent_s > hidden_s:
+    own_s = max(0.0, costs.interval * waits_s + hidden_s)
+    return costs._replace(send_ratio=own_s / sent_s)
+  # The thread that sends a hidden message takes time from the step.
+  return costs._replace(extra_s=[x + waits_s for x in costs.extra_s])
+
+
+def _same(
+  workers: collectives.Workers, mean: Callable[..., jax.Array], seconds: float
+) -> float:
+  """Returns the mean of all processes' seconds."""
+  rows = np.full((len(workers.local_workers), 1), seconds, np.float32)
+  found = mean(workers.place(rows))
+  return float(np.asarray(found.addressable_shards[0].data).flat[0])
 
 
 def _seconds(function: Callable[..., Any], given: Any, count: int) -> float:
@@ -295,11 +343,12 @@ class _Updates:
       window = int(np.max(np.asarray(team.view(ahead))[..., 0, 0]))
       self.hidden_steps = window if window > 0 else interval
 
-  def seconds(self) -> float:
-    """Runs a round and returns one worker's mean seconds of an update."""
+  def seconds(self, step: Callable[[int], Any] = lambda count: None) -> float:
+    """Returns an update's mean seconds in a round, each after one `step`."""
     params, self.controls = self._params, []
     started_s = time.perf_counter()
     for _ in range(self.interval):
+      step(1)
       control = self._host.control()
       self.controls.append(control)
       program = self._program(control)
@@ -307,7 +356,7 @@ class _Updates:
       self._host.follow(self._state)
     jax.block_until_ready((params, self._state))
     taken_s = time.perf_counter() - started_s
-    return taken_s / self.interval / self._team.num_workers
+    return taken_s / self.interval / len(self._team.local_workers)
 
 
 def _update(
@@ -390,8 +439,7 @@ def measure_link(
     # In turns, short means would wait for the last packets of long ones.
     own_s = statistics.median([run() for _ in range(repeats + 1)][1:])
     # All processes go on with the same number, as their means must be alike.
-    same = jitted[1](workers.place(np.full_like(rows[:, :1], own_s)))
-    return float(np.asarray(same.addressable_shards[0].data).flat[0])
+    return _same(workers, jitted[1], own_s)
 
   jitted = {n: workers.jit(functools.partial(means, n)) for n in (1, 9)}
   one_s, many_s = seconds(16), seconds(16, 9)

@@ -60,6 +60,28 @@ def test_step_is_computation_and_what_is_not_hidden():
   assert slow.seconds("late")[1] == pytest.approx(0.44)
 
 
+@pytest.mark.parametrize(
+  ("hidden", "mean_s"), [(0, 0.35), (2, 0.35), (2, 0.1), (5, 0.35), (5, 0.16)]
+)
+def test_measured_round_is_what_is_predicted_on_its_link(hidden, mean_s):
+  """A round of four steps sends for 0.8 s by the link, under steps of 0.2 s."""
+  link = cluster.Link(8e6)
+  costs = advice.MethodCosts(4, (0.2,) * 3, (0.01,) * 3, 0.8e6, 0, hidden)
+  found = _advise._as_sent(costs, mean_s - 0.21, link.send_s(0.8e6))
+  said = advice.Advice({"one": found}, link).seconds("one")[1]
+  # No step is shorter than without messages.
+  assert said == pytest.approx(max(mean_s, 0.21 if hidden < 4 else 0.2))
+  if hidden == 0:
+    # A round waits for 4 (0.35 - 0.21) s.
+    assert found.send_ratio == pytest.approx(0.56 / 0.8)
+    fast = cluster.Link(16e6)
+    assert found.send_s(fast) == pytest.approx(0.28)
+  if hidden == 5:
+    # All is hidden: the thread that sends takes time from the step.
+    assert found.send_ratio == 1
+    assert found.extra_s[0] == pytest.approx(mean_s - 0.2)
+
+
 def test_interval_is_wider_than_the_profile_but_what_pays_is_not():
   shorter = NOT_LATE._replace(step_s=(0.1,) * 3, round_bytes=0.95e6)
   found = advice.Advice(
@@ -127,6 +149,29 @@ def test_a_process_of_a_run_measures_by_itself(monkeypatch):
   monkeypatch.setattr(jax, "process_count", lambda: 2)
   chains = {"ssgd": (lambda axis: methods.ssgd(SGD, axis=axis), 1)}
   assert advise(chains=chains).step_s > 0
+
+
+def test_processes_predict_what_a_round_takes_on_their_link(monkeypatch):
+  """Workers of one process stand for those of two: the calls are the same."""
+  workers, sent, after = jdist.workers(2), [], _advise._as_sent
+  monkeypatch.setattr(
+    _advise, "_as_sent", lambda *given: sent.append(given) or after(*given)
+  )
+  chains = {
+    "ssgd": (lambda axis: methods.ssgd(SGD, axis=axis), 1),
+    "local": (lambda axis: methods.local_sgd(SGD, 4, axis=axis), 4),
+  }
+  given = {"chains": chains, "num_workers": 2, "workers": workers}
+  found = advise(**given, limit_s=60.0)
+  for (name, costs), (_, waits_s, sent_s) in zip(
+    found.costs.items(), sent, strict=True
+  ):
+    assert sent_s == found.link.send_s(costs.round_bytes, costs.round_messages)
+    assert found.exposed_s(name) == pytest.approx(max(0.0, waits_s)), name
+  # Messages that take longer than `limit_s` are not sent.
+  slow = advise(**given, link=cluster.Link(1e3))
+  assert {costs.send_ratio for costs in slow.costs.values()} == {1}
+  assert len(sent) == 2
 
 
 def test_sums_that_depend_on_each_other_are_messages_of_their_own():

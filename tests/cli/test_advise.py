@@ -1,13 +1,17 @@
 """`jdist advise`: a step of one's own, its verdict, and bad options."""
 
-import concurrent.futures
 import json
+import os
+import pathlib
+import socket
+import subprocess
 import sys
 
 import pytest
 
 from jdist import cli, cluster
 
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODULE = """
 import jax.numpy as jnp
 
@@ -75,20 +79,15 @@ def test_processes_that_measure_are_the_workers(
 
   told = {}
 
-  class Pool(concurrent.futures.Executor):
-    def __init__(self, *given):
-      pass
-
-    def submit(self, function, options):
-      found = concurrent.futures.Future()
-      found.set_result((options.num_processes, cluster.Link(1e6)))
-      return found
-
   def stop(*given, **options):
-    told.update(options)
+    told.update(options, link=given[-1])
     raise ValueError("`enough`")
 
-  monkeypatch.setattr(_advise.futures, "ProcessPoolExecutor", Pool)
+  monkeypatch.setattr(_advise._options, "join_processes", lambda *given: None)
+  monkeypatch.setattr(_advise.jax, "process_count", lambda: 2)
+  link = cluster.Link(1e6)
+  monkeypatch.setattr(_advise.collectives, "workers", lambda number: number)
+  monkeypatch.setattr(_advise.advice, "measure_link", lambda team: link)
   monkeypatch.setattr(_advise.advice, "advise", stop)
   words = (
     "--step", "own_step:make", "--coordinator-address", "a:1",
@@ -97,6 +96,8 @@ def test_processes_that_measure_are_the_workers(
   with pytest.raises(ValueError, match="enough"):
     advise(capsys, *words)
   assert told["num_workers"] == asked
+  # The two send messages over the link that they have measured.
+  assert (told["workers"], told["link"]) == (2, link)
 
 
 @pytest.mark.parametrize(
@@ -119,3 +120,29 @@ def test_bad_input_is_refused_in_one_line(words, named, capsys):
   assert status == 2
   assert named in said.err
   assert len(said.err.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_processes_send_each_methods_messages(tmp_path):
+  """On one machine: what a round takes there differs from any link's time."""
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{probe.getsockname()[1]}"
+  words = (
+    sys.executable, "-m", "jdist", "advise", "--step", "own_step:make",
+    "--coordinator-address", address, "--num-processes", "2",
+  )  # fmt: skip
+  environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{_ROOT}"}
+  running = [
+    subprocess.Popen(
+      [*words, "--process-id", str(number), "--output", str(tmp_path / "out")],
+      env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+      text=True,
+    )
+    for number in range(2)
+  ]  # fmt: skip
+  said = [one.communicate(timeout=400) for one in running]
+  assert [one.returncode for one in running] == [0, 0], said
+  rows = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
+  ratios = [json.loads(row)["costs"]["send_ratio"] for row in rows]
+  assert len(ratios) == 8 and ratios[0] not in (0, 1)

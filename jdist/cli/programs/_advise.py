@@ -3,10 +3,8 @@
 import dataclasses
 import functools
 import math
-import multiprocessing
 import statistics
 from collections.abc import Callable
-from concurrent import futures
 from typing import Any
 
 import jax
@@ -30,13 +28,12 @@ def advise(options: _commands.Advise) -> None:
   collectives.make_cpu_devices(1)  # The threads of a worker's process.
   number, latency_s = 8, options.latency_ms / 1e3
   link = cluster.Link(options.bandwidth_mbit_per_s * 1e6, latency_s)
-  if options.coordinator_address is None:
-    _options.join_processes(options, 1)  # The others need it.
-  else:
-    # In a process of its own: afterwards this one is alone with its step.
-    spawn = multiprocessing.get_context("spawn")
-    with futures.ProcessPoolExecutor(1, spawn) as pool:
-      number, link = pool.submit(_measured, options).result()
+  joined = options.num_processes or 1
+  _options.join_processes(dataclasses.replace(options, workers=joined), joined)
+  team = None
+  if jax.process_count() > 1:
+    number, team = jax.process_count(), collectives.workers(jax.process_count())
+    link = advice.measure_link(team)
   workers = options.workers or number
   options = dataclasses.replace(options, workers=workers)
   common = _groups.Common(
@@ -57,6 +54,7 @@ def advise(options: _commands.Advise) -> None:
     model_state=state[0] if state else None,
     slowdown=options.slowdown,
     limit_s=options.limit_s,
+    workers=team,
   )  # fmt: skip
   if options.process_id:
     return  # All processes measure the link, and the first one reports.
@@ -80,13 +78,6 @@ def advise(options: _commands.Advise) -> None:
       ],
     )  # fmt: skip
     _output.finish(output, options)
-
-
-def _measured(options: _commands.Advise) -> tuple[int, cluster.Link]:
-  number = options.num_processes or 1
-  _options.join_processes(dataclasses.replace(options, workers=number), number)
-  team = collectives.workers(jax.process_count())
-  return team.num_workers, advice.measure_link(team)
 
 
 def _named(options: _groups.Common) -> tuple[Any, ...]:
