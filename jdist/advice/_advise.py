@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
@@ -334,26 +335,36 @@ class _Updates:
     self._host = training.RoundHost(
       team, self._state, stream_steps=_STREAM_STEPS if streams else ()
     )
+    self.hidden_steps = 0
     # A message is in flight from the second round on.
     self.seconds()
     self.seconds()
-    self.hidden_steps = 0
     if streams:
       ahead: Any = transforms.rounds_ahead(self._state)
       window = int(np.max(np.asarray(team.view(ahead))[..., 0, 0]))
       self.hidden_steps = window if window > 0 else interval
 
-  def seconds(self, step: Callable[[int], Any] = lambda count: None) -> float:
-    """Returns an update's mean seconds in a round, each after one `step`."""
+  def seconds(self, step: Callable[[int], Any] | None = None) -> float:
+    """Returns an update's mean seconds in a round.
+
+    Args:
+      step: The computation of a step, which may hide messages.
+    """
     params, self.controls = self._params, []
     started_s = time.perf_counter()
-    for _ in range(self.interval):
-      step(1)
-      control = self._host.control()
-      self.controls.append(control)
-      program = self._program(control)
-      params, self._state = program(self._grads, self._state, params)
-      self._host.follow(self._state)
+    with futures.ThreadPoolExecutor(1) as other:
+      for _ in range(self.interval):
+        computed = None if step is None else other.submit(step, 1)
+        if computed is not None and not self.hidden_steps:
+          computed.result()
+        control = self._host.control()
+        self.controls.append(control)
+        program = self._program(control)
+        params, self._state = program(self._grads, self._state, params)
+        if computed is not None:
+          jax.block_until_ready(params)
+          computed.result()
+        self._host.follow(self._state)
     jax.block_until_ready((params, self._state))
     taken_s = time.perf_counter() - started_s
     return taken_s / self.interval / len(self._team.local_workers)
