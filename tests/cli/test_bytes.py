@@ -37,6 +37,11 @@ def test_bad_option_is_refused_in_one_line(words, told, refusal):
   assert told in refusal(f"bytes {words}")
 
 
+def test_options_are_refused_before_anything_is_compiled(refusal, monkeypatch):
+  monkeypatch.setattr(_bytes, "_count", lambda *given: pytest.fail("compiled"))
+  assert "rank` must be" in refusal("bytes --methods ssgd powersgd --rank 0")
+
+
 def test_fewer_bytes_are_fewer_than_those_of_an_all_reduce(capsys):
   """A ring of four workers sends 2 * 3/4 of all parameters in float32."""
   model = models.build("mlp", input_shape=(8, 8, 1), num_classes=10)

@@ -41,27 +41,43 @@ def count(options: _commands.Bytes) -> None:
     _options.check_left_out(options, ("cut",), f"without {_methods.TRAINED}")
   collectives.make_cpu_devices(options.workers)
   model, _ = _overlap_inputs.image_model(options.model)
+  # Only shard_map compiles to collectives; vmap would have none.
+  workers = collectives.workers(options.workers, substrate="shard_map")
+  # Wrong options are refused before anything is compiled.
+  chains = {
+    method: _chain(method, options, model, workers.axis)
+    for method in options.methods
+  }
   found = [
-    one for method in options.methods for one in _count(method, options, model)
+    one
+    for method, optimizer in chains.items()
+    for one in _count(method, options, model, workers, optimizer)
   ]
   _output.console().print(_table(found, options, model))
 
 
-def _count(
-  method: str, options: _commands.Bytes, model: models.Model
-) -> list[Counted]:
-  # Only shard_map compiles to collectives; vmap would have none.
-  workers = collectives.workers(options.workers, substrate="shard_map")
+def _chain(
+  method: str,
+  options: _commands.Bytes,
+  model: models.Model,
+  axis: collectives.Axis,
+) -> optax.GradientTransformationExtraArgs:
   common = _methods.common(options)
   rate = optax.constant_schedule(0.1)
   run = _methods.run_of(common, options.steps, options.warmup_steps, rate)
   networks = None
   if method == _methods.TRAINED:
     networks = _trained.counted_arguments(options.cut, options.model, model)
-  optimizer = _methods.build_method(
-    method, common, run, workers.axis, networks=networks
-  )
+  return _methods.build_method(method, common, run, axis, networks=networks)
 
+
+def _count(
+  method: str,
+  options: _commands.Bytes,
+  model: models.Model,
+  workers: collectives.Workers,
+  optimizer: optax.GradientTransformationExtraArgs,
+) -> list[Counted]:
   def step(params: Any, state: Any) -> Any:
     # Bytes do not depend on numbers: the parameters serve as gradients.
     updates, state = optimizer.update(
