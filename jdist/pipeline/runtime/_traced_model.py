@@ -58,6 +58,9 @@ class TracedModel:
     # they need no room between passes.
     if not number:
       x = self.inputs(batch, key)
+      if not jax.tree.leaves(x):
+        raise ValueError(f"`inputs` must return arrays, got {checks.show(x)}.")
+      checks.check_arrays("inputs", x)
     stage = self.stages[number]
     y, new = _stages.apply_layer(stage, params, state, x, batch, key)
     if number + 1 < len(self.stages):

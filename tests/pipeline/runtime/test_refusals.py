@@ -228,6 +228,15 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
   ("clip_norm", lambda: _one_program(clip_norm=0.0), "in (0, inf]"),
   ("clip_norm", lambda: _process(clip_norm=0), "in (0, inf]"),
   ("inputs", lambda: _one_program(inputs=3), "a function"),
+  *(
+    (
+      "inputs",
+      lambda call=call, wrong=wrong: call(inputs=lambda _: wrong),
+      said,
+    )
+    for call in (_one_program, _process)
+    for wrong, said in ((None, "must return arrays, got None"), ("x", "'x'"))
+  ),
   ("recompute", lambda: _process(recompute="all"), "'none', 'layers' or"),
   (
     "peers",
