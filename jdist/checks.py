@@ -50,7 +50,9 @@ def show(value: Any) -> str:
   return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}" if long else text
 
 
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+def check_choice(
+  name: str, value: Any, choices: tuple[Any, ...], remedy: str = ""
+) -> None:
   """Raises a ValueError unless `value` is one of `choices`.
 
   >>> check_choice("wire", np.ones(2), ("sum", "gather"))
@@ -60,7 +62,8 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
   # Comparing an array with text would give an array, hence the types first.
   if not any(isinstance(value, type(x)) and value == x for x in choices):
     known = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
-    raise ValueError(f"`{name}` must be {known}, got {show(value)}.")
+    rule = f"`{name}` must be {known}, got {show(value)}. {remedy}"
+    raise ValueError(rule.rstrip())
 
 
 def check_type(

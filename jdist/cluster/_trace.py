@@ -73,7 +73,10 @@ class Trace:
     end_s: float,
     kind: str = "compute",
   ) -> None:
-    """Adds a span."""
+    """Adds a span; its end may be infinite, and is not before its start."""
+    if not start_s <= end_s:
+      times = f"{start_s!r} and {end_s!r}"
+      raise ValueError(f"`end_s` must be at least `start_s`, got {times}.")
     if start_s < self.until_s:
       self.spans.append(Span(resource, name, start_s, end_s, kind))
 

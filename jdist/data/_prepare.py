@@ -19,7 +19,11 @@ import numpy as np
 from jdist import checks
 
 SPLITS = ("train", "test")
-Split = Annotated[str, functools.partial(checks.check_choice, choices=SPLITS)]
+_REMEDY = "To validate, hold back samples of train by index."
+Split = Annotated[
+  str,
+  functools.partial(checks.check_choice, choices=SPLITS, remedy=_REMEDY),
+]
 _CHUNK = 1000
 
 

@@ -54,14 +54,18 @@ class MessageCodec(signatures.Explained):
   """
 
   codec: codecs.Codec | tuple[codecs.Codec, ...]
-  # The receiver would need the states of other feedbacks.
-  feedback: (
-    _feedback.ErrorFeedback | _momentum_feedback.MomentumCorrection | None
-  ) = None
+  feedback: Any = None
   seed: signatures.Seed = 0
   first: int = 0
 
   def __post_init__(self) -> None:
+    checks.check_type(
+      "feedback",
+      self.feedback,
+      _feedback.ErrorFeedback | _momentum_feedback.MomentumCorrection | None,
+      "`reducers.ErrorFeedback()`, `reducers.MomentumCorrection()` or None, as "
+      "the receiver would need the state of another one",
+    )
     own = self.codec if isinstance(self.codec, tuple) else (self.codec,)
     for each in own:
       checks.check_type("codec", each, codecs.Codec, "a codec")

@@ -24,9 +24,6 @@ class Ringmaster(_protocol.Protocol):
     max_staleness: R, >= 1; one for each worker is near the theory's best where
       gradients are noisy.
 
-  Raises:
-    ValueError: If `max_staleness` is less than 1.
-
   References:
     Maranjyan et al., Ringmaster ASGD: The First Asynchronous SGD with Optimal
     Time Complexity (arXiv 2501.16168), Algorithm 4; no computation is stopped.
@@ -254,9 +251,6 @@ class SSP(_protocol.Protocol[SSPState]):
   Attributes:
     bound: s, >= 0.  With 0 all are in the same round, yet every gradient is an
       update of its own.
-
-  Raises:
-    ValueError: If `bound` is negative.
 
   References:
     Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel

@@ -37,6 +37,12 @@ OUTAGES = (cluster.Outage(1.0, 3.0), cluster.Outage(2.0))
     lambda: cluster.Profile(1.0, pull_bytes=-1.0),
     "in [0, inf]",
   ),
+  (
+    "end_s",
+    lambda: cluster.Trace().add("gpu", "matmul", 2.0, 1.0),
+    "at least `start_s`, got 2.0 and 1.0",
+  ),
+  ("end_s", lambda: cluster.Trace().add("gpu", "a", 0.0, float("nan")), "nan"),
   ("trace", lambda: cluster.plot_trace(cluster.Trace(), "none.png"), "a span"),
 )
 def test_invalid_arguments_raise(argument, call, rule):

@@ -65,6 +65,7 @@ def flip(shape):
   ("name", lambda: data.load("imagenet"), "digits, mnist, fashion_mnist"),
   ("name", lambda: data.prepare("imagenet"), "one of"),
   ("split", lambda: data.load("digits", "validation"), "'train' or 'test'"),
+  ("split", lambda: data.load("digits", "validation"), "hold back samples"),
   ("images", lambda: dataset(images=IMAGES[0]), "[n, height"),
   ("labels", lambda: dataset(labels=LABELS[:3]), "one class per"),
   ("labels", lambda: dataset(labels=LABELS * 1.0), "integers"),

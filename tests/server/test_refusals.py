@@ -160,7 +160,7 @@ SCALED = codecs.RandomK(0.1, shared=False)
   (
     "feedback",
     lambda: reducers.MessageCodec(codecs.Sign(), reducers.EF21()),
-    "`reducers.MomentumCorrection`",
+    "`reducers.MomentumCorrection()` or None, as the receiver",
   ),
   (
     "seed",

@@ -261,7 +261,6 @@ def connect(
     timeout_s: The longest time to wait for a message later.
 
   Raises:
-    ValueError: If an argument is out of its range.
     PermissionError: If another process has another token.
     TimeoutError: If not all processes have connected.
     ConnectionError: If the first process has ended before all have connected.

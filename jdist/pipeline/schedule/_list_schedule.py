@@ -16,7 +16,7 @@ _MOST_PASSES = 100_000
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
 class StageTimes:
-  """The times of a stage from which an order is chosen, in any unit.
+  """The times of a stage from which an order is chosen, >= 0, in any unit.
 
   Attributes:
     forward: The time of a micro-batch's forward pass.
@@ -25,9 +25,6 @@ class StageTimes:
     weight: The time of the weight part if the backward pass is split.
     send: The time until the next stage has the output, and until this one has
       the gradient in return.
-
-  Raises:
-    ValueError: If a time is negative.
   """
 
   forward: signatures.NonNegativeFloat = 1.0

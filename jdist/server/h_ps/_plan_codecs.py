@@ -69,9 +69,6 @@ def fit_bit_plans(
   Returns:
     The plans.
 
-  Raises:
-    ValueError: If `error_limit` is not positive.
-
   >>> x = jax.random.normal(jax.random.key(0), (64, 64))
   >>> tree = {f"layer{i}": {"bias": x[0], "kernel": x} for i in range(3)}
   >>> for bits in fit_bit_plans(tree).bits:
