@@ -37,7 +37,8 @@ def test_site_and_house_have_the_same_public_names(extension, monkeypatch):
   }
   # Serve the library's own rooms.
   assert counted - shown == {
-    "signatures.checked", "signatures.explained", "training.check_metadata"
+    "signatures.Explained", "signatures.checked", "signatures.explained",
+    "training.check_metadata",
   }  # fmt: skip
   assert {x.split(".")[0] for x in shown - counted} == {"states"}
 
@@ -103,12 +104,11 @@ def test_page_of_a_method_says_where_it_pays(extension, monkeypatch):
     "ssgd": (1, step_s, [0.0] * 3, 1e6, 2, 0),
     "diloco int4": (8, step_s, [0.002] * 3, 1e6, 2, 0),
   }
-  fields = advice.MethodCosts._fields
   rows = [
     {
       "config": {"model": "lenet", "batch_size": 64},
       "method": name,
-      "costs": dict(zip(fields, own, strict=True)),
+      "costs": advice.MethodCosts(*own)._asdict(),
     }
     for name, own in costs.items()
   ]

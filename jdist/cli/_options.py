@@ -152,7 +152,7 @@ def check(options: Any) -> None:
     # Defaults satisfy their own rules, and None means "not given".
     entry = field.metadata.get("option")
     value = getattr(options, name)
-    if value == "":  # A variable of a script has no value, perhaps.
+    if value == "" != field.default:  # A script's variable has no value.
       raise ValueError(f"`{word(name)}` must not be empty: leave it out.")
     if entry is None or value is None or value == field.default:
       continue

@@ -44,7 +44,7 @@ def test_predictor_of_another_network_or_cut_is_refused(tmp_path):
     ValueError, match=r"dense1\.kernel float32\[64, 7\].*dense1\.kernel.*6\]"
   ):
     prediction.load_predictor(tmp_path, _tiny.cut(hidden_sizes=(7, 5)))
-  with pytest.raises(ValueError, match=r"dense2\.kernel.*behind it there"):
+  with pytest.raises(ValueError, match=r"dense2\.kernel.*behind the cut"):
     prediction.load_predictor(tmp_path, _tiny.cut(2))
   other = prediction.predictor(_tiny.cut(2))
   with _refusals.refused("params", "of Predictor("):
