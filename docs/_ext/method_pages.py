@@ -368,9 +368,10 @@ def _advice(name: str) -> str:
     "How many times faster than synchronous SGD in float32 a step is, as "
     "``advice.Advice`` predicts it, on links with a latency of "
     f"{1e3 * _LATENCY_S:g} ms between two hosts with one core each, with the "
-    "costs that these hosts recorded. It says **no** where the method does not "
-    "pay beyond the spread of the measurements (:doc:`the predictions beside "
-    "measured steps </experiments/advise/README>`).\n\n" + "\n".join(lines)
+    "costs that these hosts recorded on one of them. It says **no** where the "
+    "method does not pay beyond the spread of the measurements (:doc:`the "
+    "predictions beside measured steps </experiments/advise/README>`).\n\n"
+    + "\n".join(lines)
   )
   if len(lines) == base:
     measured = (

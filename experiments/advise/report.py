@@ -3,10 +3,11 @@
     python experiments/advise/report.py          # README.md and advise.png
     python experiments/advise/report.py --check  # fails if a number differs
 
-Predictions are the costs that each host measured beforehand, on the link that a
-few means found when the steps were measured.
+Predictions are by the costs and the link that the hosts measured at a rate
+before they took a step there; a second one is by the costs of another rate.
 """
 
+import dataclasses
 import pathlib
 import statistics
 import sys
@@ -27,21 +28,38 @@ _HEADERS = 66
 # Settings that were looked at while the adviser was made.
 _LOOKED_AT = (
   ("lenet", 32, None), ("cnn", 32, None), ("resnet8", 16, None),
+  ("lenet", 64, None), ("cnn", 64, None), ("cnn", 16, None),
+  ("lenet", 128, None), ("mlp", 64, None),
 )  # fmt: skip
+_ELSEWHERE = 1e8  # The rate whose costs also predict the steps at others.
 _SETTING = ("model", "batch", "hosts", "rate")
 _PUBLIC = {"ddp": "SSGD", "localsgd": "Local SGD", "diloco": "DiLoCo"}
 
 
-def said_of(predicted, row):
-  """Returns what was predicted for the setting of a measured row."""
+def said_of(predicted, row, rate=None):
+  """Returns what was predicted for the setting of a measured row.
+
+  Args:
+    predicted: All rows with costs.
+    row: A measured row.
+    rate: That at which the costs were measured; the row's own by default. The
+      link is always the row's.
+  """
   same = ("model", "batch_size", "hosts")
-  costs = {
-    x["method"]: advice.MethodCosts(**x["costs"])
+  own = [
+    x
     for x in predicted
     if all(x["config"][key] == row["config"][key] for key in same)
+  ]
+  here = row["config"]["bits_per_s"]
+  links = [x["link"] for x in own if x["config"]["bits_per_s"] == here]
+  costs = {
+    x["method"]: advice.MethodCosts(**x["costs"])
+    for x in own
+    if x["config"]["bits_per_s"] == (rate or here)
   }
-  ordered = {name: costs[name] for name in run.CHAINS}
-  return advice.Advice(ordered, cluster.Link(**row["link"]))
+  ordered = {name: costs[name] for name in run.CHAINS if name in costs}
+  return advice.Advice(ordered, cluster.Link(**links[0]))
 
 
 def settings(measured):
@@ -64,6 +82,9 @@ def compare(predicted, measured):
       for seen in _LOOKED_AT
     )
     said = said_of(predicted, rows[0])
+    elsewhere = said_of(predicted, rows[0], _ELSEWHERE)
+    unsent = {x: y._replace(send_ratio=1.0) for x, y in said.costs.items()}
+    unsent = dataclasses.replace(said, costs=unsent)
     for row in rows:
       low, middle, high = said.seconds(row["method"])
       took = statistics.median(row["step_s"])
@@ -72,6 +93,12 @@ def compare(predicted, measured):
         "method": row["method"], "looked at": looked_at,
         "low": low, "said": middle, "high": high, "took": took,
         "error": middle / took - 1,
+        "unsent": unsent.seconds(row["method"])[1] / took - 1,
+        "elsewhere": (
+          elsewhere.seconds(row["method"])[1] / took - 1
+          if elsewhere.costs and rate != _ELSEWHERE
+          else None
+        ),
         "best": said.best, "pays": said.pays(row["method"]),
       })  # fmt: skip
   return found
@@ -88,12 +115,23 @@ def verdict(found):
   wrong = [
     x for x in found if x["pays"] and x["took"] >= _base(found, x)["took"]
   ]
+  seen = (
+    f"In {len(known)} steps that were looked at while the adviser was made, "
+    f"the error is {100 * statistics.median(known):.1f} % in the median and "
+    f"{100 * max(known):.1f} % at most."
+    if known
+    else ""
+  )
   lines = [
     f"{len(found)} steps in {len(regrets)} settings that nothing was chosen "
     f"by: the error of the prediction is {100 * statistics.median(errors):.1f} "
     f"% in the median and {100 * max(errors):.1f} % at most; "
     f"{sum(x <= _WITHIN for x in errors)} of {len(errors)} are within "
     f"{100 * _WITHIN:.0f} %.",
+    f"With the link's rate and latency in place of what the messages took, the "
+    f"error is {_median(found, 'unsent')} % in the median. With costs measured "
+    f"at {_ELSEWHERE / 1e6:g} Mbit/s it is {_median(found, 'elsewhere')} % for "
+    "steps at the other rates.",
     f"{inside} of {len(found)} measured steps lie inside the 90 % interval, "
     f"whose width is {100 * statistics.median(widths):.0f} % of the step in "
     f"the median and {100 * max(widths):.0f} % at most.",
@@ -103,11 +141,14 @@ def verdict(found):
     f"within {100 * _REGRET:.0f} %.",
     f"Of {sum(x['pays'] for x in found)} methods that were said to pay, "
     f"{len(wrong)} did not.",
-    f"In {len(known)} steps that were looked at while the adviser was made, "
-    f"the error is {100 * statistics.median(known):.1f} % in the median and "
-    f"{100 * max(known):.1f} % at most.",
+    seen,
   ]
-  return "\n".join(f"- {line}" for line in lines)
+  return "\n".join(f"- {line}" for line in lines if line)
+
+
+def _median(found, key):
+  errors = [abs(x[key]) for x in found if x[key] is not None]
+  return f"{100 * statistics.median(errors):.1f}" if errors else "-"
 
 
 def regrets_of(found):
