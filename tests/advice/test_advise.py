@@ -1,6 +1,7 @@
 """The equation of advice by hand, and measurements of a model."""
 
 import math
+import time
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +173,48 @@ def test_processes_predict_what_a_round_takes_on_their_link(monkeypatch):
   slow = advise(**given, link=cluster.Link(1e3))
   assert {costs.send_ratio for costs in slow.costs.values()} == {1}
   assert len(sent) == 2
+
+
+def test_what_a_step_waits_is_left_of_its_measured_time(monkeypatch):
+  """An update takes 0.1 s, and 0.9 s with a step and its messages."""
+
+  def seconds(updates, step=None):
+    updates.controls = [jdist.transforms.Control()] * updates.interval
+    return 0.9 if step else 0.1
+
+  monkeypatch.setattr(_advise._Updates, "seconds", seconds)
+  monkeypatch.setattr(_advise, "_seconds", lambda *given: 0.3)
+  chains = {"ssgd": (lambda axis: methods.ssgd(SGD, axis=axis), 1)}
+  found = advise(
+    chains=chains, num_workers=2, workers=jdist.workers(2), limit_s=60.0
+  )
+  # Both the step and the method's own program update parameters.
+  assert found.seconds("ssgd")[1] == pytest.approx(0.9 - 0.1)
+  assert found.exposed_s("ssgd") == pytest.approx(0.9 - 0.3 - 0.1)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_only_hidden_messages_are_sent_under_a_step(hidden):
+  late = jdist.transforms.Delayed(stream=jdist.transforms.Stream())
+  params = {"w": jnp.ones(8)}
+  one = _advise._Updates(
+    jdist.workers(2, substrate="vmap"),
+    lambda axis: methods.local_sgd(
+      SGD, 2, axis=axis, overlap=late if hidden else None
+    ),
+    2, params, params,
+  )  # fmt: skip
+  order, made = [], one._program
+
+  def step(count):
+    time.sleep(0.2)
+    order.append("step")
+
+  one._program = lambda control: (
+    lambda *given: order.append("update") or made(control)(*given)
+  )
+  one.seconds(step)
+  assert order == (["update", "step"] if hidden else ["step", "update"]) * 2
 
 
 def test_sums_that_depend_on_each_other_are_messages_of_their_own():
