@@ -1,7 +1,7 @@
 """The equation of advice by hand, and measurements of a model."""
 
 import math
-import time
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -204,15 +204,19 @@ def test_only_hidden_messages_are_sent_under_a_step(hidden):
     ),
     2, params, params,
   )  # fmt: skip
-  order, made = [], one._program
+  order, begun, made = [], threading.Event(), one._program
 
   def step(count):
-    time.sleep(0.2)
+    begun.wait(20 if hidden else 0.1)
+    begun.clear()
     order.append("step")
 
-  one._program = lambda control: (
-    lambda *given: order.append("update") or made(control)(*given)
-  )
+  def program(control):
+    order.append("update")
+    begun.set()
+    return made(control)
+
+  one._program = program
   one.seconds(step)
   assert order == (["update", "step"] if hidden else ["step", "update"]) * 2
 
