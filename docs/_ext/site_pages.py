@@ -34,8 +34,8 @@ _LOADED = re.compile(
   r"[^\"]+\"[^>]*>|url\((?:https?:)?//[^)]*\)|@import\s+[\"']https?:[^\"']+"
 )
 _ANNOTATED = re.compile(r"~?(?:\w+\.)*Annotated\[")
-# What no page of a room may have: objects shown by their address in memory, and
-# types by their private path, as in signatures that Sphinx cannot read.
+# No page of a room may show objects by their address in memory, nor types by
+# their private path, as signatures do that Sphinx cannot read.
 _UNREAD = {
   "Objects without a name": '<span class="pre">0x',
   "Signatures that Sphinx cannot read": '<span class="pre">~',
