@@ -86,7 +86,9 @@ def test_wrong_token_raises():
   addresses = [listener.getsockname()[:2], ("127.0.0.1", 1)]
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     called = pool.submit(_connect, 0, addresses, "right", listener, 2.0)
-    with pytest.raises(PermissionError, match=r"Device 0 at .* another secret"):
+    with pytest.raises(
+      PermissionError, match=r"Device 0 at .* another secret.*JDIST_SECRET"
+    ):
       _connect(1, addresses, "wrong", channel.listen())
     # The called process keeps waiting for one that knows the token.
     with pytest.raises(TimeoutError, match=r"Devices \[1\] have not connected"):
