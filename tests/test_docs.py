@@ -126,6 +126,26 @@ def test_page_of_a_method_says_where_it_pays(extension, monkeypatch):
   for name in ("ssgd", "scaffold"):
     text = pages.page(name)
     assert "recorded on no host" in text and "at 10 Mbit/s" not in text
+  assert "trained before" in pages.page("mp2")
+
+
+def test_methods_are_compared_with_the_base_of_their_turns(
+  extension, monkeypatch
+):
+  pages = extension("method_pages")
+
+  def row(turns, name, step_s):
+    own = advice.MethodCosts(1, [step_s] * 3, [0.0] * 3, 1e6, 2, 0)
+    config = {"model": "lenet", "batch_size": 64, "together": turns}
+    return {"config": config, "method": name, "costs": own._asdict()}
+
+  # The second turns found a machine that was half as fast.
+  rows = [row("a", "ssgd", 0.1), row("a", "qsgd", 0.1)]
+  rows += [row("b", "ssgd", 0.2), row("b", "demo", 0.2)]
+  monkeypatch.setattr(pages, "measured_costs", lambda: rows)
+  for name, alone in (("qsgd", "100.0"), ("demo", "200.0")):
+    cells = ["64", alone, name, "no", "no", "no"]
+    assert "\n".join(f"     - {x}" for x in cells) in pages.page(name)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ _LAYOUT = {
 _INDICES = {"", "i", "j", "p", "i,p"}
 _MODEL, _WORKERS, _INTERVAL, _STEPS = "lenet", 8, 8, 1000
 # Recorded costs of methods, and the links, in Mbit/s, on which they are shown.
-_COSTS = _HERE.parents[1] / "experiments/advise/results/predicted.jsonl"
+_RECORDED = _HERE.parents[1] / "experiments/advise/results"
 _RATES, _LATENCY_S = (10, 100, 1000), 0.0005
 
 
@@ -330,17 +330,24 @@ def _model_params() -> Any:
 @functools.cache
 def measured_costs() -> list[dict[str, Any]]:
   """Returns the rows of what methods cost a worker, of experiments/advise."""
-  return training.read_rows(_COSTS)
+  files = _RECORDED / "predicted.jsonl", _RECORDED / "costs.jsonl"
+  return [row for x in files if x.exists() for row in training.read_rows(x)]
 
 
 def _advice(name: str) -> str:
   """Returns where a method pays by recorded costs, and how to measure it."""
-  found: dict[tuple[str, int], dict[str, Any]] = {}
+  found: dict[str, dict[str, Any]] = {}
+  # Those that were measured in turns have equal settings, and one base.
   for row in measured_costs():
-    net = row["config"]["model"], row["config"]["batch_size"]
-    found.setdefault(net, {})[row["method"]] = advice.MethodCosts(
-      **row["costs"]
-    )
+    one = found.setdefault(repr(row["config"]), {})
+    one[row["method"]] = advice.MethodCosts(**row["costs"])
+  nets = {
+    (row["config"]["model"], row["config"]["batch_size"], variant): costs
+    for row in measured_costs()
+    for costs in [found[repr(row["config"])]]
+    for variant in costs
+    if variant != "ssgd" and variant.split()[0] == name
+  }
   lines = [
     ".. list-table::",
     "   :header-rows: 1",
@@ -352,18 +359,13 @@ def _advice(name: str) -> str:
     *(f"     - at {rate} Mbit/s" for rate in _RATES),
   ]
   base = len(lines)
-  for (model, batch), costs in sorted(found.items()):
+  for (model, batch, variant), costs in sorted(nets.items()):
+    steps = costs[variant].interval
+    rounds = f", rounds of {steps} steps" if steps > 1 else ""
+    cells = [model, batch, f"{1e3 * _alone_s(costs):.1f}", variant + rounds]
     ordered = {"ssgd": costs["ssgd"], **costs}
-    for variant in [x for x in costs if x != "ssgd"]:
-      if variant.split()[0] != name:
-        continue
-      steps = costs[variant].interval
-      rounds = f", rounds of {steps} steps" if steps > 1 else ""
-      cells = [model, batch, f"{1e3 * _alone_s(costs):.1f}", variant + rounds]
-      cells += [_times(ordered, variant, rate) for rate in _RATES]
-      lines += [
-        f"   {'*' if i == 0 else ' '} - {x}" for i, x in enumerate(cells)
-      ]
+    cells += [_times(ordered, variant, rate) for rate in _RATES]
+    lines += [f"   {'*' if i == 0 else ' '} - {x}" for i, x in enumerate(cells)]
   measured = (
     "How many times faster than synchronous SGD in float32 a step is, as "
     "``advice.Advice`` predicts it, on links with a latency of "
@@ -377,6 +379,13 @@ def _advice(name: str) -> str:
     measured = (
       "What it costs a worker to compute was recorded on no host. It does not "
       "pay where that takes longer than the messages that it saves."
+    )
+  if "predict" in methods.registry[name].required:
+    measured = (
+      "Its cost is not recorded beside that of other methods: a worker also "
+      "runs the predictor, which has been trained before, and what that takes "
+      "depends on the predictor and not on the method. :doc:`The experiment "
+      "</experiments/mp2/TABLES>` has the times of those that were tried."
     )
   return (
     f"{measured}\n\nThis measures a step here and predicts the method's time "
