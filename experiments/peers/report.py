@@ -347,7 +347,8 @@ def flower(rows, found):
       if (cell.config["hosts"], cell.speed, cell.mbit) == (2, 1, mbit):
         ours_s = problem.INTERVAL * cell.step_s(key)
         text += f", one of jdist's Local SGD {ours_s:.2f} s"
-    lines.append(text + ".")
+    load = f"The machine's load was {row['load']:.1f}, Flower's own included."
+    lines.append(f"{text}. {load}")
   return "\n".join(lines)
 
 

@@ -96,6 +96,20 @@ def test_seconds_are_steps_times_the_seconds_of_a_step(report):
   assert line == "| jdist | SSGD | 280.0 |"
 
 
+def test_a_round_of_flower_is_said_beside_ours_and_with_the_load(report):
+  cell = report.Cell([_time("jdist", "Local SGD", 0.1, 0.2, 0.3)], {})
+  row = {
+    "config": {"hosts": 2, "bits_per_s": 1e8}, "flower": "1.42.0",
+    "round_s": [9.0, 13.0, 11.0], "load": 3.86,
+  }  # fmt: skip
+  assert report.flower([row], [cell]) == (
+    "- FedAvg by Flower 1.42.0 at 100 Mbit/s: a round of 8 steps takes 11.0 s "
+    "in the median of 3, one of jdist's Local SGD 1.60 s. The machine's load "
+    "was 3.9, Flower's own included."
+  )
+  assert report.flower([], [cell]) == "- No round of Flower was timed."
+
+
 @pytest.mark.slow
 def test_both_frameworks_take_the_same_steps(report, tmp_path):
   python = os.environ.get("PEERS_PYTHON")
