@@ -25,12 +25,9 @@ class Slowdown(_Interval):
   """A time in which a machine is slower, or faster.
 
   Attributes:
-    start_s: The beginning.
+    start_s: The beginning, 0 or later.
     factor: The positive factor of the speed, for which 0 is an `Outage`.
-    end_s: The end; infinity by default.
-
-  Raises:
-    ValueError: If a time or the factor is out of its range.
+    end_s: The end, later than it; infinity by default.
   """
 
   start_s: signatures.NonNegativeFloat
@@ -44,11 +41,8 @@ class Outage(_Interval):
   """A time in which a machine is unavailable; its work in progress is lost.
 
   Attributes:
-    start_s: The time of the failure.
-    end_s: The time of the return; infinity by default.
-
-  Raises:
-    ValueError: If a time is out of its range.
+    start_s: The time of the failure, 0 or later.
+    end_s: The time of the return, later than it; infinity by default.
   """
 
   start_s: signatures.NonNegativeFloat

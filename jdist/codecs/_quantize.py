@@ -60,9 +60,6 @@ class Quantize(_blocks.Blocked, _random.Rounding):
       probability of the distance to the lower level, which is noisier and
       unbiased to 2**-17 steps (2**-10 with 16 bits).
 
-  Raises:
-    ValueError: If a setting is out of range.
-
   >>> codec = Quantize(bits=4, block=2)
   >>> payload, state = codec.encode(jnp.array([7.0, -3.0, 0.0]))
   >>> [x.tolist() for x in payload.codes]  # 7 + 7 and -3 + 7; 0 + 7

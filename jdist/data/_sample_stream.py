@@ -47,9 +47,6 @@ def partition(
   Returns:
     The indices of each worker's samples, int64, ascending.
 
-  Raises:
-    ValueError: If an argument is out of range.
-
   >>> labels = np.array([0, 0, 0, 1, 1, 1])
   >>> [len(part) for part in partition(labels, 4, seed=0)]
   [2, 2, 1, 1]
@@ -186,9 +183,6 @@ class SampleStream:
 
   Attributes:
     shared: Whether all workers take from one stream with one position.
-
-  Raises:
-    ValueError: If an argument is out of range.
 
   >>> from jdist import data
   >>> samples = data.SampleStream(data.load("digits"), 2, seed=0)

@@ -176,9 +176,6 @@ class ErrorFeedback(Residual):
     decay: beta in [0, 1]; 1 is error feedback as it was published, 0.95
       SparseLoCo's, 0.999 DeMo's momentum.  0 is no feedback.
 
-  Raises:
-    ValueError: If `decay` is out of its range.
-
   >>> import jax.numpy as jnp
   >>> feedback = ErrorFeedback()
   >>> state = feedback.init(jnp.zeros(2))

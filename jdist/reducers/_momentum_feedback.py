@@ -47,9 +47,6 @@ class MomentumCorrection(_feedback.Residual):
     mask: Whether the momentum of sent entries is set to zero, the paper's
       momentum factor masking.
 
-  Raises:
-    ValueError: If `momentum` is out of its range.
-
   >>> import jax.numpy as jnp
   >>> feedback = MomentumCorrection(0.5)
   >>> state = feedback.init(jnp.zeros(2))
@@ -141,9 +138,6 @@ class Smoothing(_feedback.Feedback):
 
   Attributes:
     momentum: mu in [0, 1]; 0 sends the tree itself, in float32.
-
-  Raises:
-    ValueError: If `momentum` is out of its range.
 
   References:
     Bernstein et al., signSGD (arXiv 1802.04434), algorithm 2, Signum.

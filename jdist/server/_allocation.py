@@ -37,10 +37,7 @@ class FixedBatches(Allocation):
   """Batches of one size for all workers.
 
   Attributes:
-    samples: Size of each batch.
-
-  Raises:
-    ValueError: If `samples` is less than 1.
+    samples: Size of each batch, at least 1.
 
   >>> FixedBatches(32).sizes([1.0, 8.0])
   (32, 32)

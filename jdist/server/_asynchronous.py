@@ -137,9 +137,6 @@ class NSoftsync(_protocol.Protocol[SoftsyncState]):
     n: At least 1.  A larger number than that of members acts as their number.
     buffer: c >= 1, whatever L is; None for the c above.
 
-  Raises:
-    ValueError: If `n` or `buffer` is less than 1.
-
   References:
     Zhang et al., Staleness-aware Async-SGD for Distributed Deep Learning, IJCAI
     2016 (arXiv 1511.05950); the rate that falls with the staleness is

@@ -27,9 +27,6 @@ class Control:
       into the anchor; "residuals" also brings in the residuals of reducers.
     fragments: One control for each fragment, for a method whose fragments have
       rounds of their own; None if the device decides.
-
-  Raises:
-    ValueError: If a value is of another kind.
   """
 
   round_ends: bool | None = None

@@ -1,7 +1,7 @@
 """Layouts: the machines of a table's devices, and the cuts of the layers."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 # The machine of each device in order, and the cuts.
@@ -11,19 +11,36 @@ _MOST_LAYOUTS = 1000
 
 
 def few_layouts(
-  names: Sequence[str], num_layers: int, chunks: int
+  groups: Mapping[str, str], num_layers: int, chunks: int
 ) -> list[Layout]:
-  """Returns all layouts, or none of a problem with too many."""
+  """Returns all layouts, or none of a problem with too many.
+
+  Args:
+    groups: Each machine's group of interchangeable ones, which stay in their
+      order: others have the same times.
+    num_layers: The number of layers.
+    chunks: The stages of a device.
+  """
   every = (
     (order, cuts)
-    for number in range(1, 1 + min(len(names), num_layers // chunks))
-    for order in itertools.permutations(names, number)
+    for number in range(1, 1 + min(len(groups), num_layers // chunks))
+    for order in itertools.permutations(groups, number)
     for cuts in itertools.combinations(
       range(1, num_layers), number * chunks - 1
     )
   )
   found = list(itertools.islice(every, _MOST_LAYOUTS + 1))
-  return found if len(found) <= _MOST_LAYOUTS else []
+  if len(found) > _MOST_LAYOUTS:
+    return []
+  members: dict[str, list[str]] = {}
+  for name, group in groups.items():
+    members.setdefault(group, []).append(name)
+
+  def first(order: tuple[str, ...]) -> bool:
+    unused = {group: iter(own) for group, own in members.items()}
+    return all(next(unused[groups[x]]) == x for x in order)
+
+  return [x for x in found if first(x[0])]
 
 
 def near_layouts(

@@ -84,6 +84,7 @@ class _Search:
     self.best: tuple[tuple[str, ...], tuple[int, ...]] | None = None
     self._value: _Value = (math.inf, math.inf)
     self._ties = 0
+    self._groups = interchangeable(chain, names)
 
   def _try(self, order: Sequence[str]) -> None:
     """Keeps an order if its best partition is better."""
@@ -214,27 +215,35 @@ class _Search:
 
   def _unlike(self, names: Iterable[str]) -> Iterator[str]:
     """Yields machines, one of each group that is interchangeable."""
-    found: list[str] = []
+    found = dict[str, str]()
     for name in names:
-      if not any(self._alike(name, other) for other in found):
-        found.append(name)
-        yield name
+      found.setdefault(self._groups[name], name)
+    return iter(found.values())
 
-  def _alike(self, one: str, other: str) -> bool:
-    a, b = self._chain.node(one), self._chain.node(other)
-    if (a.speed, a.memory_bytes) != (b.speed, b.memory_bytes):
-      return False
-    return all(
-      self._way(one, x) == self._way(other, x)
-      for x in self._names
-      if x not in (one, other)
-    )
 
-  def _way(self, one: str, other: str) -> tuple[object, ...]:
-    """Returns a route's links, without the name of the machine's own."""
-    hops = self._chain.routes.hops(one, other)
+def interchangeable(chain: Chain, names: Sequence[str]) -> dict[str, str]:
+  """Maps each machine to the first one with which it is interchangeable."""
+
+  def way(one: str, other: str) -> tuple[object, ...]:
+    # A route's links, without the name of the machine's own.
+    hops = chain.routes.hops(one, other)
     own = hops[0][0] if hops else None
     return tuple((None if hop == own else hop, *rates) for hop, *rates in hops)
+
+  def alike(one: str, other: str) -> bool:
+    a, b = chain.node(one), chain.node(other)
+    if (a.speed, a.memory_bytes) != (b.speed, b.memory_bytes):
+      return False
+    rest = (x for x in names if x not in (one, other))
+    return all(way(one, x) == way(other, x) for x in rest)
+
+  firsts: list[str] = []
+  found = dict[str, str]()
+  for name in names:
+    found[name] = next((x for x in firsts if alike(name, x)), name)
+    if found[name] == name:
+      firsts.append(name)
+  return found
 
 
 def _less(one: _Value, other: _Value) -> bool:

@@ -314,7 +314,8 @@ class _Search:
     found = _by_rate(self._done)
     rate = found[-1].samples_per_s if found else 0.0
     chunks = {1, *CHUNKS.values()}
-    few = {x: few_layouts(self._names, len(self.costs), x) for x in chunks}
+    groups = _placement.interchangeable(self._chain(1, False), self._names)
+    few = {x: few_layouts(groups, len(self.costs), x) for x in chunks}
     jobs = []
     for choice in self._choices:
       # Micro-batches share the work of a batch, whatever their number is.

@@ -26,9 +26,6 @@ class BitPlans:
     sizes: Entries of each tensor.
     block: Entries that share a scale.
 
-  Raises:
-    ValueError: If plans are not as described.
-
   >>> plans = BitPlans()
   >>> [round(plans.share(i), 3) for i in range(len(plans.bits))]
   [1.0, 0.516, 0.266]

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from jdist import cluster, pipeline
+from jdist.pipeline.planning import _bottleneck, _layouts, _placement
 from tests.pipeline.planning import _small_clusters as small
 
 _Cost = pipeline.LayerCost
@@ -145,3 +146,18 @@ def test_placement_of_200_layers_on_64_machines_takes_seconds():
   plan = pipeline.place(costs, machines)
   assert time.process_time() - start_s < 10.0
   assert plan.bottleneck_s <= pipeline.partition(costs, machines).bottleneck_s
+
+
+def test_orders_of_interchangeable_machines_are_tried_once():
+  """Two machines are equal, a third one has a slower link."""
+  groups = {"a": "a", "b": "a", "c": "c"}
+  found = _layouts.few_layouts(groups, 2, 1)
+  orders = {order for order, _ in found}
+  assert orders == {("a",), ("c",), ("a", "b"), ("a", "c"), ("c", "a")}
+  link = cluster.Link(8e6)
+  links = {"a": link, "b": link, "c": cluster.Link(4e6)}
+  nodes = tuple(cluster.Node(name) for name in links)
+  machines = cluster.Cluster(nodes, cluster.star(links, "server"))
+  costs = [pipeline.LayerCost(f"{i}", 1.0, 2.0, 1e6) for i in range(2)]
+  chain = _bottleneck.Chain(costs, machines, pipeline.Footprint(), 2)
+  assert _placement.interchangeable(chain, machines.names) == groups
