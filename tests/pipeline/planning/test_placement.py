@@ -158,6 +158,8 @@ def test_orders_of_interchangeable_machines_are_tried_once():
   links = {"a": link, "b": link, "c": cluster.Link(4e6)}
   nodes = tuple(cluster.Node(name) for name in links)
   machines = cluster.Cluster(nodes, cluster.star(links, "server"))
-  costs = [pipeline.LayerCost(f"{i}", 1.0, 2.0, 1e6) for i in range(2)]
+  costs = [
+    pipeline.LayerCost(f"{i}", 1.0, 2.0, output_bytes=1e6) for i in range(2)
+  ]
   chain = _bottleneck.Chain(costs, machines, pipeline.Footprint(), 2)
   assert _placement.interchangeable(chain, machines.names) == groups
