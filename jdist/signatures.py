@@ -219,7 +219,7 @@ def _fits(value: Any, hint: Any) -> bool:
     return checks.is_number(value)
   if kind is int:
     with contextlib.suppress(TypeError):
-      return operator.index(value) is not None
+      return operator.index(value) is not None and not isinstance(value, bool)
     return False
   if kind is bool:
     return isinstance(value, bool | np.bool_)

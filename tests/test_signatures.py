@@ -93,6 +93,9 @@ def plain(
   [
     {"cuts": {1, 2}},
     {"cuts": iter([1, 2])},
+    {"cuts": True},  # Python counts it as 1.
+    {"cuts": [1, False]},
+    {"rows": [True]},
     {"cuts": "12"},
     {"rows": dict.fromkeys("ab").keys()},
     {"rows": {"a", "b"}},
