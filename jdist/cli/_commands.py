@@ -14,13 +14,15 @@ from jdist.cli import _groups
 from jdist.cli._groups import COUNT, NOT_NEGATIVE, option, POSITIVE, SEED
 from jdist.cli.servers import _server_options
 
-# Actions of `jdist pipeline` that use an option: the first word is the option
-# that must have one of the other values.
+# Actions of `jdist pipeline`, and files of `jdist launch`, that use an option:
+# the first word is the option that must have one of the other values.
 _CHECK, _SIMULATE, _PLAN = (
   ("action", x) for x in ("check", "simulate", "plan")
 )
 _TIMED = ("action", "simulate", "plan")
 _NOT_PLAN = ("action", "draw", "check", "simulate")
+_CLAIMS = ("print", "kubernetes", "kuberay")
+_RANKS = ("print", "slurm", "kubernetes", "mpi")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,7 +371,7 @@ class Launch:
   restarts: int = option(5, within=NOT_NEGATIVE)
   """Most restarts in a row without a new checkpoint."""
 
-  backoff_s: float = option(1.0, within=NOT_NEGATIVE)
+  backoff_s: float = option(1.0, within=NOT_NEGATIVE, needs=("print", None))
   """Seconds before a restart; doubled each further time, up to a minute."""
 
   print: Literal["slurm", "kubernetes", "mpi", "kuberay"] | None = None
@@ -380,16 +382,14 @@ class Launch:
   name: str = option("jdist", needs=("print",))
   """Name of the printed job."""
 
-  gpus_per_node: int | None = option(None, within=COUNT, needs=("print",))
+  gpus_per_node: int | None = option(None, within=COUNT, needs=_RANKS)
   """GPUs of a machine in the printed job, one process each (default: CPUs)."""
 
-  image: str = option("jdist:latest", needs=("print",))
+  image: str = option("jdist:latest", needs=(*_CLAIMS, "slurm"))
   """Container image of the printed job, in which jdist is installed (for Slurm
   none, unless it is given)."""
 
-  claim: str = option(
-    "jdist-checkpoints", needs=("print", "kubernetes", "kuberay")
-  )
+  claim: str = option("jdist-checkpoints", needs=_CLAIMS)
   """Claim of the volume with the checkpoints of a printed JobSet or RayJob."""
 
   # The command behind `--` and its parsed options, which `cli` fills in.

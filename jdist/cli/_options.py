@@ -206,7 +206,7 @@ def _check_need(options: Any, name: str, need: str, *values: Any) -> None:
   if need == "action":
     where = f"of `jdist pipeline {found}`"
   elif None in values:
-    where = f"with `{word(need)}`"
+    where = f"with `{word(need)} {found}`"
   check_left_out(options, (name,), where)
 
 

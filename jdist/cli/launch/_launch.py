@@ -184,6 +184,7 @@ def _kuberay(options: _commands.Launch) -> str:
       f"each, got {shlex.join(options.command)}."
     )
   _options.check_left_out(train, ("address",), "for KubeRay, which sets it")
+  _options.check_left_out(options, ("restarts",), "with `--print kuberay`")
   machines, _ = _protocols.load(train.cluster)
   workers = ""
   for node in machines.nodes:

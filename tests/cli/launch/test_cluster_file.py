@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from jdist import cli
+from jdist.cli import _commands
 
 _ROOT = pathlib.Path(__file__).resolve().parents[3]
 _COMMAND = ["train", "--method", "diloco", "--workers", "16"]
@@ -112,6 +113,37 @@ def test_ray_cluster_needs_a_protocol_on_ray(words, capsys):
   assert cli.main(words) == 2
   error = capsys.readouterr().err
   assert "for KubeRay" in error or "`--print kuberay` must be given" in error
+
+
+_OTHERS = {
+  "restarts": "7", "backoff_s": "9", "name": "other", "gpus_per_node": "1",
+  "image": "a:b", "claim": "mine", "num_processes": "2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*_FILES, "kuberay"])
+@pytest.mark.parametrize("option", _OTHERS)
+def test_file_contains_an_option_or_refuses_it(kind, option, capsys):
+  file = _ROOT / "scripts" / "cluster" / "cluster.toml"
+  command = "train --workers 4 --checkpoints /ckpt"
+  command = _RAY.format(file) if kind == "kuberay" else command
+  name = f"--{option.replace('_', '-')}"
+
+  def printed(*given):
+    words = ["launch", "--print", kind, *given, "--", *command.split()]
+    return cli.main(words), *capsys.readouterr()
+
+  status, told, error = printed(name, _OTHERS[option])
+  if status:
+    assert f"`{name}` must be" in error and not told
+    assert option != "num_processes" or kind == "kuberay"
+  else:
+    assert told != printed()[1]
+
+
+def test_every_option_of_launch_is_tried():
+  fields = set(_commands.Launch.__dataclass_fields__)
+  assert fields == {*_OTHERS, "print", "command", "train"}
 
 
 @pytest.mark.parametrize("kind", ["slurm", "mpi"])
