@@ -133,13 +133,8 @@ def stage_cost(layers: Iterable[LayerCost], name: str = "stage") -> LayerCost:
     for field in dataclasses.fields(LayerCost)
     if field.name not in ("name", "output_bytes", "sent_share", "working_bytes")
   }
-  return LayerCost(
-    name,
-    output_bytes=found[-1].output_bytes,
-    sent_share=found[-1].sent_share,
-    working_bytes=max(layer.working_bytes for layer in found),
-    **sums,
-  )
+  sums["working_bytes"] = max(layer.working_bytes for layer in found)
+  return dataclasses.replace(found[-1], name=name, **sums)
 
 
 @signatures.checked

@@ -57,10 +57,9 @@ def near_layouts(
     swapped = list(order)
     swapped[i], swapped[j] = order[j], order[i]
     yield tuple(swapped), cuts
-  for i in range(len(order)):
-    for name in names:
-      if name not in order:
-        yield (*order[:i], name, *order[i + 1 :]), cuts
+  free = [x for x in names if x not in order]
+  for i, name in itertools.product(range(len(order)), free):
+    yield (*order[:i], name, *order[i + 1 :]), cuts
   if chunks == 1:
     for i, j in itertools.product(range(len(order)), range(len(cuts))):
       yield order[:i] + order[i + 1 :], cuts[:j] + cuts[j + 1 :]

@@ -1,5 +1,6 @@
 """The search for the order in which machines take the stages."""
 
+import functools
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,11 +33,11 @@ def place(
 ) -> Plan:
   """Finds the machines, and their order, with the best partition.
 
-  For up to eight machines the search is exact: branch and bound, with
-  interchangeable machines tried once.  For more it is a local search.  It
-  starts with chains over the fastest links, which keep the machines of a group
-  together, and exchanges, moves and reverses machines, mostly at the
-  bottleneck.
+  For up to eight machines the search is exact: branch and bound, with bounds
+  that know the memory, and interchangeable machines tried once.  For more it is
+  a local search.  It starts with chains over the fastest links, which keep the
+  machines of a group together, and exchanges, moves and reverses machines,
+  mostly at the bottleneck.
 
   Args:
     costs: The cost of each layer, for a micro-batch.
@@ -64,12 +65,12 @@ def place(
   chain = Chain(costs, machines, footprint, num_microbatches)
   chain.check_layers(wanted)
   search = _Search(chain, names, wanted)
-  small = len(names) <= _MOST_EXHAUSTIVE
   # A good order first gives the branch and bound a tight bound.
   search.start()
-  search.improve(min(evaluations, 30) if small else evaluations, seed)
-  if small:
+  if len(names) <= _MOST_EXHAUSTIVE:
     search.exhaust()
+  else:
+    search.improve(evaluations, seed)
   if search.best is None:
     by_memory = sorted(names, key=lambda x: -chain.node(x).memory_bytes)
     raise chain.explain(by_memory[:wanted])
@@ -84,6 +85,7 @@ class _Search:
     self.best: tuple[tuple[str, ...], tuple[int, ...]] | None = None
     self._value: _Value = (math.inf, math.inf)
     self._ties = 0
+    self._rest = functools.cache(self._least_rest)
     self._groups = interchangeable(chain, names)
 
   def _try(self, order: Sequence[str]) -> None:
@@ -178,40 +180,43 @@ class _Search:
     each position at which that one may start.
     """
     chain, stage = self._chain, len(order) - 1
-    limit = self._value[0] * (1 + _ROUNDING)
-    rows = np.flatnonzero(values < limit)
-
-    def worth(bottleneck: float) -> bool:
-      best = self._value[0]
-      if bottleneck < best * (1 - _ROUNDING):
-        return True
-      return bottleneck < best * (1 + _ROUNDING) and self._ties < _MOST_TIES
-
-    # No first stages are below the best bottleneck: no order is, either.
-    if not rows.size:
-      return
-    speed = chain.node(order[-1]).speed if order else 0.0
     if len(order) == self._wanted:
-      last = Pairs(rows, slice(len(values) - 1, len(values)), order, stage)
-      seconds = chain.stage_s(last)[:, 0]
-      if worth(np.maximum(values[rows], seconds).min()):
-        self._ties += 1
-        self._try(order)
+      self._ties += 1
+      self._try(order)
       return
-    left = [x for x in self._names if x not in order]
-    speeds = sorted((chain.node(x).speed for x in left), reverse=True)
-    behind = sum(speeds[: self._wanted - len(order)])
+    left = tuple(x for x in self._names if x not in order)
+    rows = np.flatnonzero(values < self._value[0] * (1 + _ROUNDING))
     for name in self._unlike(left):
-      longer = [*order, name]
-      after = values
+      longer, after = [*order, name], values
       if order:
-        ends = chain.within(rows, limit, speed, behind)
-        pairs = Pairs(rows, ends, longer, stage)
+        pairs = Pairs(rows, slice(1, None), longer, stage)
         after, _ = chain.extend(values, chain.stage_s(pairs), pairs)
-      # The rest of the work, split perfectly, is a lower bound.
-      rest = (chain.work[-1] - chain.work) / behind
-      if worth(np.maximum(after, rest).min()):
+      least = np.maximum(after, self._rest(name, left)).min()
+      tied = _ROUNDING if self._ties < _MOST_TIES else -_ROUNDING
+      if least < self._value[0] * (1 + tied):
         self._grow(longer, after)
+
+  def _least_rest(self, name: str, left: tuple[str, ...]) -> np.ndarray:
+    """Returns the least bottleneck of a machine's stage and those behind it.
+
+    It is a lower bound for each position at which the stage may start, on the
+    machine of `left` with this name: two cuts that share a link count alone.
+    Bounds depend on sets of machines, which are far fewer than their orders.
+    """
+    chain, behind = self._chain, tuple(x for x in left if x != name)
+    stage = len(self._names) - len(left)
+    # Without a machine behind it a stage has no cut there.
+    alone = [name] * (stage + 1)
+    rows = np.arange(len(chain.work))
+    costs = chain.stage_s(Pairs(rows, slice(0, None), alone, stage))
+    if stage + 1 == self._wanted:
+      return costs[:, -1]
+    byte_s = chain.routes.byte_s
+    rest = [
+      np.maximum(chain.sent * byte_s(name, x), self._rest(x, behind))
+      for x in self._unlike(behind)
+    ]
+    return np.maximum(costs, np.min(rest, axis=0)).min(axis=1)
 
   def _unlike(self, names: Iterable[str]) -> Iterator[str]:
     """Yields machines, one of each group that is interchangeable."""
@@ -237,13 +242,7 @@ def interchangeable(chain: Chain, names: Sequence[str]) -> dict[str, str]:
     rest = (x for x in names if x not in (one, other))
     return all(way(one, x) == way(other, x) for x in rest)
 
-  firsts: list[str] = []
-  found = dict[str, str]()
-  for name in names:
-    found[name] = next((x for x in firsts if alike(name, x)), name)
-    if found[name] == name:
-      firsts.append(name)
-  return found
+  return {x: next(y for y in names if x == y or alike(x, y)) for x in names}
 
 
 def _less(one: _Value, other: _Value) -> bool:

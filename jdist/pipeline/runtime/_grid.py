@@ -114,8 +114,7 @@ def _continuous(table: Table, send_ticks: int) -> Grid:
   """
   s, m, late = table.num_stages, table.num_microbatches, send_ticks
   period = 2 * m
-  last = 2 * (m - 1) + 2 * late * (s - 1) + 1
-  behind = last // period
+  behind = (2 * (m - 1) + 2 * late * (s - 1) + 1) // period
   # The parameters that an iteration reads must exist when it begins.
   if table.window <= behind:
     raise ValueError(
@@ -212,9 +211,9 @@ def _span(starts: list[int], ends: list[int], period: int | None) -> int:
       for times in (starts, ends)
     )
   most = 1
-  pairs = list(enumerate(zip(starts, ends, strict=True)))
+  pairs = list(zip(starts, ends, strict=True))
   for start in starts:
-    alive = [i for i, (a, b) in pairs if a <= start <= b]
+    alive = [i for i, (a, b) in enumerate(pairs) if a <= start <= b]
     most = max(most, alive[-1] - alive[0] + 1)
   return most
 

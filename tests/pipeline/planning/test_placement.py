@@ -1,5 +1,6 @@
 """Placements: against all orders, and on clusters of levels."""
 
+import dataclasses
 import itertools
 import random
 import time
@@ -78,6 +79,40 @@ def test_machines_of_different_memory_are_both_tried():
   machines = cluster.Cluster(nodes, link, server="small")
   layers = [_Cost("a", 1.0, 2.0, parameter_bytes=100)]
   assert pipeline.place(layers, machines, num_stages=1).nodes == ("large",)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_tight_memory_leaves_few_orders_to_try(fits, monkeypatch):
+  grow, tried = _placement._Search._grow, []
+
+  def counted(search, order, values):
+    tried.append(order)
+    grow(search, order, values)
+
+  monkeypatch.setattr(_placement._Search, "_grow", counted)
+  # Each layer fills one machine: of 40,320 orders a single one fits.
+  sizes = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+  costs = [
+    _Cost(f"{i}", 1.0, 2.0, parameter_bytes=size, output_bytes=size)
+    for i, size in enumerate(sizes)
+  ]
+  more = 0.0 if fits else 1.0
+  costs[-1] = dataclasses.replace(costs[-1], working_bytes=more)
+  nodes = tuple(
+    cluster.Node(f"n{size:.0f}", speed=10 - size, memory_bytes=3 * size)
+    for size in (3.0, 8.0, 1.0, 6.0, 4.0, 2.0, 7.0, 5.0)
+  )
+  links = {x.name: cluster.Link(8 * x.speed) for x in nodes}
+  machines = cluster.Cluster(
+    nodes, cluster.star(links, "switch"), server="switch"
+  )
+  if fits:
+    nodes = pipeline.place(costs, machines).nodes
+    assert nodes == tuple(f"n{size:.0f}" for size in sizes)
+  else:
+    with pytest.raises(ValueError, match="No partition fits into memory"):
+      pipeline.place(costs, machines)
+  assert len(tried) <= 10
 
 
 @pytest.mark.parametrize(("number", "each"), [(2, 4), (4, 4)])
