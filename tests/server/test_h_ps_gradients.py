@@ -1,6 +1,7 @@
 """H-PS with gradients: equations by hand, messages, and resumed runs."""
 
 import itertools
+import types
 
 import chex
 import jax
@@ -205,3 +206,62 @@ def test_resumed_run_ends_with_the_same_bits(tmp_path):
   assert found == records and whole.now_s > 1.3
   assert resumed.events == whole.events
   chex.assert_trees_all_equal(resumed.save(), whole.save())
+
+
+def vector_run(protocol, **options):
+  """Returns a run of a vector's regression, on links that take time."""
+  link = cluster.Link(8e3)
+  nodes = cluster.Node("a", speed=2.0), cluster.Node("b")
+  machines = cluster.Cluster(
+    nodes, cluster.star(dict.fromkeys("ab", link), "server")
+  )
+  costs = cluster.Profile(
+    seconds_per_sample=0.1, push_bytes=256, pull_bytes=256
+  )
+
+  def batch(worker, start, count, *, size=None):
+    x = np.random.default_rng(start).normal(size=(size or count, 64))
+    mask = np.float32(np.arange(size or count) < count)
+    return {"x": np.float32(x), "mask": mask}
+
+  samples = types.SimpleNamespace(shared=True, batch=batch)
+  learner = server.GradientLearner(
+    vector_loss, optax.sgd(0.02, momentum=0.5), jnp.zeros(64), samples,
+    workers=["a", "b"], **options,
+  )  # fmt: skip
+  return server.Simulation(machines, protocol, costs, learner=learner)
+
+
+def vector_loss(w, model_state, batch, key):
+  del key
+  errors = batch["mask"] * jnp.square(batch["x"] @ w - batch["x"].sum(-1))
+  return errors.sum() / batch["mask"].sum(), (model_state, {})
+
+
+PLANS = server.BitPlans(((32,), (4,)), (64,), 64)
+
+
+@pytest.mark.parametrize(
+  ("protocol", "options"),
+  [
+    (
+      server.h_ps(8, plans=PLANS, tasks=False),
+      {"plans": PLANS, "local_step": server.LocalStep(0.02, 0.5)},
+    ),
+    (
+      server.ASP(batches=server.FixedBatches(4)),
+      {"compensation": 0.5},
+    ),
+  ],
+  ids=["what workers hold", "what tasks were sent"],
+)
+def test_save_holds_all_that_later_updates_depend_on(protocol, options):
+  whole, resumed = (vector_run(protocol, sizes=[4], **options) for _ in "ab")
+  whole.run(updates=5)
+  saved = whole.save()
+  resumed.resume(*saved)
+  chex.assert_trees_all_equal(resumed.save(), saved)
+  for run in (whole, resumed):
+    run.run(updates=9)
+  chex.assert_trees_all_equal(resumed.save(), whole.save())
+  assert set(whole.state.plans.values()) == {1} if "plans" in options else True
