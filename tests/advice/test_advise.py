@@ -300,3 +300,11 @@ def test_link_of_four_workers_carries_the_bytes_of_a_ring(monkeypatch):
   monkeypatch.setattr(_advise, "_seconds", seconds)
   found = advice.measure_link(workers, num_bytes=2**22, repeats=1)
   assert found.bandwidth_bits_per_s == pytest.approx(8e9, rel=1e-3)
+
+
+def test_a_slow_machine_makes_no_link_slower():
+  """Its computation takes twice as long, and the messages as long as before."""
+  costs = advice.MethodCosts(4, (0.2,) * 3, (0.0,) * 3, 1e6, 10, 0)
+  link = cluster.Link(8e6, latency_s=0.01)
+  slow = advice.Advice({"one": costs}, link, 2.0)
+  assert slow.seconds("one")[1] == pytest.approx(0.4 + 1.1 / 4)

@@ -1,9 +1,11 @@
 """Whole runs of `train` and `compare`, as small as possible."""
 
+import io
 import json
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -177,3 +179,29 @@ def test_rates_are_tuned_on_a_part_of_the_training_set():
   whole = Whole()
   fit = _compare._Fit(None, whole, None, None, 1)
   assert fit._workloads == {"comparison": whole, "tuning": "a part"}
+
+
+def test_table_counts_bytes_from_the_method_that_sends_most():
+  """And takes the mean rate of the runs that have one."""
+
+  def row(seed, sent_bytes, rate):
+    return {
+      "seed": seed, "accuracy": 0.5, "test_loss": 1.0, "rounds": 3,
+      "sent_bytes": sent_bytes, "samples_per_s": rate, "learning_rate": 0.1,
+    }  # fmt: skip
+
+  found = {
+    "local_sgd": [row(0, 1e6, 100.0), row(1, 3e6, None)],
+    "ssgd": [row(0, 8e6, 300.0), row(1, 8e6, 500.0)],
+  }
+  options = types.SimpleNamespace(
+    seeds=[0, 1], methods=["local_sgd", "ssgd"], dataset="d", model="m",
+    workers=4,
+  )  # fmt: skip
+  made = pytest.importorskip("rich.console")
+  console = made.Console(file=io.StringIO(), width=200)
+  _compare._print_table(console, found, options)
+  lines = console.file.getvalue().splitlines()
+  first, second = (next(x for x in lines if f"│ {y}" in x) for y in found)
+  assert " 2 " in first and "4.0x" in first and " 100 " in first
+  assert " 8 " in second and "1.0x" in second and " 400 " in second

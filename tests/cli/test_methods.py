@@ -313,3 +313,15 @@ def test_cosine_rises_from_a_tenth_and_ends_at_a_hundredth_of_its_peak():
   found = [float(run.learning_rate(step)) for step in (0, 8, 54, 100)]
   # Between its ends the cosine is half-way in the middle.
   assert found == pytest.approx([0.05, 0.5, (0.5 + 0.005) / 2, 0.005])
+
+
+def test_momentum_of_workers_is_nesterov_s():
+  options = _commands.Train(momentum=0.5, weight_decay=0.0, steps=10)
+  run = _methods.make_budget(options, 0.1, steps_per_epoch=4.0)
+  optimizer, rate = _methods.optimizer_of(options, run), run.learning_rate
+  w = jnp.zeros(())
+  first, state = optimizer.update(w + 1.0, optimizer.init(w), w)
+  second, _ = optimizer.update(w + 1.0, state, w)
+  # The velocities are 1 and 1.5, and each looks one step ahead.
+  np.testing.assert_allclose(first, -rate(0) * 1.5, rtol=1e-6)
+  np.testing.assert_allclose(second, -rate(1) * 1.75, rtol=1e-6)

@@ -8,6 +8,7 @@ import types
 import pytest
 
 from jdist import cli, cluster, training
+from jdist.cli import _groups
 from jdist.cli.report import _page, _status
 
 _RUN = "train --method ssgd --steps 6 --workers 4 --batch-size 32 "
@@ -237,3 +238,13 @@ def test_figures_stay_while_something_else_is_done():
   steps, compiling = noted
   assert steps["train_loss"] == 0.5 and "train_loss" not in compiling
   assert compiling == {"doing": "msdpu: compiling", "step": 7}
+
+
+def test_each_round_waits_for_the_latency_of_its_messages(folder):
+  options = _groups.LinkOptions(bandwidth_mbit_per_s=8.0, latency_ms=2.0)
+  _, second = _data(_page.write(folder, options).read_text(), "curves")[
+    "points"
+  ][:2]
+  # Two rounds of 38,000 bytes, in 14 messages each among eight workers, after
+  # two steps of 10 ms.
+  assert second["link_s"] == pytest.approx(0.02 + 0.076 + 2 * 14 * 0.002)

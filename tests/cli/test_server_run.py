@@ -12,7 +12,8 @@ import pytest
 
 from jdist import cli, cluster, server, training
 from jdist.cli import _commands, _workload
-from jdist.cli.servers import _protocols, _server_parts
+from jdist.cli.servers import _protocols, _server_parts, _server_run
+from jdist.server.run import _run_marks
 
 pytest.importorskip("simpy")
 
@@ -363,3 +364,18 @@ def test_shared_link_is_as_fast_as_the_largest_shard_allows(monkeypatch):
   found = _server_parts.shared_links(parts).topology.links
   rates = {ends: link.bandwidth_bits_per_s for ends, link in found.items()}
   assert rates == {("a", "b"): 9.0, ("a", "s"): 9.0 * 4 / 3}
+
+
+def test_line_of_a_record_has_the_living_in_percent(capsys):
+  record = training.Record(
+    step=3, rounds=3, sent_bytes=2e6, train_loss=0.5,
+    metrics={"accuracy": 0.25}, train_s=1.5, samples_per_s=40.0,
+    clock="virtual",
+  )  # fmt: skip
+  mark = _run_marks.Mark(
+    3, 60, 1.5, 4e6, 0.5, 0.5, 0.5, True, None, merged_share=0.75
+  )
+  _server_run._print_record(record, mark, None)
+  out = capsys.readouterr().out
+  assert "75.0 % of the living in a merge" in out
+  assert "1.5 virtual s  accuracy 25.00 %" in out

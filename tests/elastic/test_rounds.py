@@ -416,3 +416,10 @@ def test_workers_with_samples_of_their_own_take_all_of_them():
   # Two tasks of four steps, each of four samples; a third may have begun.
   for starts in taken.values():
     assert starts >= set(range(0, 2 * 4 * EACH, EACH)), taken
+
+
+def test_by_default_a_merge_waits_for_half_of_the_members():
+  found = elastic.Rounds(
+    METHODS["local_sgd"](SGD, axis=None), PARAMS, workers=NAMES
+  ).protocol
+  assert (found.quorum, found.grace) == (0.5, 1.0)

@@ -355,3 +355,20 @@ def test_best_epoch_is_kept_over_a_resume(tmp_path):
   found = fit(4)
   assert found.best.epoch == 2
   assert_same_bits(found.params, seen[2])
+
+
+def test_loss_of_an_epoch_is_the_mean_over_its_batches():
+  settings = dataclasses.replace(FIT, num_epochs=2)
+  losses = iter((1.0, 3.0, 5.0, 11.0))
+
+  def fit(kept):
+    return _predictor_fit._train(
+      predictor(), settings, fronts(8), 2,
+      lambda state, vectors, number: (state, next(losses)),
+      lambda epoch, params, loss: _predictor_fit.Epoch(epoch, 0.5, loss), kept,
+    )  # fmt: skip
+
+  kept = _saved_predictor.FitFolder(
+    None, predictor(), dataclasses.asdict(settings), {}
+  )
+  assert [point.loss for point in fit(kept).curve] == [None, 2.0, 8.0]

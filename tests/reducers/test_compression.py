@@ -365,3 +365,23 @@ def test_gradients_of_other_dtype_are_sent_in_it():
     num_workers=2,
   )
   assert [c.payload_bytes for c in traffic.collectives] == [200]
+
+
+def test_flush_hands_over_what_owners_hold_once():
+  compression = reducers.Compression(
+    reducers.compressed(codecs.Quantize(2, 4)), reducers.ErrorFeedback()
+  )
+  xs = {"w": jax.random.normal(jax.random.key(0), (2, 64))}
+
+  def one(x):
+    state = compression.init(x, "worker")
+    sent, state = compression.mean(x, state, "worker")
+    rest, state = compression.flush(
+      jax.tree.map(jnp.zeros_like, x), state, "worker"
+    )
+    return sent, rest, state.reducer.residual
+
+  sent, rest, kept = jax.jit(jax.vmap(one, axis_name="worker"))(xs)
+  total = jax.tree.map(jnp.add, sent, rest)["w"]
+  np.testing.assert_allclose(total[0], xs["w"].mean(0), rtol=1e-4, atol=1e-5)
+  assert rest["w"].any() and not kept[0].any()

@@ -527,3 +527,27 @@ def test_late_push_in_step_is_part_of_its_fragments_next_merge():
 
 def _applied(actions):
   return [x.tasks for x in actions if isinstance(x, server.Apply)]
+
+
+def test_member_that_has_missed_merges_goes_on_with_the_newest():
+  protocol = server.DecoupledDiLoCo(
+    batches=server.FixedBatches(8), interval=2, fragments=2, quorum=0.5,
+    grace=0.0, ahead=2, in_step=True,
+  )  # fmt: skip
+  state, tasks = protocol.init(["a", "b"]), {"a": [], "b": []}
+
+  def receive(message):
+    replies = protocol.receive(state, 0.0, message)
+    for reply in replies:
+      if isinstance(reply, server.Reply):
+        tasks[reply.worker].append(reply)
+
+  for worker in "ab":
+    receive(server.Pull(worker))
+  for _ in range(3):
+    receive(server.Push("a", tasks["a"].pop(0).task, 8, 1.0))
+    receive(server.Pull("a"))
+  assert state.version == 3
+  receive(server.Push("b", tasks["b"].pop(0).task, 8, 1.0))
+  # Merge 3 is of fragment 1; its own next turn would have been merge 2.
+  assert tasks["b"][-1].fragment == 1

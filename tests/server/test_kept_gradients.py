@@ -110,3 +110,20 @@ def test_actions_show_what_differs_from_the_default():
   )
   kept = server.Apply((0,), (1.0,), (2,), frozenset({0}))
   assert repr(kept).endswith("staleness=(2,), kept=frozenset({0}))")
+
+
+def test_saves_hold_what_was_sent_for_pushes_that_wait():
+  """A live server's tasks without a push are lost, and a clock's are not."""
+  learner = server.GradientServer(
+    optax.sgd(1.0), jnp.zeros(2), server.message_plans(), workers=["a", "b"],
+    compensation=0.5,
+  )  # fmt: skip
+  learner.decoded = True
+  for task, worker in enumerate("ab"):
+    learner.reply(server.Reply(worker, task, 0, 10))
+  pushed = learner._empty_push(0)._replace(grads=np.float32([1.0, 2.0]))
+  learner.push(1, {"loss": 1.0}, pushed)
+  assert learner.save()[0]["read"] == [1]
+  assert learner.save(whole=True)[0]["read"] == [0, 1]
+  learner.leave("a")
+  assert learner.save(whole=True)[0]["held"] == [1]

@@ -339,3 +339,21 @@ def test_complex_gradient_survives_a_push():
   alone.push(0, more, _gradient_messages.bytes_of(payload))
   alone.apply(server.Apply((0,), (1.0,), (0,)))
   np.testing.assert_allclose(alone.model.params, wanted, rtol=1e-6)
+
+
+def test_residual_outlives_a_restart_without_a_loss():
+  """A refused push, or a lost connection, takes nothing from a worker."""
+  learner = server.GradientLearner(
+    _reference.loss, SGD, PARAMS, _reference.Samples(), workers=NAMES,
+    push_codec=INT4,
+  )  # fmt: skip
+  server.Simulation(
+    cluster.workers([1.0, 1.0]), PROTOCOLS["asp"], cluster.Profile(0.1),
+    learner=learner,
+  ).run(updates=3)  # fmt: skip
+  worker = learner.workers["worker1"]
+  before = worker.save()[1]
+  worker.restart()
+  np.testing.assert_array_equal(worker.save()[1], before)
+  worker.restart(lost=True)
+  assert (worker.save()[1] != before).any()

@@ -450,3 +450,31 @@ def test_gradient_of_the_greatest_staleness_is_late():
   ]
   assert found[1].staleness == (1,)
   assert found[2] == _messages.Discard(2, "late")
+
+
+def test_waiting_members_follow_in_the_order_of_joining():
+  protocol = server.SSP(bound=0)
+  state = protocol.init("abc")
+  for worker in "abc":
+    protocol.receive(state, 0.0, server.Pull(worker))
+  for task, worker in ((2, "c"), (0, "a")):
+    protocol.receive(state, 1.0, server.Push(worker, task, 32, 1.0))
+    protocol.receive(state, 1.0, server.Pull(worker))
+  _, *replies = protocol.receive(state, 2.0, server.Push("b", 1, 32, 1.0))
+  assert [reply.worker for reply in replies] == ["a", "c"]
+
+
+def test_a_member_that_joins_a_round_that_has_begun_is_not_waited_for():
+  protocol = server.BSP()
+  state = protocol.init("ab")
+  for worker in "ab":
+    protocol.receive(state, 0.0, server.Pull(worker))
+  protocol.receive(state, 1.0, server.Push("a", 0, 32, 1.0))
+  protocol.receive(state, 1.0, server.Pull("a"))
+  # The next round begins with the task of the member that waits.
+  protocol.receive(state, 1.0, server.Push("b", 1, 32, 1.0))
+  protocol.receive(state, 1.0, server.Join("c"))
+  protocol.receive(state, 1.0, server.Pull("b"))
+  protocol.receive(state, 2.0, server.Push("a", 2, 32, 1.0))
+  update, *_ = protocol.receive(state, 2.0, server.Push("b", 3, 32, 1.0))
+  assert update.tasks == (2, 3)

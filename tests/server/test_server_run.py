@@ -16,7 +16,7 @@ from jdist import (
   server,
   training,
 )
-from jdist.server.run import _server_run
+from jdist.server.run import _run_marks, _server_run
 from jdist.storage import sealed_json
 from tests.server import test_gradients as gradients
 
@@ -258,3 +258,45 @@ def test_record_of_the_checkpoint_is_not_measured_again(tmp_path):
   records, seen = train(1.0, []), []
   assert train(2.0, seen) == records
   assert not seen
+
+
+class OneMark:
+  """Stands for a session that reaches its marks at given seconds."""
+
+  clock, num_workers, updates = "wall", 2, 5
+
+  def __init__(self, resumed, *seconds):
+    self.resumed, self.seconds = resumed, seconds
+
+  def begin(self, plan, stops):
+    return self.resumed
+
+  def advance(self, number, stops):
+    now_s = self.seconds[number]
+    mark = _run_marks.Mark(
+      5 + number, 50, now_s, 8.0, 0.0, 1.0, 1.0, True, None
+    )
+    return mark, None
+
+  def save(self):
+    return None
+
+
+def test_mark_that_is_reached_again_is_measured_again(tmp_path):
+
+  def fit(session):
+    told = []
+    records = server.ServerRun(session).fit(
+      10, every=5, checkpoints=tmp_path, on_resume=told.append
+    )
+    return [record.train_s for record in records], told
+
+  assert fit(OneMark(None, 1.0, 2.0)) == ([1.0, 2.0], [])
+  # Its records are there up to update 5, and then by other messages.
+  assert fit(OneMark(5, 1.0, 3.0)) == ([1.0, 3.0], [5])
+  assert fit(OneMark(6, 1.0, 4.0)) == ([1.0, 4.0], [])
+
+
+def test_marks_are_the_nearest_whole_numbers():
+  plan = _server_run._plan(10, "updates", 3.6, None, {})
+  assert plan.marks == (4, 7, 10)

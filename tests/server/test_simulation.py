@@ -462,3 +462,40 @@ def test_refused_pushes_are_forgiven_after_a_good_one_and_a_restart():
   assert run.expelled("a")
   run.run(seconds=2.5)
   assert not run.expelled("a")
+
+
+def test_machine_that_returns_as_it_is_missed_stays_a_member():
+  machines = cluster.Cluster(
+    (cluster.Node("a", outages=(cluster.Outage(1.0, 1.5),)), cluster.Node("b"))
+  )
+  run = simulation(machines=machines, detection_s=0.5)
+  run.run(seconds=3.2)
+  assert run.state.members.keys() == {"a", "b"}
+  # Tasks of half a second: one before the outage, and three after it.
+  assert run.nodes["a"].updates == 4
+
+
+def test_learner_forgets_a_worker_that_restarts_before_it_is_missed():
+  left = []
+  learner = noting()
+  learner.server.leave = left.append
+  outage = cluster.Outage(1.2, 1.4)
+  nodes = cluster.Node("a", outages=(outage,)), cluster.Node("b")
+  run = simulation(
+    machines=cluster.Cluster(nodes), learner=learner, detection_s=9.0
+  )
+  run.run(seconds=2.0)
+  assert left == ["a"]
+
+
+def test_machine_that_returns_has_new_connections():
+  """Its messages must not wait for those that it sent before it failed."""
+  outage = cluster.Outage(1.0, 2.0)
+  nodes = cluster.Node("a", outages=(outage,)), cluster.Node("b")
+  run = simulation(machines=cluster.Cluster(nodes))
+  before = dict(run._links._channels)
+  run.run(seconds=2.5)
+  kept = {
+    x for x, channel in run._links._channels.items() if channel is before[x]
+  }
+  assert kept == {("push", "b"), ("pull", "b")}

@@ -129,3 +129,16 @@ def test_trainer_refuses_stream_steps_without_a_stream(build, host_rounds):
   refused = r"`stream_steps` must be empty for .* got \(1, 2\).* Leave it out"
   with pytest.raises(ValueError, match=refused):
     trainer.fit(state, no_batches, 3)
+
+
+def test_places_ahead_pass_the_round_s_end():
+  optimizer, w = transforms.local_steps(SGD, 3, axis=None), jnp.ones(2)
+  state, found = optimizer.init(w), []
+  for _ in range(3):
+    found.append(transforms.rounds_ahead(state).tolist())
+    _, state = optimizer.update(w, state, w)
+  assert found == [
+    [[3, 0, 3], [3, 1, 3]],
+    [[3, 1, 3], [3, 2, 3]],
+    [[3, 2, 3], [3, 0, 3]],
+  ]

@@ -518,3 +518,21 @@ def test_metric_of_the_loss_may_have_a_similar_name():
     _tiny.init(team, "local_sgd"), _tiny.batches(team), 4
   )
   _tiny.assert_same_bits(state, _tiny.trained(team, "local_sgd", 4))
+
+
+def test_bytes_of_a_run_without_a_history_are_of_both_programs():
+  """A step sends its number of samples, and the last of a round parameters."""
+  team = _tiny.team("vmap")
+  optimizer = methods.local_sgd(optax.sgd(0.1), 2, axis=team.axis)
+  step = training.make_step(
+    _wide_loss, optimizer, axis=team.axis, weighted=True
+  )
+  trainer = training.Trainer(team, step, host_rounds=True)
+
+  def fit(state, stop):
+    return trainer.fit(state, _tiny.batches(team), stop, evaluate_every=stop)
+
+  _, (through,) = fit(training.init_state(team, optimizer, _WIDE), 7)
+  state, (before,) = fit(training.init_state(team, optimizer, _WIDE), 5)
+  _, (resumed,) = fit(state, 7)
+  assert 0 < before.sent_bytes < through.sent_bytes == resumed.sent_bytes
