@@ -1,14 +1,13 @@
-"""Predicts on which links a method takes less time than synchronous SGD."""
+"""Measures what methods cost on this machine, and links between processes."""
 
 import collections as counting
-import dataclasses
 import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ import numpy as np
 import optax
 
 from jdist import checks, cluster, collectives, signatures, training, transforms
+from jdist.advice import _prediction
 
 PyTree = Any
 Chain = Callable[[collectives.Axis], optax.GradientTransformation]
@@ -24,160 +24,6 @@ _MEASURED_BYTES = 2**30
 _LONGEST_MEAN = 2**26  # Bytes by which a link is measured.
 # Numbers of updates in which a streamed message may be sent.
 _STREAM_STEPS = (1, 2, 4, 8, 16)
-_LEFT_OUT = 0.1
-# Logarithms of bits a second, between which all links lie.
-_SLOWEST, _FASTEST = math.log(1e3), math.log(1e15)
-
-
-class MethodCosts(NamedTuple):
-  """The costs of a method for a worker; `Advice` has the equation.
-
-  Attributes:
-    interval: The steps of a round, H; 1 for a method without rounds.
-    step_s: The seconds c of a step that sends nothing, one for each block of
-      measurements.
-    extra_s: The seconds x that the method adds to a step here, by encoding and
-      decoding, and by sending hidden messages if they were sent; as blocks.
-    round_bytes: The bytes that a worker sends in a round.
-    round_messages: The consecutive messages in which it sends them.
-    hidden_steps: The steps d under which they are sent.
-    send_ratio: The seconds that they took in those that the link gives them; 1
-      (default) if they were not sent.
-  """
-
-  interval: int
-  step_s: Sequence[float]
-  extra_s: Sequence[float]
-  round_bytes: float
-  round_messages: int
-  hidden_steps: int
-  send_ratio: float = 1.0
-
-  def send_s(self, link: cluster.Link) -> float:
-    """Returns the seconds s of a round's messages on a link."""
-    return self.send_ratio * link.send_s(self.round_bytes, self.round_messages)
-
-
-@dataclasses.dataclass(frozen=True)
-class Advice:
-  r"""The predicted times of methods for one model, machine and link.
-
-  The mean step of a round of H steps takes
-
-  .. math:: t = c + x + \tfrac{1}{H} \max(0, s - d \, c)
-
-  where s are the seconds of a round's messages (`MethodCosts.send_s`), and c
-  and x are those of the slowest machine.
-
-  Attributes:
-    costs: The costs of each method; others are compared with the first one.
-    link: The link of each worker.
-    slowdown: The seconds of the slowest machine in those of this one.
-  """
-
-  costs: Mapping[str, MethodCosts]
-  link: cluster.Link
-  slowdown: float = 1.0
-
-  @property
-  def base(self) -> str:
-    """The method with which others are compared."""
-    return next(iter(self.costs))
-
-  @property
-  def step_s(self) -> float:
-    """The seconds of a step without any communication."""
-    return self.slowdown * statistics.median(self.costs[self.base].step_s)
-
-  def exposed_s(self, name: str, link: cluster.Link | None = None) -> float:
-    """Returns the seconds for which a mean step waits for messages."""
-    own, link = self.costs[name], link or self.link
-    return (
-      max(0.0, own.send_s(link) - own.hidden_steps * self.step_s) / own.interval
-    )
-
-  def delay_steps(self, name: str) -> int:
-    """Returns by how many steps a mean must be late to hide its messages.
-
-    At least 1, and at most a third of a round: a later one may be unstable.
-    """
-    own = self.costs[name]
-    hiding = math.ceil(own.send_s(self.link) / self.step_s)
-    return max(1, min(hiding, own.interval // 3))
-
-  def seconds(
-    self, name: str, link: cluster.Link | None = None
-  ) -> tuple[float, float, float]:
-    """Returns a mean step's seconds: the 5 % quantile, median and 95 % one.
-
-    They have the profile's spread, and a tenth that the equation leaves out.
-    """
-    low, middle, high = self._quantiles(name, link)
-    return low * (1 - _LEFT_OUT), middle, high * (1 + _LEFT_OUT)
-
-  def _quantiles(self, name: str, link: cluster.Link | None = None) -> Any:
-    own = self.costs[name]
-    computed = np.array(own.step_s) + np.maximum(0.0, own.extra_s)
-    found = self.slowdown * computed + self.exposed_s(name, link)
-    return np.quantile(found, (0.05, 0.5, 0.95)).tolist()
-
-  def pays(self, name: str) -> bool:
-    """Returns whether a method's step is shorter than the base's.
-
-    Within the profile's spread it does not pay; what is left out is common.
-    """
-    return self._quantiles(name)[2] < self._quantiles(self.base)[0]
-
-  @property
-  def best(self) -> str:
-    """The method with the shortest step; the base unless another one pays."""
-    paying = [name for name in self.costs if self.pays(name)]
-    return min(paying or [self.base], key=lambda name: self.seconds(name)[1])
-
-  def pays_below(self, name: str) -> float | None:
-    """Returns the bandwidth below which a method's step is the shorter one.
-
-    Returns:
-      Bits a second with the latency of the link; infinity if it pays on every
-      link, and None if on none.
-    """
-
-    def costs(link: cluster.Link) -> bool:
-      return self.seconds(name, link)[1] >= self.seconds(self.base, link)[1]
-
-    rate = self._first(costs)
-    return None if rate == 0 else math.inf if rate is None else rate
-
-  def rate_for(self, name: str, utilization: float) -> float | None:
-    """Returns the lowest bandwidth at which a method reaches a utilization.
-
-    Args:
-      name: The method's name.
-      utilization: The part of a mean step in which the model's own step is
-        computed, in (0, 1].
-
-    Returns:
-      Bits a second with the latency of the link; 0 if it is reached on every
-      link, and None if on none.
-    """
-    checks.check_number("utilization", utilization, high=1, open_low=True)
-    aim_s = self.step_s / utilization
-    return self._first(lambda link: self.seconds(name, link)[1] <= aim_s)
-
-  def _first(self, holds: Callable[[cluster.Link], bool]) -> float | None:
-    """Returns the lowest rate at which something holds that holds above it."""
-
-    def at(log_rate: float) -> bool:
-      rate = math.exp(log_rate)
-      return holds(dataclasses.replace(self.link, bandwidth_bits_per_s=rate))
-
-    low, high = _SLOWEST, _FASTEST
-    if at(low) or not at(high):
-      return 0.0 if at(low) else None
-    for _ in range(40):
-      middle = (low + high) / 2
-      low, high = (low, middle) if at(middle) else (middle, high)
-    return math.exp(high)
 
 
 @signatures.checked
@@ -194,7 +40,7 @@ def advise(
   slowdown: float = 1.0,
   limit_s: signatures.PositiveFloat = 60.0,
   workers: collectives.Workers | None = None,
-) -> Advice:
+) -> _prediction.Advice:
   """Measures one worker's step here, and predicts it on a link.
 
   The step, and each method's own updates with their encoding and decoding, run
@@ -212,19 +58,25 @@ def advise(
     optimizer: The worker's optimizer inside all chains.
     model_state: One worker's batch statistics.
     slowdown: How much longer the slowest machine computes than this one, 1 or
-      more.
-    limit_s: The seconds after which no further block of measurements begins;
-      there are three at least and nine at most.
+      more; it is measured between `workers`.
+    limit_s: The seconds after which no further measurement begins. Half of them
+      belong to the messages of `workers`. Each step is measured in three blocks
+      at least and nine at most.
     workers: One worker in each process of this run, all of which call this with
       the same link. They also take some rounds of each method and send its
-      messages, if that fits into `limit_s`, and predict by what these took. By
-      default no message is sent.
+      messages, as far as that fits into `limit_s`, and predict by what these
+      took. By default no message is sent.
   """
   optimizer = transforms.lenient(checks.check_optimizer("optimizer", optimizer))
   checks.check_int("num_workers", num_workers, 2)
   checks.check_number("slowdown", slowdown, low=1)
   if not chains:
     raise ValueError("`chains` must have a method at least, got none.")
+  if workers is not None and slowdown != 1:
+    raise ValueError(
+      f"`slowdown` must be left out with `workers`, got {slowdown}: their "
+      "processes measure it."
+    )
   started_s = time.monotonic()
   # In a run of several processes each measures by itself.
   one_worker = collectives.workers(1, substrate="none")
@@ -240,77 +92,92 @@ def advise(
   size = sum(x.nbytes for x in jax.tree.leaves(grads))
   held = max(2, min(num_workers, _MEASURED_BYTES // max(1, 8 * size)))
   team = collectives.Workers(held, "vmap", "worker")
-  plain = _Updates(team, lambda axis: optimizer, 1, grads, params)
+  plain = _Updates(team, lambda axis: optimizer, 1, grads, params, {})
   measured = {
-    name: _Updates(team, make, interval, grads, params)
+    name: _Updates(team, make, interval, grads, params, state)
     for name, (make, interval) in chains.items()
   }
   # A turn lasts long enough for the clock.
   count = max(1, min(20, math.ceil(0.05 / alone(1))))
+  last_s = started_s + (limit_s if workers is None else limit_s / 2)
   blocks: list[list[float]] = []
   while len(blocks) < 10:
     row = [alone(count), plain.seconds()]
     blocks.append(row + [one.seconds() for one in measured.values()])
-    if len(blocks) > 3 and time.monotonic() - started_s > limit_s:
+    if len(blocks) > 3 and time.monotonic() > last_s:
       break
   # The first block warms up.
   step_s, plain_s, *own = np.array(blocks[1:]).T
   costs = {
-    name: MethodCosts(
+    name: _prediction.MethodCosts(
       one.interval,
       step_s.tolist(),
       (own_s - plain_s).tolist(),
-      *_sent(chains[name][0], one.controls, params, num_workers),
+      *_sent(chains[name][0], one.controls, params, state, num_workers),
       one.hidden_steps,
     )
     for (name, one), own_s in zip(measured.items(), own, strict=True)
   }
   if workers is None:
-    return Advice(costs, link, slowdown)
+    return _prediction.Advice(costs, link, slowdown)
   mean = workers.jit(functools.partial(collectives.mean, axis=workers.axis))
-  # All processes decide alike which messages they send.
-  own_step_s = _same(workers, mean, float(np.median(step_s)))
-  for name, one in measured.items():
-    sent = _sent(chains[name][0], one.controls, params, workers.num_workers)
-    sent_s = link.send_s(*sent)
+  # All processes know the same numbers, and so send the same messages.
+  gathered = functools.partial(_gathered, workers, mean)
+  median_s, plain_s = np.median(step_s), np.median(plain_s)
+  slowest_s = float(np.max(gathered(float(median_s))))
+  slowdown = max(1.0, slowest_s / float(median_s))
+  for number, (name, one) in enumerate(measured.items()):
+    sent_s = link.send_s(
+      *_sent(chains[name][0], one.controls, params, state, workers.num_workers)
+    )
     # A stream finds its pace first, by other programs.
     first = 5 if one.hidden_steps else 2
-    rounds = first + max(3, 16 // one.interval)
-    round_s = sent_s + one.interval * own_step_s
-    if sent_s and len(chains) * rounds * round_s <= limit_s:
-      there = _Updates(workers, *chains[name], grads, params)
+    spent_s = float(np.max(gathered(time.monotonic() - started_s)))
+    part_s = (limit_s - spent_s) / (len(measured) - number)
+    able = int(part_s / (sent_s + one.interval * slowest_s))
+    rounds = min(first + max(3, 64 // one.interval), able)
+    if sent_s and rounds >= first + 3:
+      there = _Updates(workers, *chains[name], grads, params, state)
       taken_s = [there.seconds(alone) for _ in range(rounds)][first:]
       extra_s = max(0.0, float(np.median(costs[name].extra_s)))
-      alone_s = float(np.median(step_s) + np.median(plain_s)) + extra_s
-      waits_s = statistics.median(taken_s) - alone_s
-      costs[name] = _as_sent(costs[name], waits_s, sent_s)
-  return Advice(costs, link, slowdown)
+      # Messages begin when the slowest machine has computed.
+      computed_s = slowdown * float(median_s + plain_s + extra_s)
+      waits_s = statistics.median(taken_s) - computed_s
+      costs[name] = _as_sent(costs[name], waits_s, sent_s, slowdown)
+  return _prediction.Advice(costs, link, slowdown)
 
 
-def _as_sent(costs: MethodCosts, waits_s: float, sent_s: float) -> MethodCosts:
+def _as_sent(
+  costs: _prediction.MethodCosts, waits_s: float, sent_s: float, slowdown: float
+) -> _prediction.MethodCosts:
   """Returns the costs of steps that wait so long for a round of `sent_s`."""
-  hidden_s = costs.hidden_steps * statistics.median(costs.step_s)
+  hidden_s = costs.hidden_steps * slowdown * statistics.median(costs.step_s)
   if sent_s > hidden_s:
     own_s = max(0.0, costs.interval * waits_s + hidden_s)
     return costs._replace(send_ratio=own_s / sent_s)
   # The thread that sends a hidden message takes time from the step.
-  return costs._replace(extra_s=[x + waits_s for x in costs.extra_s])
-
-
-def _same(
-  workers: collectives.Workers, mean: Callable[..., jax.Array], seconds: float
-) -> float:
-  """Returns the mean of all processes' seconds."""
-  rows = np.full((len(workers.local_workers), 1), seconds, np.float32)
-  found = mean(workers.place(rows))
-  return float(np.asarray(found.addressable_shards[0].data).flat[0])
+  more_s = waits_s / slowdown
+  return costs._replace(extra_s=[x + more_s for x in costs.extra_s])
 
 
 def _seconds(function: Callable[..., Any], given: Any, count: int) -> float:
+  """Returns the mean seconds of a function's calls."""
   started_s = time.perf_counter()
   for _ in range(count):
     jax.block_until_ready(function(*given))
   return (time.perf_counter() - started_s) / count
+
+
+def _gathered(
+  workers: collectives.Workers, mean: Callable[..., jax.Array], seconds: float
+) -> np.ndarray:
+  """Returns the seconds that all workers' processes call this with."""
+  own = list(workers.local_workers)
+  rows = np.zeros((len(own), workers.num_workers), np.float32)
+  # The mean of rows that have one entry each.
+  rows[range(len(own)), own] = seconds * workers.num_workers
+  found = mean(workers.place(rows))
+  return np.asarray(found.addressable_shards[0].data)[0]
 
 
 class _Updates:
@@ -323,14 +190,18 @@ class _Updates:
     interval: int,
     grads: PyTree,
     params: PyTree,
+    model_state: PyTree,
   ):
     self.interval, self._team = interval, team
     optimizer = transforms.lenient(make(team.axis))
     self._params, self._grads = team.replicate(params), team.replicate(grads)
+    self._model_state = team.replicate(model_state)
     self._state = team.jit(optimizer.init)(self._params)
     streams = transforms.streams(self._state)
     self._program = functools.cache(
-      lambda control: team.jit(functools.partial(_update, optimizer, control))
+      lambda control: team.jit(
+        functools.partial(_update, optimizer, team.axis, control)
+      )
     )
     self._host = training.RoundHost(
       team, self._state, stream_steps=_STREAM_STEPS if streams else ()
@@ -351,6 +222,7 @@ class _Updates:
       step: The computation of a step, which may hide messages.
     """
     params, self.controls = self._params, []
+    own = self._model_state
     started_s = time.perf_counter()
     with futures.ThreadPoolExecutor(1) as other:
       for _ in range(self.interval):
@@ -360,44 +232,56 @@ class _Updates:
         control = self._host.control()
         self.controls.append(control)
         program = self._program(control)
-        params, self._state = program(self._grads, self._state, params)
+        params, self._state, own = program(
+          self._grads, self._state, params, own
+        )
         if computed is not None:
           jax.block_until_ready(params)
           computed.result()
         self._host.follow(self._state)
-    jax.block_until_ready((params, self._state))
+    jax.block_until_ready((params, self._state, own))
     taken_s = time.perf_counter() - started_s
     return taken_s / self.interval / len(self._team.local_workers)
 
 
 def _update(
   optimizer: optax.GradientTransformationExtraArgs,
+  axis: collectives.Axis,
   control: transforms.Control,
   grads: PyTree,
   state: PyTree,
   params: PyTree,
-) -> tuple[PyTree, PyTree]:
+  model_state: PyTree,
+) -> tuple[PyTree, PyTree, PyTree]:
   loss = jnp.zeros(())
   updates, state = optimizer.update(
     grads, state, params, loss=loss, value=loss, control=control
   )
-  return transforms.apply_updates(params, updates, state), state
+  model_state = training.synchronize_statistics(
+    model_state, state, axis=axis, control=control
+  )
+  return transforms.apply_updates(params, updates, state), state, model_state
 
 
 def _sent(
-  make: Chain, controls: Sequence[Any], params: PyTree, num_workers: int
+  make: Chain,
+  controls: Sequence[Any],
+  params: PyTree,
+  model_state: PyTree,
+  num_workers: int,
 ) -> tuple[float, int]:
   """Counts the bytes and messages of a round, given its updates."""
   optimizer = transforms.lenient(make("worker"))
   num_bytes, messages = 0.0, 0
   for control, count in counting.Counter(controls).items():
 
-    def step(params: PyTree, control: Any = control) -> Any:
+    def step(params: PyTree, own: PyTree, control: Any = control) -> Any:
       # Bytes do not depend on numbers: the parameters serve as gradients.
-      return _update(optimizer, control, params, optimizer.init(params), params)
+      state = optimizer.init(params)
+      return _update(optimizer, "worker", control, params, state, params, own)
 
     sent = collectives.traffic(
-      step, params, axis="worker", num_workers=num_workers
+      step, params, model_state, axis="worker", num_workers=num_workers
     ).collectives
     # A conditional's branch is taken once a round, if the device ends it.
     times = [1 if one.conditional else count for one in sent]
@@ -450,7 +334,7 @@ def measure_link(
     # In turns, short means would wait for the last packets of long ones.
     own_s = statistics.median([run() for _ in range(repeats + 1)][1:])
     # All processes go on with the same number, as their means must be alike.
-    return _same(workers, jitted[1], own_s)
+    return float(np.mean(_gathered(workers, jitted[1], own_s)))
 
   jitted = {n: workers.jit(functools.partial(means, n)) for n in (1, 9)}
   one_s, many_s = seconds(16), seconds(16, 9)

@@ -68,7 +68,7 @@ def test_measured_round_is_what_is_predicted_on_its_link(hidden, mean_s):
   """A round of four steps sends for 0.8 s by the link, under steps of 0.2 s."""
   link = cluster.Link(8e6)
   costs = advice.MethodCosts(4, (0.2,) * 3, (0.01,) * 3, 0.8e6, 0, hidden)
-  found = _advise._as_sent(costs, mean_s - 0.21, link.send_s(0.8e6))
+  found = _advise._as_sent(costs, mean_s - 0.21, link.send_s(0.8e6), 1.0)
   said = advice.Advice({"one": found}, link).seconds("one")[1]
   # No step is shorter than without messages.
   assert said == pytest.approx(max(mean_s, 0.21 if hidden < 4 else 0.2))
@@ -164,7 +164,7 @@ def test_processes_predict_what_a_round_takes_on_their_link(monkeypatch):
   }
   given = {"chains": chains, "num_workers": 2, "workers": workers}
   found = advise(**given, limit_s=60.0)
-  for (name, costs), (_, waits_s, sent_s) in zip(
+  for (name, costs), (_, waits_s, sent_s, _) in zip(
     found.costs.items(), sent, strict=True
   ):
     assert sent_s == found.link.send_s(costs.round_bytes, costs.round_messages)
@@ -202,7 +202,7 @@ def test_only_hidden_messages_are_sent_under_a_step(hidden):
     lambda axis: methods.local_sgd(
       SGD, 2, axis=axis, overlap=late if hidden else None
     ),
-    2, params, params,
+    2, params, params, {},
   )  # fmt: skip
   order, begun, made = [], threading.Event(), one._program
 
@@ -284,7 +284,7 @@ def test_branch_of_a_round_counts_once():
   """The device ends the round, in a conditional of each of four steps."""
   found = _advise._sent(
     lambda axis: methods.local_sgd(SGD, 4, axis=axis),
-    [jdist.transforms.Control()] * 4, {"w": jnp.ones((64, 64))}, 4,
+    [jdist.transforms.Control()] * 4, {"w": jnp.ones((64, 64))}, {}, 4,
   )  # fmt: skip
   assert found == (2 * 3 / 4 * 4 * 64 * 64, 6)
 
@@ -308,3 +308,81 @@ def test_a_slow_machine_makes_no_link_slower():
   link = cluster.Link(8e6, latency_s=0.01)
   slow = advice.Advice({"one": costs}, link, 2.0)
   assert slow.seconds("one")[1] == pytest.approx(0.4 + 1.1 / 4)
+
+
+def test_batch_statistics_are_messages_of_a_round():
+  """A vector of 1,000 means is sent with each mean of 4,096 gradients."""
+  chains = {
+    "ssgd": (lambda axis: methods.ssgd(SGD, axis=axis), 1),
+    "local": (lambda axis: methods.local_sgd(SGD, 4, axis=axis), 4),
+  }
+  state = {"mean": jnp.ones(1000)}
+  costs = advise(chains=chains, model_state=state).costs
+  for name, one in costs.items():
+    assert one.round_bytes == 2 * 3 / 4 * 4 * (4096 + 1000), name
+
+
+@pytest.mark.parametrize(("own_s", "slowdown"), [(0.3, 4.0), (1.2, 1.0)])
+def test_processes_measure_the_slowest_of_them(monkeypatch, own_s, slowdown):
+  """Another process takes 1.2 s for a step, and all wait for it."""
+
+  def seconds(updates, step=None):
+    updates.controls = [jdist.transforms.Control()] * updates.interval
+    return 1.2 + 0.5 if step else 0.0
+
+  monkeypatch.setattr(_advise._Updates, "seconds", seconds)
+  monkeypatch.setattr(_advise, "_seconds", lambda *given: own_s)
+  gathered = _advise._gathered
+  monkeypatch.setattr(
+    _advise,
+    "_gathered",
+    lambda *given: np.maximum(gathered(*given), [0.0, 1.2]),
+  )
+  chains = {"ssgd": (lambda axis: methods.ssgd(SGD, axis=axis), 1)}
+  found = advise(
+    chains=chains, num_workers=2, workers=jdist.workers(2), limit_s=1e3
+  )
+  assert found.slowdown == pytest.approx(slowdown)
+  assert found.exposed_s("ssgd") == pytest.approx(0.5)
+  assert found.seconds("ssgd")[1] == pytest.approx(1.7)
+  with pytest.raises(ValueError, match="`slowdown` must be left out"):
+    advise(workers=jdist.workers(2), slowdown=2.0)
+
+
+def test_half_of_the_time_is_left_for_messages(monkeypatch):
+  """Each measurement of a step takes a second of the clock."""
+  now_s, sent = [0.0], []
+  monkeypatch.setattr(_advise.time, "monotonic", lambda: now_s[0])
+
+  def alone(*given):
+    now_s[0] += 1.0
+    return 1.0
+
+  def seconds(updates, step=None):
+    updates.controls = [jdist.transforms.Control()] * updates.interval
+    if step is not None:
+      sent.append(updates.interval)
+    return 1.0
+
+  monkeypatch.setattr(_advise._Updates, "seconds", seconds)
+  monkeypatch.setattr(_advise, "_seconds", alone)
+  chains = {
+    "ssgd": (lambda axis: methods.ssgd(SGD, axis=axis), 1),
+    "local": (lambda axis: methods.local_sgd(SGD, 4, axis=axis), 4),
+  }
+  given = {"chains": chains, "num_workers": 2, "link": cluster.Link(1e9)}
+
+  def blocks(limit_s, workers=None):
+    now_s[0] = 0.0
+    sent.clear()
+    found = advise(limit_s=limit_s, workers=workers, **given)
+    return len(found.costs["ssgd"].step_s)
+
+  assert (blocks(8.0), blocks(60.0)) == (6, 9)
+  # Half of 16 s; in the other half no method has time for five rounds.
+  workers = jdist.workers(2)
+  assert (blocks(16.0, workers), sent) == (6, [])
+  # After 12 s one method may take half of what is left, 23 steps with their
+  # messages, and the other one all of it, since this clock has not moved.
+  assert blocks(60.0, workers) == 9
+  assert (sent.count(1), sent.count(4)) == (23, 11)
