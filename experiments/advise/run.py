@@ -1,17 +1,18 @@
 r"""Predicts step times by `advice.advise`, and measures them over links.
 
     sudo python scripts/slow_network.py --hosts 2 --rate 1000mbit -- \\
-      python experiments/advise/run.py --model cnn --rates 30mbit 100mbit
+      python experiments/advise/run.py --model cnn --rates 30mbit 100mbit@0.5
     python experiments/advise/report.py
 
 At each rate a few means measure the link. All hosts measure what each method
 costs a worker, at the same time, because a core is slower while its neighbour
 computes, and send a few rounds of messages. The file has these rows before any
 step is measured. Then the steps of all methods follow in turns. Each host has
-one core.
+one core, and after an @ the last one has that share of it.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import os
@@ -132,7 +133,7 @@ def predict(options, workers, parts):
   say(
     f"{options.bits_per_s / 1e6:g} Mbit/s: means reach "
     f"{link.bandwidth_bits_per_s / 1e6:.1f}, {1e3 * link.latency_s:.2f} ms a "
-    "message"
+    f"message; the slowest host takes {found.slowdown:.2f} times as long"
   )
   for name, costs in found.costs.items():
     say(
@@ -144,7 +145,8 @@ def predict(options, workers, parts):
   return [
     training.make_row(
       vars(options), 0, method=name, costs=costs._asdict(),
-      link=dataclasses.asdict(link), said_s=found.seconds(name),
+      link=dataclasses.asdict(link), slowdown=found.slowdown,
+      said_s=found.seconds(name),
     )
     for name, costs in found.costs.items()
   ]  # fmt: skip
@@ -211,10 +213,11 @@ def main():
   parser.add_argument("--batch-size", type=int, default=32,
                       help="images of a worker in a step")  # fmt: skip
   parser.add_argument("--rates", nargs="+", default=["100mbit"],
-                      help="of all links, one after the other")  # fmt: skip
+                      help="of all links, RATE or RATE@SHARE, one after the "
+                      "other")  # fmt: skip
   parser.add_argument("--limit-s", type=float, default=60.0)
   options = parser.parse_args()
-  rates = options.rates
+  settings = options.rates
   del options.rates
   options.hosts = int(os.environ["JDIST_PROCESSES"])
   number = take_core()
@@ -230,13 +233,20 @@ def main():
   }
   host = socket.gethostname()
   names = [f"{host[: -len(str(number))]}{i}" for i in range(options.hosts)]
-  for rate in rates:
+  for setting in settings:
+    rate, _, share = setting.partition("@")
     if number == 0:
       slow_network.change_rate(names, rate)
-    collectives.agree(f"the rate {rate}", {})
+    collectives.agree(f"the setting {setting}", {})
     options.bits_per_s = 8 * slow_network.bytes_per_s(rate)
-    keep("predicted.jsonl", predict(options, workers, parts))
-    keep("measured.jsonl", measure(options, turns))
+    options.share = float(share or 1)
+    with contextlib.ExitStack() as quota:
+      if share and number == options.hosts - 1:
+        quota.enter_context(
+          slow_network.cpu_quota([os.getpid()], options.share)
+        )
+      keep("predicted.jsonl", predict(options, workers, parts))
+      keep("measured.jsonl", measure(options, turns))
 
 
 def keep(name, rows):

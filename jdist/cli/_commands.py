@@ -112,7 +112,8 @@ class Advise(_groups.ProcessOptions, _groups.LinkOptions, _groups.ModelOptions):
   """Optimizer of each worker; sgd uses Nesterov momentum."""
 
   slowdown: float = option(1.0, within="[1, inf)")
-  """Seconds that the slowest machine computes in one second of this one."""
+  """Seconds that the slowest machine computes in one second of this one, which
+  several processes measure."""
 
   limit_s: float = option(60.0, within=POSITIVE)
   """Seconds after which no further measurement begins."""

@@ -54,11 +54,7 @@ def load(words: Sequence[str]) -> list[str]:
 
 
 def resolve(options: Mapping[str, Any]) -> None:
-  """Adds what options name as MODULE:NAME to the registries.
-
-  Raises:
-    ValueError: If a module or a name does not exist.
-  """
+  """Adds what options name as MODULE:NAME to the registries."""
   for name, kind in _NAMED.items():
     found = options.get(name)
     option = _options.word(name)

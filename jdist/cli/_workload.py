@@ -49,9 +49,6 @@ def named(options: _Common) -> _Common:
   """Returns the options with name and hash of own files as the data set.
 
   Rows and checkpoints then identify the data, wherever the files are.
-
-  Raises:
-    ValueError: If several are given, or there is no such file.
   """
   option = "files" if options.text is None else "text"
   found = getattr(options, option)

@@ -251,9 +251,6 @@ class Network:
 
     Returns:
       An event of SimPy that happens when the message arrives.
-
-    Raises:
-      ValueError: If no route exists.
     """
     environment, trace = self._environment, self._trace
     if self._topology is None:

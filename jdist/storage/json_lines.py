@@ -54,11 +54,7 @@ def write(path: pathlib.Path, values: Iterable[Any]) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[Any]:
-  """Yields the values of all whole lines; a cut-off last line is left out.
-
-  Raises:
-    ValueError: If a whole line is not JSON.
-  """
+  """Yields the values of all whole lines; a cut-off last line is left out."""
   with pathlib.Path(path).open() as file:
     try:
       for line in file:

@@ -28,9 +28,6 @@ def to_plain(value: Any) -> Any:
   Dataclasses, named tuples and mappings with text for keys become objects,
   other mappings lists of pairs, and sequences lists.
 
-  Raises:
-    ValueError: If there is anything else in it.
-
   >>> to_plain({3: (1, "a")})
   [[3, [1, 'a']]]
   """

@@ -111,6 +111,10 @@ def test_processes_that_measure_are_the_workers(
     (("--slowdown", "0.5"), "`--slowdown`"),
     (("--workers", "1"), "`--workers`"),
     (("--num-processes", "2"), "`--coordinator-address` must be given"),
+    (
+      ("--num-processes", "2", "--slowdown", "2"),
+      "`--slowdown` must be left out in several processes",
+    ),
     (("--model", "resnet9"), "`--model`"),
   ],
   ids=lambda x: x if isinstance(x, str) else " ".join(x),

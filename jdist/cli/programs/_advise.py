@@ -29,6 +29,8 @@ def advise(options: _commands.Advise) -> None:
   number, latency_s = 8, options.latency_ms / 1e3
   link = cluster.Link(options.bandwidth_mbit_per_s * 1e6, latency_s)
   joined = options.num_processes or 1
+  if joined > 1:  # They measure it.
+    _options.check_left_out(options, ("slowdown",), "in several processes")
   _options.join_processes(dataclasses.replace(options, workers=joined), joined)
   team = None
   if jax.process_count() > 1:

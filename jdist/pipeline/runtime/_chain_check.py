@@ -76,11 +76,7 @@ def needs_all(
 
 
 def check_chain(optimizer: optax.GradientTransformation) -> None:
-  """Refuses a chain that needs whole leaves, for stages packed in a buffer.
-
-  Raises:
-    ValueError: If the chain has such a part; the message names it.
-  """
+  """Refuses a chain that needs whole leaves, for stages packed in a buffer."""
   names = _kinds(frozenset(_names(optimizer, set())))
   # LARS and LAMB hold masks, too: the first name is what the user asked for.
   if names:

@@ -130,9 +130,6 @@ def whole_model(
     A transformation, which outside of a pipeline is `optimizer`.  In a pipeline
     `update` needs `params`.
 
-  Raises:
-    ValueError: At `init`, if `optimizer` has rounds or predicts weights.
-
   >>> clip = whole_model(optax.clip_by_global_norm(1.0))
   >>> g = {"a": jnp.array(3.0), "b": jnp.array(4.0)}
   >>> clipped, _ = clip.update(g, clip.init(g))

@@ -62,9 +62,6 @@ def message_plans(
     push_codec: Codec of all workers' gradients.
     plans: Plans of bits, in place of the codec: a protocol chooses one for each
       push and pull.
-
-  Raises:
-    ValueError: If plans and a codec are given, or one is of another type.
   """
   if plans is None:
     return MessagePlans((push_codec,), (None,))
@@ -287,9 +284,6 @@ def padded_size(sizes: Sequence[int] | None, count: int) -> int:
   Args:
     sizes: The sizes; all powers of two if None.
     count: Number of samples.
-
-  Raises:
-    ValueError: If no size is large enough.
   """
   if sizes is None:
     return 1 << (count - 1).bit_length()
@@ -365,9 +359,6 @@ def tree_bytes(tree: PyTree) -> np.ndarray:
 
 def tree_of_bytes(buffer: np.ndarray, like: PyTree) -> PyTree:
   """Returns the tree of `tree_bytes`, in the shapes and dtypes of `like`.
-
-  Raises:
-    ValueError: If there are more or fewer bytes.
 
   >>> found = tree_of_bytes(tree_bytes({"w": np.ones(2)}), {"w": np.zeros(2)})
   >>> found["w"].tolist()

@@ -132,9 +132,6 @@ def replay(
 
   Returns:
     The driver at the end, with the protocol's state and all counts.
-
-  Raises:
-    ValueError: If a reply differs from the recorded one.
   """
   delivery: Delivery | None = None
   sent: dict[int, str] = {}

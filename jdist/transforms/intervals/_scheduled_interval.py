@@ -303,11 +303,7 @@ def _squared_ratio(
 
 
 def as_policy(interval: int | IntervalPolicy) -> IntervalPolicy:
-  """Returns the policy of a number of steps, or a given policy itself.
-
-  Raises:
-    ValueError: If it is neither a policy nor an int of at least 1.
-  """
+  """Returns the policy of a number of steps, or a given policy itself."""
   if not isinstance(interval, IntervalPolicy):
     return fixed(interval)
   checks.check_function("interval.next", interval.next, "state, step, loss", 3)

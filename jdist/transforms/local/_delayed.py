@@ -47,9 +47,6 @@ class Delayed:
     stream: How to split a message into sub-tensors, of which every step sends
       the next ones; None sends it at once.
 
-  Raises:
-    ValueError: If an argument is out of its range, or two do not go together.
-
   References:
     Shen et al., CoCoD-SGD (arXiv 1906.12043): the late mean with the worker's
     progress on top.  Douillard et al., Streaming DiLoCo (arXiv 2501.18512):

@@ -122,9 +122,6 @@ def read(inner: PyTree, local: PyTree) -> tuple[jax.Array, ...]:
   Args:
     inner: The inner optimizer's state.
     local: The worker's parameters, float32.
-
-  Raises:
-    ValueError: If an iterate has not the form of the parameters.
   """
   # A fast way out, as almost no optimizer has any.
   if not _anchor.contains(inner, _moves):
