@@ -129,3 +129,13 @@ def test_owners_round_with_numbers_of_their_own():
   mean = jax.jit(jax.vmap(one, axis_name="w"))(x)[0].reshape(2, 32)
   assert set(mean[:, 1:8].ravel().tolist()) == {0.0, 1.0}
   assert (mean[0] != mean[1]).any()
+
+
+def test_rows_and_workers_draw_numbers_of_their_own():
+  def keys(number):
+    del number
+    found = _all_to_all._row_keys("worker", jax.random.key(0), 5, "worker")
+    return jax.random.key_data(found)
+
+  found = jax.vmap(keys, axis_name="worker")(jnp.arange(3))
+  assert len({tuple(x) for x in np.asarray(found).reshape(9, -1)}) == 9

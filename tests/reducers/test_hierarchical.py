@@ -219,3 +219,19 @@ def test_hosts_round_with_numbers_of_their_own():
   trees = jnp.broadcast_to(make()["w"][:1], (HOSTS, INSIDE, ROUNDS, 37))
   _, shares, *_ = run(reducers.Hierarchical(inside, reducers.Exact()), trees)
   assert (shares[0] != shares[1]).any()
+
+
+def test_levels_draw_numbers_of_their_own():
+  """Equal keys would make the error of both levels the same."""
+  keys = []
+
+  class Noting(reducers.Exact):
+    def reduce(self, tree, state, key, axis):
+      keys.append(jax.random.key_data(key).tolist())
+      return super().reduce(tree, state, key, axis)
+
+  both = reducers.Hierarchical(Noting(), Noting())
+  x = jnp.ones(2)
+  both.reduce(x, both.init(x, None), jax.random.key(0), None)
+  first, second = keys
+  assert first != second

@@ -294,3 +294,9 @@ def test_many_matrices_are_orthogonalized_in_one_batch():
   text = str(jax.make_jaxpr(_power_sgd.orthogonalize)(given))
   # Two passes, whatever the number of matrices.
   assert text.count("name=cholesky") == 2
+
+
+def test_factors_as_large_as_their_matrix_are_not_sent():
+  like = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+  assert not reducers.PowerSGD(2).compresses(like)
+  assert reducers.PowerSGD(1).compresses(like)

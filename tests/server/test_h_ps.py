@@ -261,3 +261,17 @@ def test_exchange_is_scaled_to_exact_messages_by_both_plans():
   rule.observe(state, task, server.Push("a", 0, 8, 1.0))
   exact_s = 3.0 / ((1.0 + PLANS.share(2)) / 2)
   assert state.members["a"].exchange_s == pytest.approx(exact_s)
+
+
+def test_messages_of_few_bits_lengthen_a_round_less():
+  protocol = server.HPS(
+    batches=server.BalancedBatches(40), pipelined=False, plans=PLANS
+  )
+  state = protocol.init("ab")
+  for member in state.members.values():
+    member.speed = 10.0
+  state.members["a"].exchange_s, state.plans = 4.0, {"a": 2}
+  protocol.allocate(state)
+  # Both end after t seconds: 10 t + 10 (t - 4 share) = 40.
+  wanted = 10 * (2 - 2 * PLANS.share(2))
+  assert state.members["a"].samples == pytest.approx(wanted, abs=1)

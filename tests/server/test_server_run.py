@@ -1,9 +1,12 @@
 """A server's run has marks, records and checkpoints, whatever its engine."""
 
+import functools
+import types
 import warnings
 
 import chex
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -16,7 +19,7 @@ from jdist import (
   server,
   training,
 )
-from jdist.server.run import _run_marks, _server_run
+from jdist.server.run import _run_checkpoints, _run_marks, _server_run
 from jdist.storage import sealed_json
 from tests.server import test_gradients as gradients
 
@@ -300,3 +303,44 @@ def test_mark_that_is_reached_again_is_measured_again(tmp_path):
 def test_marks_are_the_nearest_whole_numbers():
   plan = _server_run._plan(10, "updates", 3.6, None, {})
   assert plan.marks == (4, 7, 10)
+
+
+def checkpoint(run, updates, owing=()):
+  header = {"updates": updates, "now_s": 1.0, "marks": [], "state": {}}
+  run.begin(header, {"server": np.zeros(1, np.uint8)}, set(owing))
+
+
+def test_checkpoint_that_waits_is_written_before_the_next_one(tmp_path):
+  run = _run_checkpoints.RunCheckpoints(tmp_path, {})
+  checkpoint(run, 5, owing="a")
+  checkpoint(run, 6)
+  assert sorted(x.name[-1] for x in tmp_path.glob("update_*")) == ["5", "6"]
+
+
+def test_damaged_checkpoint_is_no_newer_one_after_a_resume(tmp_path):
+  run = _run_checkpoints.RunCheckpoints(tmp_path, {})
+  for updates in (5, 9):
+    checkpoint(run, updates)
+  for file in (tmp_path / "update_0000000009").iterdir():
+    file.write_bytes(b"")
+  with pytest.warns(UserWarning, match="is damaged"):
+    run = _run_checkpoints.RunCheckpoints(tmp_path, {})
+  assert run.found[0]["updates"] == 5
+  checkpoint(run, 6)
+  assert sorted(x.name[-1] for x in tmp_path.glob("update_*")) == ["5", "6"]
+
+
+def test_first_mark_has_the_changes_of_second_zero():
+  state = types.SimpleNamespace(
+    version=0, changes=[(0.0, 0, "joined", "a", 1)], shares=[(0.0, 1, 2)]
+  )
+  driver = types.SimpleNamespace(
+    staleness={}, state=state, applied_samples=0, all_expelled=False
+  )
+  measure = functools.partial(
+    _run_marks.measure, driver, None, now_s=0.0, pushed_bytes=0.0
+  )
+  first = measure(None)
+  assert (first.changes, first.merged_share) == (state.changes, 0.5)
+  later = measure(first)
+  assert (later.changes, later.merged_share) == ([], None)

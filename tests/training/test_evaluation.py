@@ -1,5 +1,7 @@
 """Evaluation: what counts, and what does not."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,3 +135,16 @@ def test_label_that_is_no_class_makes_the_loss_nan(label):
     jnp.zeros((2, 3)), {"label": jnp.array([0, label])}
   )
   assert jnp.isnan(loss)
+
+
+def test_sums_over_many_batches_are_in_double_precision():
+  """In float32 a sample more would not change a sum of 2**24."""
+  batches = [np.float32([0, 0, 2**24]), *[np.float32([1, 0, 1])] * 3]
+  evaluate = types.SimpleNamespace(
+    _batches=batches,
+    _totals=lambda params, model_state, batch: batch,
+    _workers=types.SimpleNamespace(view=lambda x: x),
+    _of_text=False,
+  )
+  found = training.Evaluator._measure(evaluate, {}, {})
+  assert found["accuracy"] == pytest.approx(3 / (2**24 + 3), rel=1e-9, abs=0.0)

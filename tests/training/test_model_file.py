@@ -174,3 +174,14 @@ def test_settings_learning_rate_and_interval_are_written(tmp_path, monkeypatch):
   assert seen["train/interval", 8] == 4
   assert seen["train/interval", 20] == 6
   assert ("train/interval", 21) not in seen
+
+
+def test_unknown_rate_is_not_drawn(tmp_path, monkeypatch):
+  seen = []
+  monkeypatch.setattr(
+    tensorboardX.SummaryWriter, "add_scalar", lambda self, *x: seen.append(x[0])
+  )
+  record = training.Record(1, 1, 16.0, 0.5, {}, 1.0, float("nan"))
+  with training.MetricsWriter(tmp_path) as writer:
+    writer.write(record)
+  assert "train/loss" in seen and "train/samples_per_s" not in seen

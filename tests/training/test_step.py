@@ -8,6 +8,7 @@ import pytest
 
 import jdist
 from jdist import collectives, data, methods, models, training, transforms
+from jdist.training import _gradient, _step
 from tests import _refusals
 from tests.training import _tiny
 
@@ -360,3 +361,20 @@ class _Everything:
 
   split = staticmethod(lambda tree: (tree, {}))
   join = staticmethod(lambda front, rest: front)
+
+
+def test_weights_keep_infinities_and_padding_alone_is_no_nan():
+  """A mask of infinities has no difference, and no samples have no mean."""
+  before = {"mask": jnp.array([0.0, -jnp.inf]), "mean": jnp.array(1.0)}
+  after = before | {"mean": jnp.array(3.0)}
+  for samples, mean in ((2.0, 3.0), (0.0, 1.0)):
+    found = _step._weighted(
+      _gradient.Gradient(
+        jnp.array(4.0), jnp.array(1.0), jnp.array(samples), after, {}
+      ),
+      before,
+      None,
+    )
+    assert found.grads.item() == (4.0 if samples else 0.0)
+    assert found.model_state["mean"].item() == mean
+    np.testing.assert_array_equal(found.model_state["mask"], before["mask"])

@@ -468,3 +468,16 @@ def test_invalid_arguments_raise(name):
     transforms.update_first(
       **({"optimizer": optax.sgd(0.1), "axis": None} | changes)
     )
+
+
+def test_arguments_of_the_optimizer_are_those_of_the_call():
+  def scaled(updates, state, params=None, *, factor=1.0, **more):
+    del params, more
+    return jax.tree.map(lambda g: factor * g, updates), state
+
+  inner = optax.GradientTransformationExtraArgs(lambda _: (), scaled)
+  optimizer, w = transforms.update_first(inner, axis=None), jnp.zeros(2)
+  _, state = optimizer.update(w + 1.0, optimizer.init(w), w, factor=2.0)
+  late, _ = optimizer.update(w + 5.0, state, w, factor=3.0)
+  # The gradient of the first call, with the factor of the second one.
+  np.testing.assert_array_equal(late, [3.0, 3.0])

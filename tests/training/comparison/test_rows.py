@@ -92,3 +92,9 @@ def test_tuning_rows_may_have_their_own_file(tmp_path):
   # In a single file they are of the comparison.
   single = comparison.Rows(tmp_path / "rows.jsonl", {})
   assert single.find(_TRIAL)["accuracy"] == 0.5
+
+
+def test_spread_is_that_of_a_sample():
+  """Its square is divided by one less than the number of values."""
+  found = comparison.mean_and_spread([{"x": 1.0}, {"x": 3.0}], "x")
+  assert found == pytest.approx((2.0, 2**0.5))

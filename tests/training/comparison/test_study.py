@@ -188,3 +188,8 @@ def test_rank_that_is_no_pair_raises(rank):
   rows = [{"accuracy": 0.5, "test_loss": 1.0}]
   with _refusals.refused("rank", "must return two numbers, got"):
     comparison.tune([0.1], lambda rate: rows, rank=lambda row: rank)
+
+
+def test_lowest_of_equally_good_rates_is_taken():
+  found = _study.best_of({0.4: (0.9, 1.0), 0.1: (0.5, 1.0), 0.2: (0.9, 1.0)})
+  assert (found.best, found.end) == (0.2, None)

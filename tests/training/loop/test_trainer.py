@@ -536,3 +536,24 @@ def test_bytes_of_a_run_without_a_history_are_of_both_programs():
   state, (before,) = fit(training.init_state(team, optimizer, _WIDE), 5)
   _, (resumed,) = fit(state, 7)
   assert 0 < before.sent_bytes < through.sent_bytes == resumed.sent_bytes
+
+
+def test_run_that_goes_on_knows_what_was_skipped_before():
+  team = _tiny.team("none")
+  optimizer = optax.chain(
+    transforms.skip_nonfinite(None), methods.ssgd(optax.sgd(0.1), axis=None)
+  )
+  step = training.make_step(_tiny.loss_fn, optimizer, axis=None)
+  state = training.init_state(team, optimizer, _tiny.params())
+  counted = [
+    x._replace(skipped=x.skipped + 3) if hasattr(x, "skipped") else x
+    for x in state.opt_state
+  ]
+  state = state._replace(opt_state=tuple(counted))
+  trainer = training.Trainer(team, step)
+  run = _training_run.TrainingRun(
+    trainer._step, trainer._choices, state, independent=True, timeout_s=60.0,
+    history=_record.History(), evaluate=None, on_record=None,
+  )  # fmt: skip
+  run.record()
+  assert run.records[-1].skipped == 3

@@ -10,6 +10,7 @@ import pytest
 
 import jdist
 from jdist import codecs, reducers, states, transforms
+from jdist.transforms.local import _iterates
 from tests.transforms import _rounds
 
 INTERVAL, RATE = 4, 0.1
@@ -277,3 +278,16 @@ def test_declared_law_answers_what_a_copy_is():
 def test_iterates_that_cannot_be_moved_raise(make, said):
   with pytest.raises(ValueError, match=said):
     make().init({"a": jnp.ones((2, 3)), "b": jnp.ones(4)})
+
+
+def test_keys_that_are_shared_stay_equal():
+  def folded(number):
+    del number
+    state = {"own": jax.random.key(0), "shared": jax.random.key(0)}
+    same = {"own": False, "shared": True}
+    found = _iterates.own_keys(state, "worker", same)
+    return jax.tree.map(jax.random.key_data, found)
+
+  found = jax.vmap(folded, axis_name="worker")(jnp.arange(2))
+  assert (found["shared"][0] == found["shared"][1]).all()
+  assert (found["own"][0] != found["own"][1]).any()
