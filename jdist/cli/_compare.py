@@ -56,10 +56,9 @@ def compare(options: _commands.Compare) -> None:
       f"{len(rows)} rows are in {output}; runs among them are not repeated."
     )
   # An estimate for the progress bar: rows that exist count as trials done.
-  trials = len(options.methods) * len(options.seeds)
-  if len(options.learning_rate) > 1:
-    rates = len(options.methods) * len(options.learning_rate)
-    trials += rates * options.tuning_seeds
+  rates = options.learning_rate if len(options.learning_rate) > 1 else ()
+  each = len(options.seeds) + len(rates) * options.tuning_seeds
+  trials = len(options.methods) * each
   chosen = dict.fromkeys(options.methods, options.learning_rate[0])
   with status:
 
@@ -205,11 +204,6 @@ def _print_tuned(console: Any, method: str, tuned: comparison.Tuned) -> None:
     )
 
 
-def _bits(row: comparison.Row) -> float:
-  bits = row["bits_per_token"]
-  return math.nan if bits is None else float(bits)  # It has diverged.
-
-
 def _print_table(
   console: Any,
   found: dict[str, list[comparison.Row]],
@@ -220,9 +214,12 @@ def _print_table(
     return
   base = next(iter(found))
   text = "bits_per_token" in found[base][0]
-  value = _bits if text else comparison.accuracy
   digits = 3 if text else 2
   sent = {x: comparison.mean(y, "sent_bytes") for x, y in found.items()}
+
+  def value(row: comparison.Row) -> float:
+    one = row["bits_per_token"] if text else comparison.accuracy(row)
+    return math.nan if one is None else float(one)  # It has diverged.
 
   def name(method: str, runs: _Runs) -> str:
     wrong = sum(row["test_loss"] is None for row in runs)

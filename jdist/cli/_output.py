@@ -74,21 +74,39 @@ def table(
   """Returns a table for the console, with a row for each item.
 
   A column's function shows an item, or a tuple as several arguments. The first
-  `left` columns are text, and the others are aligned like numbers.
+  `left` columns are text, and the others are aligned like numbers. On a narrow
+  console headings wrap first, then cells but the first ones, and no word.
   """
   # The import takes long, and only some commands draw tables.
   from rich import table
 
-  grid = table.Table(title=title, caption=caption)
-  for number, heading in enumerate(columns):
-    # Text that wraps would make rows hard to tell apart; headings may.
-    text = number < left
-    side: Any = "left" if text else "right"
-    grid.add_column(heading, justify=side, no_wrap=text, overflow="fold")
-  for item in items:
-    arguments = item if isinstance(item, tuple) else (item,)
-    grid.add_row(*(column(*arguments) for column in columns.values()))
+  given = [item if isinstance(item, tuple) else (item,) for item in items]
+  first, *others = cells = [
+    [x, *(show(*one) for one in given)] for x, show in columns.items()
+  ]
+  ways = [
+    [max(map(len, own)) for own in cells],
+    [max([_longest(own[0]), *map(len, own[1:])]) for own in cells],
+    [max(map(len, first)), *(max(map(_longest, own)) for own in others)],
+  ]
+  fitting = (
+    (way, padding)
+    for padding in (1, 0)
+    for way in ways[: 3 - padding]
+    if sum(way) + (2 * padding + 1) * len(cells) < console().width
+  )
+  widths, padding = next(fitting, (ways[-1], 0))
+  grid = table.Table(title=title, caption=caption, padding=(0, padding))
+  for number, (own, width) in enumerate(zip(cells, widths, strict=True)):
+    side: Any = "left" if number < left else "right"
+    grid.add_column(own[0], justify=side, width=width, overflow="fold")
+  for row in zip(*(own[1:] for own in cells), strict=True):
+    grid.add_row(*row)
   return grid
+
+
+def _longest(text: str) -> int:
+  return max(map(len, text.split()), default=0)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -98,9 +99,9 @@ def test_report_of_a_forecast_has_a_line_for_each_collective(capsys):
   found = _overlap_report.Found("msdpu", step, step, 8, 10**9, 3.0)
   _output.console().print(_overlap_report.messages_table(found))
   _output.console().print(_overlap_report.methods_table([found]))
-  out = capsys.readouterr().out
-  assert "│ 1 │ all-reduce │ each step │    3.67 │" in out
-  assert "│ msdpu  │     8 │      3.67 │" in out
+  out = re.sub(" *│ *", "│", capsys.readouterr().out)
+  assert "│1│all-reduce│each step│3.67│" in out
+  assert "│msdpu│8│3.67│" in out
   row = _overlap_report.row(_commands.Overlap(), found)
   assert row["hidden_share"] == row["meeting"]["hidden_share"] == 1.0
   assert row["messages"][0]["kernels"] == 4

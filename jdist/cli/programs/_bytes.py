@@ -165,5 +165,4 @@ def _table(
 
 
 def _megabytes(num_bytes: float) -> str:
-  # An exponent would be cut off in a narrow column.
   return f"{num_bytes / 1e6:,.4g}" if num_bytes >= 100 else "< 0.0001"

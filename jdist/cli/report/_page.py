@@ -57,10 +57,8 @@ def write(folder: pathlib.Path, options: Any = None) -> pathlib.Path:
     )
   if not isinstance(options, _groups.LinkOptions):
     options = _groups.LinkOptions()
-  link = cluster.Link(
-    bandwidth_bits_per_s=options.bandwidth_mbit_per_s * 1e6,
-    latency_s=options.latency_ms / 1e3,
-  )
+  rate, latency_s = options.bandwidth_mbit_per_s * 1e6, options.latency_ms / 1e3
+  link = cluster.Link(rate, latency_s)
   begun = [status["row"]] if status.get("row") else []
   every = [*(row for found in rows.values() for row in found), *begun]
   drawn = [*rows.get("rows.jsonl", ()), *begun]

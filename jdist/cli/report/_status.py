@@ -49,11 +49,9 @@ class Status:
     fields = _groups.LinkOptions.__dataclass_fields__.keys() & config
     self._link = _groups.LinkOptions(**{x: config[x] for x in fields})
     # JAX does not know the processes of a pipeline's stages.
-    own = jax.process_index() or config.get("process_id")
-    self._first = not own
+    self._first = not (jax.process_index() or config.get("process_id"))
     # Real workers print events, which would tear the bar.
-    live = config.get("driver") in ("threads", "ray")
-    self._shows_bar = self._first and not live
+    self._shows_bar = self._first and config.get("driver") in (None, "clock")
     self._records: list[training.Record] = []
     self._written_s = self._drawn_s = -math.inf
     self.output = pathlib.Path()
