@@ -1,7 +1,9 @@
 """The equation of advice by hand, and measurements of a model."""
 
+import itertools
 import math
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -386,3 +388,45 @@ def test_half_of_the_time_is_left_for_messages(monkeypatch):
   # messages, and the other one all of it, since this clock has not moved.
   assert blocks(60.0, workers) == 9
   assert (sent.count(1), sent.count(4)) == (23, 11)
+
+
+def test_best_method_has_the_shortest_median_step():
+  """And not the one whose slow steps are the shortest."""
+  base, steady = ([x] * 3 for x in (1.0, 0.12))
+  costs = {
+    name: advice.MethodCosts(1, step_s, (0.0,) * 3, 0.0, 0, 0)
+    for name, step_s in (
+      ("base", base), ("steady", steady), ("uneven", [0.1, 0.1, 0.3]),
+    )
+  }  # fmt: skip
+  found = advice.Advice(costs, cluster.Link(8e6))
+  assert found.pays("steady") and found.pays("uneven")
+  assert found.best == "uneven"
+
+
+def test_latency_is_that_of_a_message_of_a_ring(monkeypatch):
+  """A program starts in a second, and each mean takes 6 messages of 2 ms."""
+  workers, programs = jdist.workers(4), {}
+  monkeypatch.setattr(jax, "process_count", lambda: 4)
+
+  def seconds(function, given, count):
+    means = 8 * programs.setdefault(function, len(programs)) + 1
+    return 1.0 + means * 6 * 2e-3 + given[0].nbytes
+
+  monkeypatch.setattr(_advise, "_seconds", seconds)
+  found = advice.measure_link(workers, num_bytes=2**12, repeats=1)
+  assert found.latency_s == pytest.approx(2e-3, rel=1e-3)
+
+
+def test_updates_of_all_workers_on_a_device_take_turns(monkeypatch):
+  """A round of a second, of four workers on this device."""
+  ticks = itertools.count()
+  clock = types.SimpleNamespace(
+    perf_counter=lambda: float(next(ticks)), monotonic=lambda: 0.0
+  )
+  monkeypatch.setattr(_advise, "time", clock)
+  monkeypatch.setattr(_advise, "_seconds", lambda *given: 1.0)
+  chains = {"local": (lambda axis: methods.local_sgd(SGD, 4, axis=axis), 4)}
+  # In a round of four steps, and in one of a single step without a method.
+  found = advise(chains=chains).costs["local"]
+  assert found.extra_s == pytest.approx([1 / 16 - 1 / 4] * len(found.extra_s))

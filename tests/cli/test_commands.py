@@ -11,6 +11,7 @@ import pytest
 
 from jdist import cli, training
 from jdist.cli import _compare
+from jdist.training import comparison
 from tests import _processes
 
 _TINY = [
@@ -205,3 +206,23 @@ def test_table_counts_bytes_from_the_method_that_sends_most():
   first, second = (next(x for x in lines if f"│ {y}" in x) for y in found)
   assert " 2 " in first and "4.0x" in first and " 100 " in first
   assert " 8 " in second and "1.0x" in second and " 400 " in second
+
+
+def test_table_of_an_interrupt_has_rows_of_the_chosen_rates(
+  tmp_path, monkeypatch
+):
+  def interrupted(study, rows, fit, *, rank, on_tuned):
+    del rows, fit, rank
+    best = comparison.Tuned(0.2, study.learning_rates, None)
+    on_tuned("local_sgd", best)
+    raise KeyboardInterrupt
+
+  asked = []
+  monkeypatch.setattr(comparison, "compare", interrupted)
+  monkeypatch.setattr(
+    comparison.Rows, "find", lambda self, trial: asked.append(trial)
+  )
+  words = ["compare", *_ROUNDS, "--methods", "local_sgd", "--seeds", "3"]
+  words += ["--learning-rate", "0.1", "0.2", "--output", str(tmp_path)]
+  assert cli.main(words) == 130
+  assert asked == [comparison.Trial("comparison", "local_sgd", 0.2, 3)]

@@ -1,6 +1,7 @@
 """Every method that the commands name can be built, and takes steps."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -325,3 +326,25 @@ def test_momentum_of_workers_is_nesterov_s():
   # The velocities are 1 and 1.5, and each looks one step ahead.
   np.testing.assert_allclose(first, -rate(0) * 1.5, rtol=1e-6)
   np.testing.assert_allclose(second, -rate(1) * 1.75, rtol=1e-6)
+
+
+def test_rounds_of_qsr_grow_from_half_of_the_highest_rate():
+  options = _commands.Train(
+    interval=4, interval_policy="qsr", steps=100, warmup_epochs=2.0
+  )
+  run = _methods.make_budget(options, 0.1, steps_per_epoch=4.5)
+  assert (run.warmup_steps, run.steps_per_epoch) == (9, 5)
+  method = methods.registry["diloco"]
+  policy = _methods._interval("diloco", method, options, run)
+  found = []
+  for step in (0, 9, 40, 70):
+    found.append(int(policy.next(policy.init(), jnp.array(step), None)[0]))
+  peak = float(run.learning_rate(9))
+  late = (0.5 * peak / float(run.learning_rate(70))) ** 2 * 4
+  assert found == [4, 4, 4, int(late)] and late > 5
+
+
+def test_messages_between_stages_are_not_scaled():
+  """A scaled entry of an activation is no activation."""
+  options = types.SimpleNamespace(edge_codec="random_k", ratio=0.5)
+  assert not _methods.edge_codec(options).scaled

@@ -379,3 +379,21 @@ def test_line_of_a_record_has_the_living_in_percent(capsys):
   out = capsys.readouterr().out
   assert "75.0 % of the living in a merge" in out
   assert "1.5 virtual s  accuracy 25.00 %" in out
+
+
+def test_clock_sends_pushes_of_the_codec_s_size(file):
+  options = _commands.Train(
+    protocol="asp", cluster=file, driver="clock", batch_size=64, epochs=1.0,
+    codec="int4",
+  )  # fmt: skip
+  parts = _server_parts.assemble(options)
+  costs = _server_parts.simulation(parts).profile
+  assert costs.push_bytes == parts.push_codec.num_bytes(parts.model.params)
+  assert costs.push_bytes < 38_440 / 6  # Those of the file.
+
+
+def test_padded_sizes_of_a_worker_are_at_least_one_sample():
+  """Eighths of the largest batch, rounded up so that all batches fit."""
+  sizes = _server_parts.batch_sizes(server.dbs(10), "a")
+  assert sizes == (2, 3, 4, 7, 10)
+  assert _server_parts.batch_sizes(server.dbs(1), "a") == (1,)

@@ -125,3 +125,21 @@ def test_unscaled_entries_are_contractive():
   for codec in (RandomK(0.1), RandomK(0.1, scaled=False), RandomK(1.0)):
     left = jnp.linalg.norm(x - decode_many(codec, x, 20), axis=1)
     assert codec.contractive == bool((left < jnp.linalg.norm(x)).all())
+
+
+def test_choice_and_rounding_have_keys_of_their_own():
+  """With one key the rounding would depend on which entries were drawn."""
+  keys = []
+
+  class Noting(_quantize.Quantize):
+    def encode(self, x, state=(), key=None):
+      keys.append(key)
+      return super().encode(x, state, key)
+
+  codec = RandomK(
+    k=4, shared=False, values=Noting(4, None, rounding="stochastic")
+  )
+  payload, _ = codec.encode(jnp.arange(16.0), (), jax.random.key(0))
+  (rounding,) = keys
+  seeds = jax.random.bits(rounding, (2,), jnp.uint32)
+  assert (payload.seed != seeds).any()

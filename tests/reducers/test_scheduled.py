@@ -106,3 +106,11 @@ def test_flush_has_the_residuals_of_owners_of_earlier_phases():
   assert np.abs(own).max() > 0.01
   np.testing.assert_array_equal(found, own)
   assert steps.tolist() == [1] * 3  # The phases continue.
+
+
+def test_warm_up_has_no_phase_that_sends_as_little_as_the_last():
+  made = reducers.warm_up(lambda ratio: _reducers.Owned(ratio), 10, 0.0625)
+  assert [(end, one.step) for end, one in made.phases] == [
+    (10, 0.25),
+    (None, 0.0625),
+  ]

@@ -91,3 +91,8 @@ def test_part_of_a_codec_draws_the_numbers_of_the_whole():
     part, own = codec.part(0, 3).part(first, end), leaves[first:end]
     found, _ = part.encode(own, part.init(own))
     chex.assert_trees_all_equal(part.decode(found, own), wanted[first:end])
+
+
+def test_part_of_a_part_keeps_the_numbers_of_its_leaves():
+  whole = reducers.MessageCodec(codecs.Quantize(4, 64, rounding="stochastic"))
+  assert whole.part(2, 6).part(1, 3) == whole.part(3, 5)
