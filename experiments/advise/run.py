@@ -55,6 +55,9 @@ _SHAPES = {
   "resnet8": (32, 32, 3),
 }  # fmt: skip
 _BLOCKS = 7
+# A network namespace has its own /sys, without control groups; what started the
+# hosts has them.
+_GROUPS = f"/proc/{os.getppid()}/root/sys/fs/cgroup"
 
 
 def sgd():
@@ -243,7 +246,7 @@ def main():
     with contextlib.ExitStack() as quota:
       if share and number == options.hosts - 1:
         quota.enter_context(
-          slow_network.cpu_quota([os.getpid()], options.share)
+          slow_network.cpu_quota([os.getpid()], options.share, _GROUPS)
         )
       keep("predicted.jsonl", predict(options, workers, parts))
       keep("measured.jsonl", measure(options, turns))

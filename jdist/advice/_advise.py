@@ -59,9 +59,9 @@ def advise(
     model_state: One worker's batch statistics.
     slowdown: How much longer the slowest machine computes than this one, 1 or
       more; it is measured between `workers`.
-    limit_s: The seconds after which no further measurement begins. Half of them
-      belong to the messages of `workers`. Each step is measured in three blocks
-      at least and nine at most.
+    limit_s: The seconds after which no further block of measurements begins;
+      there are three at least and nine at most. Half of the seconds belong to
+      the messages of `workers`.
     workers: One worker in each process of this run, all of which call this with
       the same link. They also take some rounds of each method and send its
       messages, as far as that fits into `limit_s`, and predict by what these
@@ -121,22 +121,22 @@ def advise(
   if workers is None:
     return _prediction.Advice(costs, link, slowdown)
   mean = workers.jit(functools.partial(collectives.mean, axis=workers.axis))
-  # All processes know the same numbers, and so send the same messages.
-  gathered = functools.partial(_gathered, workers, mean)
   median_s, plain_s = np.median(step_s), np.median(plain_s)
-  slowest_s = float(np.max(gathered(float(median_s))))
+  # All processes know the same numbers, and so send the same messages.
+  slowest_s = float(np.max(_gathered(workers, mean, float(median_s))))
   slowdown = max(1.0, slowest_s / float(median_s))
+  left_s = limit_s / 2  # They are compiled once more, which does not count.
   for number, (name, one) in enumerate(measured.items()):
     sent_s = link.send_s(
       *_sent(chains[name][0], one.controls, params, state, workers.num_workers)
     )
     # A stream finds its pace first, by other programs.
     first = 5 if one.hidden_steps else 2
-    spent_s = float(np.max(gathered(time.monotonic() - started_s)))
-    part_s = (limit_s - spent_s) / (len(measured) - number)
-    able = int(part_s / (sent_s + one.interval * slowest_s))
+    round_s = sent_s + one.interval * slowest_s
+    able = int(left_s / (len(measured) - number) / round_s)
     rounds = min(first + max(3, 64 // one.interval), able)
     if sent_s and rounds >= first + 3:
+      left_s -= rounds * round_s
       there = _Updates(workers, *chains[name], grads, params, state)
       taken_s = [there.seconds(alone) for _ in range(rounds)][first:]
       extra_s = max(0.0, float(np.median(costs[name].extra_s)))

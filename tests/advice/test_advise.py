@@ -384,10 +384,10 @@ def test_half_of_the_time_is_left_for_messages(monkeypatch):
   # Half of 16 s; in the other half no method has time for five rounds.
   workers = jdist.workers(2)
   assert (blocks(16.0, workers), sent) == (6, [])
-  # After 12 s one method may take half of what is left, 23 steps with their
-  # messages, and the other one all of it, since this clock has not moved.
-  assert blocks(60.0, workers) == 9
-  assert (sent.count(1), sent.count(4)) == (23, 11)
+  # Half of 60 s is for 29 steps, each with a short message, and what these
+  # leave for seven rounds of four steps.
+  assert blocks(120.0, workers) == 9
+  assert (sent.count(1), sent.count(4)) == (29, 7)
 
 
 def test_best_method_has_the_shortest_median_step():
