@@ -14,7 +14,7 @@ from jdist.transforms import intervals
 from tests import _thinned
 from tests.reducers import _small_codecs
 from tests.transforms import _chains
-from tests.transforms._rounds import random_targets, train
+from tests.transforms._rounds import plain_apply, random_targets, train
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 RATE = 0.1
@@ -418,3 +418,13 @@ def test_host_must_give_both_controls():
     optimizer.update(
       w, optimizer.init(w), w, control=transforms.Control(round_ends=False)
     )
+
+
+def test_updates_before_the_delay_lead_to_the_anchor():
+  """By Optax's sum, too, which knows no anchor."""
+  optimizer = transforms.local_steps(
+    optax.sgd(RATE), 2, axis="worker",
+    overlap=transforms.Delayed(1, mix=0.25, after_step=6),
+  )  # fmt: skip
+  w, states = train(optimizer, random_targets(6), apply=plain_apply)
+  np.testing.assert_allclose(w[1::2], states.anchor[1::2], 1e-5, 1e-6)
