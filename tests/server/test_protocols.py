@@ -478,3 +478,23 @@ def test_a_member_that_joins_a_round_that_has_begun_is_not_waited_for():
   protocol.receive(state, 2.0, server.Push("a", 2, 32, 1.0))
   update, *_ = protocol.receive(state, 2.0, server.Push("b", 3, 32, 1.0))
   assert update.tasks == (2, 3)
+
+
+def test_update_of_softsync_takes_no_more_than_members_give():
+  """Of three members: one each with n = 2, and two once one has left."""
+
+  def begin(n):
+    protocol = server.NSoftsync(n=n)
+    state = protocol.init("abc")
+    for worker in "abc":
+      protocol.receive(state, 0.0, server.Pull(worker))
+    return protocol, state
+
+  protocol, state = begin(2)
+  (update,) = protocol.receive(state, 1.0, server.Push("a", 0, 32, 1.0))
+  assert update.tasks == (0,)
+  protocol, state = begin(1)
+  for task, worker in enumerate("ab"):
+    assert not protocol.receive(state, 1.0, server.Push(worker, task, 32, 1.0))
+  (update,) = protocol.receive(state, 2.0, server.Leave("c"))
+  assert update.tasks == (0, 1)
