@@ -85,6 +85,25 @@ def test_one_worker_matches_plain_optax(name):
   )
 
 
+def test_server_has_the_bits_of_the_optimizers_own_program():
+  """The clock's former programs rounded a momentum's sum in another order."""
+  samples = data.SampleStream(DIGITS, 1, seed=0)
+  learner, _ = learn(server.ASP(batches=server.FixedBatches(8)), [1.0], 4)
+  gradient = jax.jit(training.make_gradient(LOSS))
+
+  @jax.jit
+  def update(params, state, grads):
+    updates, state = SGD.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params, state = MODEL.params, SGD.init(MODEL.params)
+  for number in range(4):
+    batch = samples.batch(0, 8 * number, 8, size=8)
+    grads = gradient(params, {}, batch, jax.random.key(0)).grads
+    params, state = update(params, state, grads)
+  chex.assert_trees_all_equal(learner.model.params, params)
+
+
 def test_same_seed_gives_the_same_bits():
   found = [
     learn(server.dbs(64), [8.0, 4.0, 1.0], 40, jitter=0.2)[0].model
