@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from jdist import cli, cluster
@@ -124,6 +125,22 @@ def test_bad_input_is_refused_in_one_line(words, named, capsys):
   assert status == 2
   assert named in said.err
   assert len(said.err.strip().splitlines()) == 1
+
+
+def test_named_model_is_measured_in_each_process(monkeypatch):
+  """A process measures its own step, and needs no device of another one."""
+  from jdist.cli import _groups
+  from jdist.cli.programs import _advise
+
+  monkeypatch.setattr("jax.process_count", lambda: 2)
+  given = _groups.Common(
+    dataset="synthetic", model="mlp", workers=2, batch_size=8
+  )
+  loss_fn, params, batch, state = _advise._named(given)
+  # Each of two workers takes half of the batch.
+  assert batch["image"].shape[0] == 4
+  loss, _ = loss_fn(params, state, batch, jax.random.key(0))
+  assert loss > 0
 
 
 @pytest.mark.slow

@@ -86,9 +86,8 @@ def _named(options: _groups.Common) -> tuple[Any, ...]:
   """Returns the parts of a model's step, as `jdist train` has it."""
   options = _workload.named(options)
   _workload.check(options)
-  vmap = functools.partial(
-    collectives.workers, options.workers, substrate="vmap"
-  )
+  # Each process has a whole team of its own, to measure one worker of it.
+  vmap = functools.partial(collectives.Workers, options.workers, "vmap", "w")
   workload = _workload.build(options, vmap)
   model, batches = workload.model(0), workload.batches(seed=0)
   batch = jax.tree.map(lambda x: x[0], next(batches.iterate(0)))
