@@ -94,6 +94,7 @@ class LayerCost:
     scaled = {name: getattr(self, name) * factor for name in names}
     return dataclasses.replace(self, **scaled)
 
+  @signatures.checked
   def coded(self, codec: codecs.Codec) -> "LayerCost":
     """Returns the cost where a codec sends outputs and gradients.
 

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from jdist import signatures
+from jdist import checks, signatures
 from jdist.pipeline.planning import _costs
 
 
@@ -57,7 +57,9 @@ class Footprint:
 
 
 def _of_stage(value: int | tuple[int, ...], stage: int) -> int:
-  return value if isinstance(value, int) else value[stage]
+  if isinstance(value, int):
+    return value
+  return value[checks.check_int("stage", stage, 0, len(value) - 1)]
 
 
 @signatures.explained
@@ -90,7 +92,8 @@ class Plan:
     """The number of stages."""
     return len(self.stages)
 
-  def stage_of(self, layer: int) -> int:
+  @signatures.checked
+  def stage_of(self, layer: signatures.NonNegativeInt) -> int:
     """Returns the stage of a layer."""
     return sum(cut <= layer for cut in self.cuts)
 

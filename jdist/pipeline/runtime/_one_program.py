@@ -23,7 +23,7 @@ PyTree = Any
 
 
 @signatures.checked
-class OneProgram:
+class OneProgram(signatures.Explained):
   r"""A pipeline whose devices run one program, tick by tick.
 
   In each tick every device of the `stage` axis runs the table's actions of its

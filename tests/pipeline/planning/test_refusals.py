@@ -87,6 +87,13 @@ def windows(number):
   ("costs", lambda: part(_COSTS[:1]), "each of the 2 stages, got 1. Take"),
   ("in_flight", lambda: footprint(in_flight=(1,)), "must be"),
   ("versions", lambda: footprint(versions=0), "must be"),
+  (
+    "stage",
+    lambda: pipeline.Footprint(1.0, (1, 2)).copies(5),
+    "an int from 0 to 1",
+  ),
+  ("layer", lambda: part().stage_of(-1), "an int >= 0, got -1"),
+  ("codec", lambda: cost().coded("int4"), "a `codecs.Codec`, got 'int4'"),
   ("num_stages", lambda: place(3), "at most the 2 machines"),
   ("num_stages", lambda: place(0), "int >= 1"),
   # Plans.
