@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jdist
-from jdist import pipeline, training, transforms
+from jdist import models, pipeline, training, transforms
 from jdist.pipeline.runtime import _grid
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
@@ -76,6 +76,30 @@ def test_synchronous_table_matches_unsplit_model(table, sizes, late):
   )
   assert small.error(_split(pipe, state), _of(wanted)) < 1e-5
   np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
+
+
+def test_weight_part_of_the_last_stage_reads_its_own_state():
+  # The gradient of `b` is a product with the scale, and later micro-batches
+  # change the scale before the weight part runs.
+  def apply(params, state, x, *, train, mask=None):
+    del train, mask
+    w, scale = params["last"], state["last"]["scale"]
+    y = jnp.tanh(x @ w["w"] + w["b"] * scale)
+    return y, {"last": {"scale": scale + 0.5}}
+
+  params = {"last": {"w": jnp.eye(8) / 2, "b": jnp.zeros(8)}}
+  last = models.Layer("last", params, {"last": {"scale": jnp.ones(8)}}, apply)
+  layers = [*small.layers((8, 8)), last]
+  made = pipeline.make_table("zb_h1", 2, 4)
+  pipe = _training.one_program(layers, made, (8, 8))
+  batches = small.batches(2, 1, _MICRO * 4, (8, 8))
+  state, _ = _training.train(pipe, _momentum, batches)
+  wanted, _ = _training.unsplit(layers, _momentum, batches, 4)
+  assert small.error(_split(pipe, state), _of(wanted)) < 1e-5
+
+
+def test_ring_has_a_slot_for_each_number_between_those_alive():
+  assert _grid._span([0, 1, 5], [9, 2, 9], None) == 3
 
 
 def test_equal_stages_are_stacked_and_unlike_ones_packed():
