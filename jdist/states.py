@@ -93,9 +93,6 @@ def declare(
   Returns:
     A decorator of the class.
 
-  Raises:
-    ValueError: If an argument names an unknown field, or a law is unknown.
-
   >>> from typing import NamedTuple
   >>> @declare(shared=("step",))
   ... class State(NamedTuple):
@@ -166,9 +163,6 @@ def exceptions(
       as a mask of an attention, is a constant.
     given: Laws by the names of leaves, or of trees around them ("norm.mask",
       "norm"), as a user gives them; they come before the inferred ones.
-
-  Raises:
-    ValueError: If a law is unknown, or a name is that of no leaf.
 
   >>> exceptions({"mask": jnp.array([0.0, -jnp.inf]), "mean": jnp.zeros(2)})
   Laws(named=(('mask', 'constant'),))

@@ -381,7 +381,7 @@ def _advice(name: str) -> str:
       "pay where that takes longer than the messages that it saves."
     )
   if "predict" in methods.registry[name].required:
-    measured = (
+    return (
       "Its cost is not recorded beside that of other methods: a worker also "
       "runs the predictor, which has been trained before, and what that takes "
       "depends on the predictor and not on the method. :doc:`The experiment "
@@ -392,8 +392,7 @@ def _advice(name: str) -> str:
     "on the link that you name, and says below which bandwidth it pays "
     "(:doc:`/docs/schedules`):\n\n"
     ".. code-block:: text\n\n"
-    f"   jdist advise --methods {name} --model lenet --preset cifar10 "
-    "--bandwidth-mbit-per-s 100"
+    f"   jdist advise --methods {name} --bandwidth-mbit-per-s 100"
   )
 
 

@@ -98,6 +98,9 @@ class Advise(_groups.ProcessOptions, _groups.LinkOptions, _groups.ModelOptions):
   `loss_fn, params, batch` of one worker, as `training.make_step` takes them,
   and batch statistics if there are any."""
 
+  methods: tuple[str, ...] = ()
+  """Methods that are compared with ssgd (default: seven methods and forms)."""
+
   workers: int | None = option(None, within="[2, inf)")
   """Number of machines, one worker each (default: the processes that measure
   their link, or 8)."""

@@ -65,11 +65,7 @@ class Cluster:
     return tuple(node.name for node in self.nodes)
 
   def node(self, name: str) -> _node.Node:
-    """Returns a machine.
-
-    Raises:
-      ValueError: If no machine has this name.
-    """
+    """Returns a machine."""
     for node in self.nodes:
       if node.name == name:
         return node

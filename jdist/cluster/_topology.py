@@ -138,22 +138,14 @@ class Topology:
     return tuple(self._neighbours)  # type: ignore[attr-defined]
 
   def link(self, one: str, other: str) -> Link:
-    """Returns the link between two neighbours.
-
-    Raises:
-      ValueError: If there is no such link.
-    """
+    """Returns the link between two neighbours."""
     found = self.links.get((one, other)) or self.links.get((other, one))
     if found is None:
       raise ValueError(f"`links` must have one of {one!r} and {other!r}.")
     return found
 
   def route(self, source: str, target: str) -> tuple[Hop, ...]:
-    """Returns the hops of a message; a message to its sender has none.
-
-    Raises:
-      ValueError: If no route exists.
-    """
+    """Returns the hops of a message; a message to its sender has none."""
     trees = self._trees  # type: ignore[attr-defined]
     # Routes between a server and all workers, in both directions, are paths of
     # one tree: one search suffices for all of them.

@@ -187,9 +187,6 @@ def plot_trace(
 
   Returns:
     The path.
-
-  Raises:
-    ValueError: If the trace has no spans.
   """
   # The figure class, and not pyplot, which would keep every figure alive.
   import matplotlib.figure

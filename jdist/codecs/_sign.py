@@ -42,9 +42,6 @@ class Sign(_blocks.Blocked):
     scale: A name of the table.  The scale is float32, except with `"one"`,
       where 16 bits for the array mark it as finite.
 
-  Raises:
-    ValueError: For another scale, or a block that does not fill whole bytes.
-
   >>> codec = Sign()
   >>> payload, state = codec.encode(jnp.array([3.0, -1.0, 0.0]))
   >>> codec.decode(payload, state, jnp.zeros(3)).round(3).tolist()
@@ -117,9 +114,6 @@ class Ternary(_blocks.Blocked, _random.Rounding):
       bits.  None (default) means one scale for the array, as for the paper's
       layers.
     rounding: `"stochastic"` as in the paper, or `"nearest"`.
-
-  Raises:
-    ValueError: For another rounding, or a block that is not a positive int.
 
   >>> codec = Ternary(rounding="nearest")
   >>> payload, state = codec.encode(jnp.array([2.0, -1.5, 0.5]))

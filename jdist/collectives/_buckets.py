@@ -269,9 +269,6 @@ class Buckets:
       A buffer for each bucket, `[num_rows, row_size]`; for a worker that is
       itself sharded `[shards * num_rows, row_size]`.
 
-    Raises:
-      ValueError: If the tree has other shapes or dtypes.
-
     >>> tree = [jnp.array([1, 2]), jnp.array(3), jnp.array([[4, 5], [6, 7]])]
     >>> [x.tolist() for x in Buckets.of(tree, max_bytes=12).pack(tree)]
     [[[1, 2, 3]], [[4, 5]], [[6, 7]]]
@@ -305,9 +302,6 @@ class Buckets:
       like: The tree for which the buckets were made, arrays or
         `jax.ShapeDtypeStruct`.  Only the values of leaves that are in no bucket
         are used; those of a shape are zeros.
-
-    Raises:
-      ValueError: If buffers or `like` do not fit the buckets.
 
     >>> tree = [jnp.array([1, 2]), jnp.array(3), jnp.array([[4, 5], [6, 7]])]
     >>> buckets = Buckets.of(tree, max_bytes=12)

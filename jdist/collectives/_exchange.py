@@ -73,9 +73,6 @@ def reduce_scatter(tree: PyTree, axis: _axis.Axis) -> PyTree:
       the mean of one row, [...].
     axis: The workers' axis.
 
-  Raises:
-    ValueError: If a leaf's first dimension is not the number of workers.
-
   >>> jax.vmap(lambda x: reduce_scatter(x, "worker"), axis_name="worker")(
   ...   jnp.array([[1.0, 2.0], [3.0, 6.0]])
   ... ).tolist()
@@ -122,9 +119,6 @@ def all_to_all(tree: PyTree, axis: _axis.Axis) -> PyTree:
 
   Returns:
     Arrays [workers, ...]; row i is the message of worker i to this one.
-
-  Raises:
-    ValueError: If a leaf's first dimension is not the number of workers.
 
   >>> jax.vmap(lambda x: all_to_all(x, "worker"), axis_name="worker")(
   ...   jnp.array([[11, 12], [21, 22]])

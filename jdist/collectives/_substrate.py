@@ -129,9 +129,6 @@ def workers(
       the mesh of the workers, by `replicate`, `place` and `shard`.
     axis: The name of the workers' axis.
 
-  Raises:
-    ValueError: If the workers cannot be spread over the devices.
-
   >>> import numpy as np
   >>> from jdist import collectives
   >>> team = workers(4, substrate="vmap")

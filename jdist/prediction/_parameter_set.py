@@ -121,11 +121,7 @@ class ParameterSet:
   """
 
   def __init__(self, directory: str | os.PathLike[str]):
-    """Opens the files that a `Collector` has written, or is still writing.
-
-    Raises:
-      ValueError: If there is no data set of this format.
-    """
+    """Opens the files that a `Collector` has written, or is still writing."""
     path = array_files.folder(directory)
     try:
       self._files = Files(path)

@@ -1,6 +1,7 @@
 """`jdist advise`: a step of one's own, its verdict, and bad options."""
 
 import json
+import math
 import os
 import pathlib
 import socket
@@ -10,7 +11,7 @@ import sys
 import jax
 import pytest
 
-from jdist import cli, cluster
+from jdist import advice, cli, cluster
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODULE = """
@@ -69,6 +70,60 @@ def test_own_step_is_advised_by_link(whole, capsys, monkeypatch, tmp_path):
   assert len(found) == (8 if whole else 2)
 
 
+def test_named_methods_are_compared_with_ssgd(capsys, monkeypatch):
+  """A growing interval is fixed, and there is no phase without rounds."""
+  from jdist.cli.programs import _advise
+
+  real, told = _advise.advice.advise, {}
+
+  def keep(*given, **options):
+    told["found"] = real(*given, **options)
+    return told["found"]
+
+  monkeypatch.setattr(_advise.advice, "advise", keep)
+  status, said = advise(
+    capsys, "--step", "own_step:make", "--workers", "4", "--limit-s", "0.001",
+    "--bandwidth-mbit-per-s", "0.1", "--latency-ms", "0", "--methods",
+    "msdpu", "post_local_sgd",
+  )  # fmt: skip
+  assert status == 0, said.err
+  costs = told["found"].costs
+  assert list(costs) == ["ssgd", "msdpu H=8", "post_local_sgd H=8"]
+  # Each round of eight steps sends one mean.
+  for name in ("msdpu H=8", "post_local_sgd H=8"):
+    assert costs[name].round_bytes == pytest.approx(24576, rel=0.01), name
+  assert "jdist train --workers 4" in said.out
+
+
+def test_servers_are_shown_with_the_same_link_and_slowest_machine():
+  """A server that waits takes four times as long as one that does not."""
+  pytest.importorskip("simpy")
+  from jdist.cli.programs import _advise
+
+  costs = advice.MethodCosts(1, (0.1,) * 3, (0.0,) * 3, 1e6, 0, 0)
+
+  def shown(link, slowdown):
+    found = advice.Advice({"ssgd": costs}, link, slowdown)
+    grid = _advise._servers(found, 2, 8, 10**6)
+    cells = [list(column.cells) for column in grid.columns]
+    return {name: list(map(float, x)) for name, *x in zip(
+      cells[0], cells[1], [x[:-1] for x in cells[2]], cells[3], strict=True
+    )}  # fmt: skip
+
+  free = shown(cluster.Link(math.inf), 1.0)
+  # Each worker takes 0.1 s; one of two gradients is an update late.
+  assert free["bsp"] == [100.0, 1.0, 0.0]
+  assert free["asp"][0] == pytest.approx(100.0, rel=0.03)
+  assert free["asp"][2] == pytest.approx(1.0, abs=0.1)
+  uneven = shown(cluster.Link(math.inf), 4.0)
+  assert uneven["bsp"][:2] == [400.0, 1.0]
+  # In 0.4 s there are five gradients.
+  assert uneven["asp"][0] == pytest.approx(160.0, rel=0.05)
+  # Two megabytes share the server's link, there and back: 4 s.
+  slow = shown(cluster.Link(8e6), 1.0)
+  assert slow["bsp"][0] == pytest.approx(4100.0, rel=0.01)
+
+
 @pytest.mark.parametrize(
   ("given", "asked"), [((), 2), (("--workers", "6"), 6)], ids=["link", "given"]
 )
@@ -117,6 +172,9 @@ def test_processes_that_measure_are_the_workers(
       "`--slowdown` must be left out in several processes",
     ),
     (("--model", "resnet9"), "`--model`"),
+    (("--methods", "nope"), "`--methods`"),
+    (("--methods", "mp2"), "`--methods`"),
+    (("--methods", "dgc", "dgc"), "`--methods`"),
   ],
   ids=lambda x: x if isinstance(x, str) else " ".join(x),
 )

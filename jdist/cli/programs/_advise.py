@@ -1,5 +1,6 @@
 """`jdist advise`: whether communicating less pays, on this machine and link."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -10,12 +11,13 @@ from typing import Any
 import jax
 import optax
 
-from jdist import advice, cluster, collectives, methods, training
+from jdist import advice, cluster, collectives, methods, server, training
 from jdist.cli import _commands, _groups, _methods, _options, _output, _workload
 
 _INT4 = {"codec": "int4", "feedback": "error"}
+_SERVER_STEPS = 40  # Of all workers, on the clock.
 _STREAMED: dict[str, Any] = {"interval_policy": "fixed", "stream": True}
-# The methods and their options; the others are compared with the first one.
+# The methods and their options, unless some are named; the first is the base.
 _CHOICES: tuple[tuple[str, dict[str, Any]], ...] = (
   ("ssgd", {}), ("ssgd", _INT4), ("powersgd", {}), ("topk_sgd", {}),
   ("local_sgd", {}), ("diloco", _INT4), ("msdpu", _STREAMED),
@@ -29,6 +31,9 @@ def advise(options: _commands.Advise) -> None:
   number, latency_s = 8, options.latency_ms / 1e3
   link = cluster.Link(options.bandwidth_mbit_per_s * 1e6, latency_s)
   joined = options.num_processes or 1
+  if options.methods:
+    known = methods.registry.keys() - {_methods.TRAINED}
+    _options.check_names("--methods", options.methods, "methods", sorted(known))
   if joined > 1:  # They measure it.
     _options.check_left_out(options, ("slowdown",), "in several processes")
   _options.join_processes(dataclasses.replace(options, workers=joined), joined)
@@ -43,9 +48,13 @@ def advise(options: _commands.Advise) -> None:
   )
   task = _named(common) if options.step is None else _own(options.step)
   loss_fn, params, batch, *state = task
+  choices = _CHOICES
+  if options.methods:
+    named = [_named_choice(x) for x in options.methods if x != "ssgd"]
+    choices = (_CHOICES[0], *named)
   chains = {
     _label(name, more, options.interval): _chain(name, more, common)
-    for name, more in _CHOICES
+    for name, more in choices
   }
   seconds = f"then measuring for about {options.limit_s:g} s"
   print(f"Compiling {len(chains)} methods, {seconds}.", flush=True)
@@ -63,8 +72,12 @@ def advise(options: _commands.Advise) -> None:
   console = _output.console()
   console.print(_times(found, workers))
   console.print(_rates(found))
+  samples = len(jax.tree.leaves(batch)[0])
+  size = sum(x.nbytes for x in jax.tree.leaves(params))
+  with contextlib.suppress(ImportError):  # The clock needs SimPy.
+    console.print(_servers(found, workers, samples, size))
   print(_verdict(found))
-  name, more = _CHOICES[list(chains).index(found.best)]
+  name, more = choices[list(chains).index(found.best)]
   print("  " + _command(name, more, options))
   if options.output is not None:
     output = _output.output_directory(options.output, "advise")
@@ -113,6 +126,12 @@ def _run(options: _groups.Common) -> methods.Run:
   return _methods.run_of(options, 10**6, 0, optax.constant_schedule(0.1))
 
 
+def _named_choice(name: str) -> tuple[str, dict[str, Any]]:
+  """Returns a method with its defaults, in rounds of equal length."""
+  growing = methods.registry[name].interval_policy == "growth"
+  return name, {"interval_policy": "fixed"} if growing else {}
+
+
 def _label(name: str, more: dict[str, Any], interval: int) -> str:
   rounds = f"H={interval}" if methods.registry[name].in_rounds else ""
   streamed = "streamed" if "stream" in more else ""
@@ -124,7 +143,12 @@ def _chain(
 ) -> tuple[Callable[..., optax.GradientTransformation], int]:
   """Returns a function of the axis to a method's chain, and its round."""
   chosen = dataclasses.replace(common, **more)
-  build = functools.partial(_methods.build_method, name, chosen, _run(chosen))
+  # Before its switch a method has no rounds.
+  arguments = methods.registry[name].arguments
+  own = {"switch_step": 0} if "switch_step" in arguments else {}
+  build = functools.partial(
+    _methods.build_method, name, chosen, _run(chosen), **own
+  )
   return build, common.interval if methods.registry[name].in_rounds else 1
 
 
@@ -181,6 +205,47 @@ def _rates(found: advice.Advice) -> Any:
     "A dash: at no bandwidth, with this latency and what the method computes.",
     columns,
     found.costs,
+  )
+
+
+def _servers(
+  found: advice.Advice, workers: int, samples: int, num_bytes: int
+) -> Any:
+  """Returns a table of servers' protocols, by the virtual clock."""
+  speeds = [1.0] * (workers - 1) + [1 / found.slowdown]
+  machines = cluster.workers(speeds, link=found.link)
+  step_s = found.step_s / found.slowdown
+  costs = cluster.Profile(
+    step_s / samples, pull_bytes=num_bytes, push_bytes=num_bytes
+  )
+  base_s = found.seconds(found.base)[1]
+
+  def line(name: str, protocol: server.Protocol) -> tuple[str, ...]:
+    run = server.Simulation(machines, protocol, costs)
+    run.run(samples=_SERVER_STEPS * workers * samples)
+    seconds = run.now_s / _SERVER_STEPS
+    late = run.summary()["staleness"]["mean_over_updates"]
+    return (
+      name,
+      f"{1e3 * seconds:.4g}",
+      f"{base_s / seconds:.2f}x",
+      f"{late:.1f}",
+    )
+
+  batches = server.FixedBatches(samples)
+  lines = (
+    line("bsp", server.BSP(batches=batches)),
+    line("asp", server.ASP(batches=batches)),
+    line("dbs", server.dbs(workers * samples)),
+  )
+  titles = "protocol", "ms", "faster", "staleness"
+  return _output.table(
+    f"A server on one more machine: its times for {workers * samples} samples",
+    "By the virtual clock, with parameters and gradients in float32. Faster: "
+    f"than {found.base}. Staleness: updates since a gradient's parameters were "
+    "sent. `jdist train --protocol` trains, `jdist simulate` shows more.",
+    {x: lambda *line, i=i: line[i] for i, x in enumerate(titles)},
+    lines,
   )
 
 

@@ -84,9 +84,6 @@ def layer_costs(
   Returns:
     The cost of each layer.
 
-  Raises:
-    ValueError: If an argument is out of its range, or shapes are timed.
-
   >>> import jax
   >>> from jdist import models
   >>> mlp = models.build(

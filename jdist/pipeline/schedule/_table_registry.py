@@ -85,10 +85,6 @@ def make_table(
     num_microbatches: The number of micro-batches in an iteration.
     **options: Options of the table, such as `num_iterations`, `window` or
       `num_chunks`; see `table_options`.
-
-  Raises:
-    ValueError: If there is no such table, it has no such option, or a number is
-      out of its range.
   """
   checks.check_choice("name", name, tuple(TABLES))
   known = table_options(name)

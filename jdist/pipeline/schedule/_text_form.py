@@ -76,9 +76,6 @@ def parse_table(text: str, name: str = "table") -> Table:
   Args:
     text: The text; `#` starts a comment.
     name: The name of the table if the text has none.
-
-  Raises:
-    ValueError: If a line cannot be parsed; the message names it.
   """
   found: dict[str, str] = {}
   devices: list[tuple[Action, ...]] = []
@@ -117,11 +114,7 @@ def parse_table(text: str, name: str = "table") -> Table:
 
 @signatures.checked
 def load_table(path: str | pathlib.Path) -> Table:
-  """Reads a table from a file in the form of `parse_table`.
-
-  Raises:
-    ValueError: If the file cannot be parsed; the message names it.
-  """
+  """Reads a table from a file in the form of `parse_table`."""
   # The name of the file is the table's unless the text has one.
   path = pathlib.Path(path)
   try:

@@ -159,10 +159,6 @@ class Simulation(_driver.Driver):
       seconds: Virtual seconds.
       samples: Number of samples in updates.
       events: Number of steps of the clock.
-
-    Raises:
-      ValueError: If no limit is given, or one is no number >= 0, or memory
-        does not hold a batch that the protocol gives out.
     """
     limits = {
       "updates": updates, "seconds": seconds, "samples": samples,
