@@ -32,7 +32,8 @@ _LOOKED_AT = (
   ("lenet", 128, None), ("mlp", 64, None),
 )  # fmt: skip
 _ELSEWHERE = 1e8  # The rate whose costs also predict the steps at others.
-_SETTING = ("model", "batch", "hosts", "rate")
+_SETTING = ("model", "batch", "hosts", "share", "rate")
+_CONFIG = ("model", "batch_size", "hosts", "share", "bits_per_s")
 _PUBLIC = {"ddp": "SSGD", "localsgd": "Local SGD", "diloco": "DiLoCo"}
 
 
@@ -45,38 +46,33 @@ def said_of(predicted, row, rate=None):
     rate: That at which the costs were measured; the row's own by default. The
       link is always the row's.
   """
-  same = ("model", "batch_size", "hosts")
-  own = [
-    x
-    for x in predicted
-    if all(x["config"][key] == row["config"][key] for key in same)
-  ]
+  own = [x for x in predicted if _setting(x)[:-1] == _setting(row)[:-1]]
   here = row["config"]["bits_per_s"]
-  links = [x["link"] for x in own if x["config"]["bits_per_s"] == here]
+  links = [x for x in own if x["config"]["bits_per_s"] == here]
   costs = {
     x["method"]: advice.MethodCosts(**x["costs"])
     for x in own
     if x["config"]["bits_per_s"] == (rate or here)
   }
   ordered = {name: costs[name] for name in run.CHAINS if name in costs}
-  return advice.Advice(ordered, cluster.Link(**links[0]))
+  link = cluster.Link(**links[0]["link"])
+  # The first rows are of equal hosts, whose difference was not measured.
+  return advice.Advice(ordered, link, links[0].get("slowdown", 1.0))
+
+
+def _setting(row):
+  return tuple(row["config"].get(key, 1.0) for key in _CONFIG)
 
 
 def settings(measured):
   """Returns the measured rows by model, batch, hosts and rate."""
-  found = studies.group(
-    measured,
-    lambda x: tuple(
-      x["config"][key] for key in ("model", "batch_size", "hosts", "bits_per_s")
-    ),
-  )
-  return dict(sorted(found.items()))
+  return dict(sorted(studies.group(measured, _setting).items()))
 
 
 def compare(predicted, measured):
   """Returns a dict for each method of each setting."""
   found = []
-  for (model, batch, hosts, rate), rows in settings(measured).items():
+  for (model, batch, hosts, share, rate), rows in settings(measured).items():
     looked_at = any(
       (model, batch) == seen[:2] and seen[2] in (None, rate)
       for seen in _LOOKED_AT
@@ -89,8 +85,8 @@ def compare(predicted, measured):
       low, middle, high = said.seconds(row["method"])
       took = statistics.median(row["step_s"])
       found.append({
-        "model": model, "batch": batch, "hosts": hosts, "rate": rate,
-        "method": row["method"], "looked at": looked_at,
+        "model": model, "batch": batch, "hosts": hosts, "share": share,
+        "rate": rate, "method": row["method"], "looked at": looked_at,
         "low": low, "said": middle, "high": high, "took": took,
         "error": middle / took - 1,
         "unsent": unsent.seconds(row["method"])[1] / took - 1,
@@ -99,51 +95,46 @@ def compare(predicted, measured):
           if elsewhere.costs and rate != _ELSEWHERE
           else None
         ),
-        "best": said.best, "pays": said.pays(row["method"]),
+        "commit": row["commit"][:8], "best": said.best,
+        "pays": said.pays(row["method"]),
       })  # fmt: skip
   return found
 
 
+def verdicts(found):
+  """Returns a line of what the comparison says for the code of each commit."""
+  own = [x for x in found if not x["looked at"]]
+  groups = sorted(studies.group(own, lambda x: x["commit"]).items())
+  return studies.table(
+    "commit | settings | error of a step: median, most, % | within "
+    f"{100 * _WITHIN:.0f} % | in the 90 % interval | its width, % | choices "
+    f'within {100 * _REGRET:.0f} % | most longer, % | wrong of "pays" | error '
+    "by the link alone, % | by costs at "
+    f"{_ELSEWHERE / 1e6:g} Mbit/s, %",
+    [(commit, *verdict(rows)) for commit, rows in groups],
+  )
+
+
 def verdict(found):
-  """Returns what the comparison says, as a list."""
-  known = [abs(x["error"]) for x in found if x["looked at"]]
-  found = [x for x in found if not x["looked at"]]
+  """Returns the cells of what the comparison says."""
   errors = [abs(x["error"]) for x in found]
   inside = sum(x["low"] <= x["took"] <= x["high"] for x in found)
   widths = [(x["high"] - x["low"]) / x["said"] for x in found]
   regrets = regrets_of(found)
-  wrong = [
-    x for x in found if x["pays"] and x["took"] >= _base(found, x)["took"]
-  ]
-  seen = (
-    f"In {len(known)} steps that were looked at while the adviser was made, "
-    f"the error is {100 * statistics.median(known):.1f} % in the median and "
-    f"{100 * max(known):.1f} % at most."
-    if known
-    else ""
+  paying = [x for x in found if x["pays"]]
+  wrong = sum(x["took"] >= _base(found, x)["took"] for x in paying)
+  return (
+    len(regrets),
+    f"{100 * statistics.median(errors):.1f}, {100 * max(errors):.1f}",
+    f"{sum(x <= _WITHIN for x in errors)} of {len(errors)}",
+    f"{inside} of {len(found)}",
+    f"{100 * statistics.median(widths):.0f}",
+    f"{sum(x <= _REGRET for x in regrets)} of {len(regrets)}",
+    f"{100 * max(regrets):.1f}",
+    f"{wrong} of {len(paying)}",
+    _median(found, "unsent"),
+    _median(found, "elsewhere"),
   )
-  lines = [
-    f"{len(found)} steps in {len(regrets)} settings that nothing was chosen "
-    f"by: the error of the prediction is {100 * statistics.median(errors):.1f} "
-    f"% in the median and {100 * max(errors):.1f} % at most; "
-    f"{sum(x <= _WITHIN for x in errors)} of {len(errors)} are within "
-    f"{100 * _WITHIN:.0f} %.",
-    f"With the link's rate and latency in place of what the messages took, the "
-    f"error is {_median(found, 'unsent')} % in the median. With costs measured "
-    f"at {_ELSEWHERE / 1e6:g} Mbit/s it is {_median(found, 'elsewhere')} % for "
-    "steps at the other rates.",
-    f"{inside} of {len(found)} measured steps lie inside the 90 % interval, "
-    f"whose width is {100 * statistics.median(widths):.0f} % of the step in "
-    f"the median and {100 * max(widths):.0f} % at most.",
-    f"The chosen method takes {100 * statistics.median(regrets):.1f} % longer "
-    f"than the best one in the median and {100 * max(regrets):.1f} % at most; "
-    f"{sum(x <= _REGRET for x in regrets)} of {len(regrets)} choices are "
-    f"within {100 * _REGRET:.0f} %.",
-    f"Of {sum(x['pays'] for x in found)} methods that were said to pay, "
-    f"{len(wrong)} did not.",
-    seen,
-  ]
-  return "\n".join(f"- {line}" for line in lines if line)
 
 
 def _median(found, key):
@@ -165,22 +156,24 @@ def regrets_of(found):
 def by_net(found):
   """Returns a line for each net and batch that nothing was chosen by."""
   lines = []
-  for (model, batch), own in studies.group(
+  for (model, batch, share), own in studies.group(
     [x for x in found if not x["looked at"]],
-    lambda x: (x["model"], x["batch"]),
+    lambda x: (x["model"], x["batch"], x["share"]),
   ).items():
     errors = [x["error"] for x in own]
     regrets = regrets_of(own)
     lines.append((
-      model, batch, f"{1e3 * min(x['took'] for x in own):.1f}",
+      model, batch, f"{share:g}",
+      f"{1e3 * min(x['took'] for x in own):.1f}",
       f"{100 * statistics.median(errors):+.1f}",
       f"{sum(abs(x) <= _WITHIN for x in errors)} of {len(errors)}",
       f"{sum(x <= _REGRET for x in regrets)} of {len(regrets)}",
     ))  # fmt: skip
   return studies.table(
-    "model | batch | shortest step, ms | error in the median, % | steps within "
-    f"{100 * _WITHIN:.0f} % | choices within {100 * _REGRET:.0f} %",
-    sorted(lines, key=lambda line: float(line[2])),
+    "model | batch | last host's speed | shortest step, ms | error in the "
+    f"median, % | steps within {100 * _WITHIN:.0f} % | choices within "
+    f"{100 * _REGRET:.0f} %",
+    sorted(lines, key=lambda line: float(line[3])),
   )
 
 
@@ -196,11 +189,12 @@ def _base(found, one):
 def table(found):
   """Returns a line for each method of each setting."""
   return studies.table(
-    "model | batch | hosts | Mbit/s | method | predicted, ms | interval, ms | "
-    "measured, ms | error, % | looked at before",
+    "model | batch | hosts | last host's speed | Mbit/s | method | predicted, "
+    "ms | interval, ms | measured, ms | error, % | looked at before",
     [
       (
-        x["model"], x["batch"], x["hosts"], f"{x['rate'] / 1e6:g}", x["method"],
+        x["model"], x["batch"], x["hosts"], f"{x['share']:g}",
+        f"{x['rate'] / 1e6:g}", x["method"],
         f"{1e3 * x['said']:.1f}",
         f"{1e3 * x['low']:.1f} to {1e3 * x['high']:.1f}",
         f"{1e3 * x['took']:.1f}", f"{100 * x['error']:+.1f}",
@@ -361,7 +355,7 @@ def main():
   counted = training.read_rows(run.RESULTS / "wire.jsonl")
   pages = {
     _FOLDER / "README.md": {
-      "verdict": verdict(found), "nets": by_net(found),
+      "verdict": verdicts(found), "nets": by_net(found),
       "public": public_verdict(grid), "wire": wire_verdict(counted),
     },
     _FOLDER / "TABLES.md": {
