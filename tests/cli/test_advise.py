@@ -105,7 +105,7 @@ def test_servers_are_shown_with_the_same_link_and_slowest_machine():
   def shown(link, slowdown):
     found = advice.Advice({"ssgd": costs}, link, slowdown)
     grid = _advise._servers(found, 2, 8, 10**6)
-    cells = [list(column.cells) for column in grid.columns]
+    cells = [[x.replace(",", "") for x in y.cells] for y in grid.columns]
     return {name: list(map(float, x)) for name, *x in zip(
       cells[0], cells[1], [x[:-1] for x in cells[2]], cells[3], strict=True
     )}  # fmt: skip

@@ -227,7 +227,7 @@ def _servers(
     late = run.summary()["staleness"]["mean_over_updates"]
     return (
       name,
-      f"{1e3 * seconds:.4g}",
+      f"{1e3 * seconds:,.1f}",
       f"{base_s / seconds:.2f}x",
       f"{late:.1f}",
     )
