@@ -145,7 +145,7 @@ def _chain(
   chosen = dataclasses.replace(common, **more)
   # Before its switch a method has no rounds.
   arguments = methods.registry[name].arguments
-  own = {"switch_step": 0} if "switch_step" in arguments else {}
+  own: Any = {"switch_step": 0} if "switch_step" in arguments else {}
   build = functools.partial(
     _methods.build_method, name, chosen, _run(chosen), **own
   )
