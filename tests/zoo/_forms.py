@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from tests.zoo import _layers
+
 WORKERS, SAMPLES, WIDTH = 4, 4, 3
 
 
@@ -329,4 +331,8 @@ FORMS = {
   "fifty leaves": Form(
     {"layers": [matrix(i) for i in range(50)]}, deep, tolerance=1e-4
   ),
+  **{
+    name: Form(W if params is None else params, model)
+    for name, (params, model) in _layers.LAYERS.items()
+  },
 }  # fmt: skip
