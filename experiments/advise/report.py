@@ -106,11 +106,10 @@ def verdicts(found):
   own = [x for x in found if not x["looked at"]]
   groups = sorted(studies.group(own, lambda x: x["commit"]).items())
   return studies.table(
-    "commit | settings | error of a step: median, most, % | within "
-    f"{100 * _WITHIN:.0f} % | in the 90 % interval | its width, % | choices "
-    f'within {100 * _REGRET:.0f} % | most longer, % | wrong of "pays" | error '
-    "by the link alone, % | by costs at "
-    f"{_ELSEWHERE / 1e6:g} Mbit/s, %",
+    "commit | error of a step: median, most, % | within "
+    f"{100 * _WITHIN:.0f} % | in the 90 % interval (width) | choices within "
+    f'{100 * _REGRET:.0f} % (worst) | wrong of "pays" | error by the link '
+    f"alone, by costs at {_ELSEWHERE / 1e6:g} Mbit/s, %",
     [(commit, *verdict(rows)) for commit, rows in groups],
   )
 
@@ -124,16 +123,13 @@ def verdict(found):
   paying = [x for x in found if x["pays"]]
   wrong = sum(x["took"] >= _base(found, x)["took"] for x in paying)
   return (
-    len(regrets),
     f"{100 * statistics.median(errors):.1f}, {100 * max(errors):.1f}",
     f"{sum(x <= _WITHIN for x in errors)} of {len(errors)}",
-    f"{inside} of {len(found)}",
-    f"{100 * statistics.median(widths):.0f}",
-    f"{sum(x <= _REGRET for x in regrets)} of {len(regrets)}",
-    f"{100 * max(regrets):.1f}",
+    f"{inside} of {len(found)} ({100 * statistics.median(widths):.0f} %)",
+    f"{sum(x <= _REGRET for x in regrets)} of {len(regrets)} "
+    f"({100 * max(regrets):.1f} %)",
     f"{wrong} of {len(paying)}",
-    _median(found, "unsent"),
-    _median(found, "elsewhere"),
+    f"{_median(found, 'unsent')}, {_median(found, 'elsewhere')}",
   )
 
 
