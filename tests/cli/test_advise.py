@@ -89,6 +89,9 @@ def test_named_methods_are_compared_with_ssgd(capsys, monkeypatch):
   assert status == 0, said.err
   costs = told["found"].costs
   assert list(costs) == ["ssgd", "msdpu H=8", "post_local_sgd H=8"]
+  # At this constant rate rounds that grow would have one step each.
+  assert _advise._named_choice("msdpu")[1] == {"interval_policy": "fixed"}
+  assert _advise._named_choice("diloco")[1] == {}
   # Each round of eight steps sends one mean.
   for name in ("msdpu H=8", "post_local_sgd H=8"):
     assert costs[name].round_bytes == pytest.approx(24576, rel=0.01), name
