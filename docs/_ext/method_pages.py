@@ -337,7 +337,7 @@ def measured_costs() -> list[dict[str, Any]]:
 def _advice(name: str) -> str:
   """Returns where a method pays by recorded costs, and how to measure it."""
   found: dict[str, dict[str, Any]] = {}
-  # Those that were measured in turns have equal settings, and one base.
+  # Methods that were measured in turns have equal settings, and one base.
   for row in measured_costs():
     one = found.setdefault(repr(row["config"]), {})
     one[row["method"]] = advice.MethodCosts(**row["costs"])

@@ -481,7 +481,7 @@ def test_a_member_that_joins_a_round_that_has_begun_is_not_waited_for():
 
 
 def test_update_of_softsync_takes_no_more_than_members_give():
-  """Of three members: one each with n = 2, and two once one has left."""
+  """With n = 2 an update takes one gradient; with n = 1 two, if c has left."""
 
   def begin(n):
     protocol = server.NSoftsync(n=n)

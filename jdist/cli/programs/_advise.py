@@ -15,7 +15,7 @@ from jdist import advice, cluster, collectives, methods, server, training
 from jdist.cli import _commands, _groups, _methods, _options, _output, _workload
 
 _INT4 = {"codec": "int4", "feedback": "error"}
-_SERVER_STEPS = 40  # Of all workers, on the clock.
+_SERVER_STEPS = 40  # The clock runs so many steps of all workers.
 _STREAMED: dict[str, Any] = {"interval_policy": "fixed", "stream": True}
 # The methods and their options, unless some are named; the first is the base.
 _CHOICES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -211,7 +211,7 @@ def _rates(found: advice.Advice) -> Any:
 def _servers(
   found: advice.Advice, workers: int, samples: int, num_bytes: int
 ) -> Any:
-  """Returns a table of servers' protocols, by the virtual clock."""
+  """Returns a table of servers' protocols, with one slower machine at most."""
   speeds = [1.0] * (workers - 1) + [1 / found.slowdown]
   machines = cluster.workers(speeds, link=found.link)
   step_s = found.step_s / found.slowdown
