@@ -57,7 +57,7 @@ def said_of(predicted, row, rate=None):
   ordered = {name: costs[name] for name in run.CHAINS if name in costs}
   link = cluster.Link(**links[0]["link"])
   # The first rows are of equal hosts, whose difference was not measured.
-  return advice.Advice(ordered, link, links[0].get("slowdown", 1.0))
+  return advice.Advice(ordered, link, (links[0].get("slowdown", 1.0),))
 
 
 def _setting(row):

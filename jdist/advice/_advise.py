@@ -22,6 +22,7 @@ Chain = Callable[[collectives.Axis], optax.GradientTransformation]
 # The states of all measured workers are on one device.
 _MEASURED_BYTES = 2**30
 _LONGEST_MEAN = 2**26  # Bytes by which a link is measured.
+_TRIED_S = 1.5  # Seconds of a method's rounds at least, if steps are short.
 # Numbers of updates in which a streamed message may be sent.
 _STREAM_STEPS = (1, 2, 4, 8, 16)
 
@@ -119,12 +120,12 @@ def advise(
     for (name, one), own_s in zip(measured.items(), own, strict=True)
   }
   if workers is None:
-    return _prediction.Advice(costs, link, slowdown)
+    return _prediction.Advice(costs, link, (slowdown,))
   mean = workers.jit(functools.partial(collectives.mean, axis=workers.axis))
   median_s, plain_s = np.median(step_s), np.median(plain_s)
   # All processes know the same numbers, and so send the same messages.
-  slowest_s = float(np.max(_gathered(workers, mean, float(median_s))))
-  slowdown = max(1.0, slowest_s / float(median_s))
+  slowdowns = (_gathered(workers, mean, float(median_s)) / median_s).tolist()
+  slowdown = max(1.0, *slowdowns)
   left_s = limit_s / 2  # They are compiled once more, which does not count.
   for number, (name, one) in enumerate(measured.items()):
     sent_s = link.send_s(
@@ -132,19 +133,21 @@ def advise(
     )
     # A stream finds its pace first, by other programs.
     first = 5 if one.hidden_steps else 2
-    round_s = sent_s + one.interval * slowest_s
+    round_s = sent_s + one.interval * slowdown * float(median_s)
     able = int(left_s / (len(measured) - number) / round_s)
-    rounds = min(first + max(3, 64 // one.interval), able)
+    wanted = max(3, 64 // one.interval, math.ceil(_TRIED_S / round_s))
+    rounds = min(first + wanted, able)
     if sent_s and rounds >= first + 3:
       left_s -= rounds * round_s
       there = _Updates(workers, *chains[name], grads, params, state)
-      taken_s = [there.seconds(alone) for _ in range(rounds)][first:]
+      taken_s = sorted([there.seconds(alone) for _ in range(rounds)][first:])
+      cut = max(1, len(taken_s) // 20)  # A short stall is no part of a step.
       extra_s = max(0.0, float(np.median(costs[name].extra_s)))
       # Messages begin when the slowest machine has computed.
       computed_s = slowdown * float(median_s + plain_s + extra_s)
-      waits_s = statistics.median(taken_s) - computed_s
+      waits_s = statistics.fmean(taken_s[cut:-cut]) - computed_s
       costs[name] = _as_sent(costs[name], waits_s, sent_s, slowdown)
-  return _prediction.Advice(costs, link, slowdown)
+  return _prediction.Advice(costs, link, slowdowns)
 
 
 def _as_sent(
@@ -313,9 +316,6 @@ def measure_link(
       bytes; the other one has a quarter of it. Both grow on a link that is too
       fast for them, to 64 MiB at most.
     repeats: Measurements of each program, of which the median counts.
-
-  Raises:
-    ValueError: If all workers are in this process.
   """
   if jax.process_count() == 1:
     raise ValueError(

@@ -58,12 +58,18 @@ class Advice:
   Attributes:
     costs: The costs of each method; others are compared with the first one.
     link: The link of each worker.
-    slowdown: The seconds of the slowest machine in those of this one.
+    slowdowns: The seconds of machines in those of this one, as of which all
+      others are; 1 by default.
   """
 
   costs: Mapping[str, MethodCosts]
   link: cluster.Link
-  slowdown: float = 1.0
+  slowdowns: Sequence[float] = (1.0,)
+
+  @property
+  def slowdown(self) -> float:
+    """The seconds of the slowest machine in those of this one."""
+    return max(1.0, *self.slowdowns)
 
   @property
   def base(self) -> str:

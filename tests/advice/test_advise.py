@@ -59,7 +59,7 @@ def test_step_is_computation_and_what_is_not_hidden():
   assert found.exposed_s("late") == pytest.approx((1.1 - 0.6) / 4)
   assert found.seconds("late")[1] == pytest.approx(0.2 + 0.02 + 0.125)
   # On a machine of half the speed they hide all of it.
-  slow = advice.Advice({"late": costs}, link, 2.0)
+  slow = advice.Advice({"late": costs}, link, (2.0,))
   assert slow.seconds("late")[1] == pytest.approx(0.44)
 
 
@@ -308,7 +308,7 @@ def test_a_slow_machine_makes_no_link_slower():
   """Its computation takes twice as long, and the messages as long as before."""
   costs = advice.MethodCosts(4, (0.2,) * 3, (0.0,) * 3, 1e6, 10, 0)
   link = cluster.Link(8e6, latency_s=0.01)
-  slow = advice.Advice({"one": costs}, link, 2.0)
+  slow = advice.Advice({"one": costs}, link, (2.0,))
   assert slow.seconds("one")[1] == pytest.approx(0.4 + 1.1 / 4)
 
 
@@ -345,6 +345,7 @@ def test_processes_measure_the_slowest_of_them(monkeypatch, own_s, slowdown):
     chains=chains, num_workers=2, workers=jdist.workers(2), limit_s=1e3
   )
   assert found.slowdown == pytest.approx(slowdown)
+  assert found.slowdowns == pytest.approx((1.0, 1.2 / own_s))
   assert found.exposed_s("ssgd") == pytest.approx(0.5)
   assert found.seconds("ssgd")[1] == pytest.approx(1.7)
   with pytest.raises(ValueError, match="`slowdown` must be left out"):
@@ -356,9 +357,11 @@ def test_half_of_the_time_is_left_for_messages(monkeypatch):
   now_s, sent = [0.0], []
   monkeypatch.setattr(_advise.time, "monotonic", lambda: now_s[0])
 
+  step_s = [1.0]
+
   def alone(*given):
     now_s[0] += 1.0
-    return 1.0
+    return step_s[0]
 
   def seconds(updates, step=None):
     updates.controls = [jdist.transforms.Control()] * updates.interval
@@ -388,6 +391,32 @@ def test_half_of_the_time_is_left_for_messages(monkeypatch):
   # leave for seven rounds of four steps.
   assert blocks(120.0, workers) == 9
   assert (sent.count(1), sent.count(4)) == (29, 7)
+  # Of steps that take 1 ms, and 0.131 ms for a message, 64 are no sample: 1.5 s
+  # of them are taken.
+  step_s[0] = 1e-3
+  assert blocks(120.0, workers) == 9
+  assert (sent.count(1), sent.count(4)) == (1327 + 2, 364 + 2)
+
+
+def test_messages_take_their_mean_without_the_rarest_steps(monkeypatch):
+  """Each fourth step takes 0.5 s longer, and one of them 100 s."""
+  number = [0]
+
+  def seconds(updates, step=None):
+    updates.controls = [jdist.transforms.Control()]
+    if step is None:
+      return 0.0
+    number[0] += 1
+    return 100.0 if number[0] == 20 else 1.0 + 0.5 * (number[0] % 4 == 0)
+
+  monkeypatch.setattr(_advise._Updates, "seconds", seconds)
+  monkeypatch.setattr(_advise, "_seconds", lambda *given: 0.9)
+  chains = {"ssgd": (lambda axis: methods.ssgd(SGD, axis=axis), 1)}
+  found = advise(
+    chains=chains, num_workers=2, workers=jdist.workers(2), limit_s=1e3
+  )
+  # Of 64 steps the three longest and the three shortest are left out.
+  assert found.exposed_s("ssgd") == pytest.approx(0.1 + 0.5 * 13 / 58)
 
 
 def test_best_method_has_the_shortest_median_step():

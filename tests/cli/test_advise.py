@@ -81,12 +81,14 @@ def test_named_methods_are_compared_with_ssgd(capsys, monkeypatch):
     return told["found"]
 
   monkeypatch.setattr(_advise.advice, "advise", keep)
+  monkeypatch.setitem(sys.modules, "simpy", None)
   status, said = advise(
     capsys, "--step", "own_step:make", "--workers", "4", "--limit-s", "0.001",
     "--bandwidth-mbit-per-s", "0.1", "--latency-ms", "0", "--methods",
     "msdpu", "post_local_sgd",
   )  # fmt: skip
   assert status == 0, said.err
+  assert "Servers are not shown. `simpy` is needed here" in said.out
   costs = told["found"].costs
   assert list(costs) == ["ssgd", "msdpu H=8", "post_local_sgd H=8"]
   # At this constant rate rounds that grow would have one step each.
@@ -105,8 +107,8 @@ def test_servers_are_shown_with_the_same_link_and_slowest_machine():
 
   costs = advice.MethodCosts(1, (0.1,) * 3, (0.0,) * 3, 1e6, 0, 0)
 
-  def shown(link, slowdown):
-    found = advice.Advice({"ssgd": costs}, link, slowdown)
+  def shown(link, *slowdowns):
+    found = advice.Advice({"ssgd": costs}, link, slowdowns)
     grid = _advise._servers(found, 2, 8, 10**6)
     cells = [[x.replace(",", "") for x in y.cells] for y in grid.columns]
     return {name: list(map(float, x)) for name, *x in zip(
@@ -122,6 +124,10 @@ def test_servers_are_shown_with_the_same_link_and_slowest_machine():
   assert uneven["bsp"][:2] == [400.0, 1.0]
   # In 0.4 s there are five gradients.
   assert uneven["asp"][0] == pytest.approx(160.0, rel=0.05)
+  # The slowest of two machines says the same of itself and the other one.
+  slowest = shown(cluster.Link(math.inf), 1.0, 0.25)
+  assert slowest["bsp"][:2] == [100.0, 1.0]
+  assert slowest["asp"][0] == pytest.approx(40.0, rel=0.05)
   # Two megabytes share the server's link, there and back: 4 s.
   slow = shown(cluster.Link(8e6), 1.0)
   assert slow["bsp"][0] == pytest.approx(4100.0, rel=0.01)

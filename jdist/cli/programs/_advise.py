@@ -1,6 +1,5 @@
 """`jdist advise`: whether communicating less pays, on this machine and link."""
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -74,8 +73,10 @@ def advise(options: _commands.Advise) -> None:
   console.print(_rates(found))
   samples = len(jax.tree.leaves(batch)[0])
   size = sum(x.nbytes for x in jax.tree.leaves(params))
-  with contextlib.suppress(ImportError):  # The clock needs SimPy.
+  try:
     console.print(_servers(found, workers, samples, size))
+  except ImportError as error:
+    print(f"Servers are not shown. {error}")
   print(_verdict(found))
   name, more = choices[list(chains).index(found.best)]
   print("  " + _command(name, more, options))
@@ -211,8 +212,9 @@ def _rates(found: advice.Advice) -> Any:
 def _servers(
   found: advice.Advice, workers: int, samples: int, num_bytes: int
 ) -> Any:
-  """Returns a table of servers' protocols, with one slower machine at most."""
-  speeds = [1.0] * (workers - 1) + [1 / found.slowdown]
+  """Returns a table of servers' protocols."""
+  speeds = [1 / x for x in found.slowdowns][:workers]
+  speeds += [1.0] * (workers - len(speeds))
   machines = cluster.workers(speeds, link=found.link)
   step_s = found.step_s / found.slowdown
   costs = cluster.Profile(

@@ -79,15 +79,7 @@ class BalancedBatches(_allocation.Allocation):
     overheads_s: Sequence[float] | None = None,
     limits: Sequence[int | None] | None = None,
   ) -> tuple[int, ...]:
-    """Returns the batch of each worker.
-
-    The sum is `total`, or the nearest that the bounds allow.
-
-    Args:
-      speeds: Samples a second, None where nothing was measured yet.
-      overheads_s: c, of each worker; 0 if None.
-      limits: m, of each worker, None for any.
-    """
+    """Returns each worker's batch, with the arguments of `SpeedBatches`."""
     return self._batches.sizes(
       speeds if self.measured else [None] * len(speeds),
       overheads_s=overheads_s,
