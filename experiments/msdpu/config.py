@@ -150,6 +150,7 @@ VARIANTS: dict[str, Variant] = {
   ),
   "msdpu growth 0.5, int4": lambda run: _late_growth(run, 0.5, **_in_4_bits()),
   "msdpu growth 1, int4": lambda run: _late_growth(run, 1.0, **_in_4_bits()),
+  "msdpu growth 1.5, int4": lambda run: _late_growth(run, 1.5, **_in_4_bits()),
   "msdpu, int4": lambda run: _late_growth(run, **_in_4_bits()),
   "msdpu": _late_growth,
   "msdpu, int4, no correction": lambda run: _late_growth(
