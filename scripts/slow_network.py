@@ -13,8 +13,8 @@ them, with these variables in its environment:
     JDIST_BITS_PER_S    the rate of the last link, where there is a limit
     GLIBC_TUNABLES      memory in huge pages, unless it is set
 
-Needs root, `ip` and `tc`.  All that it makes it removes again, and it touches
-no other namespace: nothing is routed out of these.
+Needs root, `ip` and `tc`.  All that it makes is removed again, even after a
+SIGKILL, and no other namespace is touched: nothing is routed out of these.
 """
 
 import argparse
@@ -31,6 +31,21 @@ from collections.abc import Iterator
 
 _PORT = 9912
 _UNITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
+# Removes namespaces, and their processes and control groups, when its input
+# ends: its parent has closed it or is dead.
+_REMOVE = """
+cat > /dev/null
+for name; do
+  while ids=$(ip netns pids "$name") && [ "$ids" ]; do
+    kill -9 $ids
+    for id in $ids; do groups="$groups $id"; done
+    sleep 0.05
+  done
+  ip netns del "$name"
+  rm -rf "/etc/netns/$name"
+done
+for id in $groups; do rmdir /sys/fs/cgroup/{,cpu/}jdist-$id-*; done
+"""
 
 
 def _call(*words: str) -> None:
@@ -44,9 +59,13 @@ def bytes_per_s(rate: str) -> float:
   for unit, bits in _UNITS.items():
     if rate.endswith(unit):
       with contextlib.suppress(ValueError):
-        return float(rate.removesuffix(unit)) * bits / 8
+        found = float(rate.removesuffix(unit)) * bits / 8
+        # A bucket lets no smaller or larger rate through.
+        if 1e2 <= found <= 1e12:
+          return found
   raise SystemExit(
-    f"`--rate` must be a number with gbit, mbit or kbit, got {rate!r}."
+    "`--rate` must be a number with gbit, mbit or kbit, from 1kbit to "
+    f"8000gbit, or none, got {rate!r}."
   )
 
 
@@ -67,7 +86,7 @@ def _limit(
   # On fast links they keep their size: with smaller ones both ends wake many
   # times as often, work of these cores that no host would do.
   packet = min(65536, max(1514, int(per_s / 1000)))
-  burst, queue = int(2.2 * packet), max(262144, int(per_s / 20))
+  burst, queue = int(2.2 * packet), min(2**30, max(2**18, int(per_s / 20)))
   _call("ip", "-n", namespace, "link", "set", device, "gso_max_size",
         str(packet))  # fmt: skip
   _call(
@@ -145,6 +164,10 @@ def network(
 ) -> Iterator[list[str]]:
   """Makes the namespaces; yields their names, and removes them."""
   names, switch = [f"{prefix}{i}" for i in range(hosts)], f"{prefix}-switch"
+  remover = subprocess.Popen(
+    ("bash", "-c", _REMOVE, "remove", *names, switch),
+    stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+  )  # fmt: skip
   try:
     _call("ip", "netns", "add", switch)
     _call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
@@ -173,15 +196,7 @@ def network(
         _limit(switch, f"port{i}", own, delay_ms)
     yield names
   finally:
-    for name in (*names, switch):
-      listed = subprocess.run(
-        ("ip", "netns", "pids", name), capture_output=True, text=True
-      ).stdout
-      for process in map(int, listed.split()):  # Daemons, for instance.
-        with contextlib.suppress(ProcessLookupError):
-          os.kill(process, signal.SIGKILL)
-      subprocess.run(("ip", "netns", "del", name), capture_output=True)
-      shutil.rmtree(pathlib.Path("/etc/netns") / name, ignore_errors=True)
+    remover.communicate()
 
 
 def run(
@@ -244,14 +259,25 @@ def main() -> None:
   command = [word for word in options.command if word != "--"]
   if not command:
     parser.error("a command must follow `--`")
+  for name, given, least, most in (
+    ("hosts", options.hosts, 1, 250), ("delay-ms", options.delay_ms, 0, 1e5),
+    ("timeout-s", options.timeout_s, 0.1, 1e7),
+  ):  # fmt: skip
+    if not least <= given <= most:
+      parser.error(
+        f"`--{name}` must be from {least:g} to {most:g}, got {given:g}"
+      )
+  for own in options.rate.split(","):
+    if own != "none":
+      bytes_per_s(own)
   missing = [tool for tool in ("ip", "tc", "unshare") if not shutil.which(tool)]
   if missing or os.geteuid():
     raise SystemExit(
       f"slow_network.py needs root and the programs ip, tc and unshare; "
       f"missing: {', '.join(missing) or 'root'}."
     )
-  # Stopped by a signal, it still removes what it has made.
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+  for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, lambda number, _: sys.exit(128 + number))
   prefix = f"jd{os.getpid() % 100000}"
   with network(options.hosts, options.rate, options.delay_ms, prefix) as names:
     status = run(names, command, options.rate, options.timeout_s)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -118,6 +119,58 @@ def test_a_command_must_be_given():
   done = _network("--hosts", "2")
   assert done.returncode == 2
   assert "a command must follow" in done.stderr
+
+
+@pytest.mark.parametrize(
+  ("option", "value", "rule"),
+  [
+    ("rate", "0mbit", "from 1kbit"),
+    ("rate", "none,-1mbit", "from 1kbit"),
+    ("rate", "1e400mbit", "to 8000gbit"),
+    ("rate", "nanmbit", "must be a number"),
+    ("rate", "5mb", "with gbit, mbit or kbit"),
+    ("hosts", "0", "from 1 to 250"),
+    ("hosts", "251", "from 1 to 250"),
+    ("delay-ms", "-1", "from 0"),
+    ("delay-ms", "nan", "from 0"),
+    ("timeout-s", "0", "from 0.1"),
+  ],
+)
+def test_impossible_networks_are_one_line(
+  option, value, rule, capsys, monkeypatch
+):
+  script = _loading.load(
+    "slow_network", "../scripts/slow_network.py", monkeypatch
+  )
+  words = [f"--{option}={value}", "--", "true"]
+  monkeypatch.setattr(sys, "argv", ["slow_network.py", *words])
+  with pytest.raises(SystemExit) as stopped:
+    script.main()
+  said = f"{stopped.value}{capsys.readouterr().err}"
+  assert f"`--{option}`" in said and rule in said
+
+
+@pytest.mark.skipif(not _can(), reason="network namespaces need root")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_killed_network_leaves_nothing(number):
+  command = "scripts/slow_network.py", "--hosts", "2", "--", "sleep", "1000"
+  with subprocess.Popen((sys.executable, *command), cwd=_ROOT) as network:
+    prefix = f"jd{network.pid % 100000}"
+
+    def left():
+      folders = pathlib.Path("/run/netns"), pathlib.Path("/etc/netns")
+      return [x for one in folders for x in one.glob(f"{prefix}*")]
+
+    def wait_until(count):
+      end_s = time.monotonic() + 20
+      while len(left()) != count and time.monotonic() < end_s:
+        time.sleep(0.05)
+
+    wait_until(5)  # Two hosts, each with its file of hosts, and the switch.
+    assert len(left()) == 5
+    network.send_signal(number)
+  wait_until(0)
+  assert not left()
 
 
 @pytest.mark.skipif(not _can(), reason="network namespaces need root")
