@@ -77,6 +77,9 @@ katex_css_path = "katex-math.css"
 katex_options = "output: 'mathml', throwOnError: true"
 
 html_theme = "sphinx_book_theme"
+# Blocks without a language are commands and drawings, which Python's colours
+# would make unreadable.
+highlight_language = "text"
 html_title = "jdist"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

@@ -210,8 +210,10 @@ def check(app: Any, error: Exception | None) -> None:
 def make_accessible(folder: pathlib.Path) -> None:
   """Mends what readers of the screen cannot use in the pages of the theme.
 
-  The arrows of the navigation have no words, the search button has another
-  name than its text, and a signature is a list of descriptions without terms.
+  The arrows of the navigation have no words, its side is no landmark, the
+  search button has another name than its text, and a signature is a list of
+  descriptions without terms.  A picture leads to its file, which a reader with
+  a narrow screen enlarges.
   """
   label = 'aria-label="Show or hide the pages below"'
   for page in folder.rglob("*.html"):
@@ -220,9 +222,18 @@ def make_accessible(folder: pathlib.Path) -> None:
       '<summary><span class="toctree-toggle"',
       f'<summary {label}><span class="toctree-toggle"',
     )
+    side = '<div id="pst-primary-sidebar"'
+    named = named.replace(
+      side, f'{side} role="navigation" aria-label="All pages"'
+    )
     named = re.sub(
       r'(<button\b[^>]*search-button-field[^>]*?)\s+aria-label="Search"',
       r"\1",
+      named,
+    )
+    named = re.sub(
+      r'(<img\b[^>]*?\bsrc="([^"]*_images/[^"]+)"[^>]*>)',
+      r'<a href="\2">\1</a>',
       named,
     )
     named = _SIGNATURE.sub(
