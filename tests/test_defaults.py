@@ -58,7 +58,11 @@ _DEFAULTS = {
   server.SpeedBatches: {"smoothing": 0.5, "minimum": 1},
   server.DecoupledDiLoCo: {
     "interval": 8, "fragments": 1, "quorum": 0.5, "grace": 0.5, "ahead": 1,
+    "weights": "paper", "in_step": False,
   },
+  server.dbs: {"smoothing": 0.5, "minimum": 1},
+  server.fedbuff: {"buffer": 10},
+  server.h_ps: {"pipelined": True, "smoothing": 0.5, "slack": 0.9},
   elastic.Rounds: {"quorum": 0.5, "grace": 1.0, "timeout_s": None},
   _commands.Train: {
     "method": "msdpu", "learning_rate": 0.1, "seed": 0, "workers": 8,

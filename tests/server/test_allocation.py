@@ -94,3 +94,8 @@ def test_new_worker_takes_no_more_than_its_memory_holds():
   state = protocol.init("ab")
   protocol.receive(state, 0.0, server.Join("c"))
   assert state.members["c"].samples == 4
+
+
+def test_worker_without_a_speed_takes_the_mean_of_the_known_ones():
+  # The mean of 3 and 1 is 2, of which a speed of zero is no part.
+  assert server.SpeedBatches(total=12).sizes([0.0, 3.0, 1.0]) == (4, 6, 2)

@@ -498,3 +498,37 @@ def test_update_of_softsync_takes_no_more_than_members_give():
     assert not protocol.receive(state, 1.0, server.Push(worker, task, 32, 1.0))
   (update,) = protocol.receive(state, 2.0, server.Leave("c"))
   assert update.tasks == (0, 1)
+
+
+def test_dbs_hands_all_its_settings_on():
+  parts, limits = {"a": 0.75, "b": 0.25}, {"a": 8}
+  protocol = server.dbs(
+    64, period=3, smoothing=0.25, minimum=2, maximum=40, limits=limits,
+    rate="square_root", parts=parts, inverse_staleness=True, timeout_s=5.0,
+  )  # fmt: skip
+  assert protocol.batches == server.SpeedBatches(64, 3, 0.25, 2, 40, limits)
+  assert protocol.weighting == server.Weighting(
+    "square_root", parts, server.inverse_staleness
+  )
+  assert protocol.timeout_s == server.fedbuff(timeout_s=5.0).timeout_s == 5.0
+
+
+def test_push_that_took_no_time_says_nothing_of_the_speed():
+  protocol = server.ASP()
+  state = protocol.init("a")
+  for task, seconds in enumerate((0.0, 1.0, 0.5)):
+    protocol.receive(state, 0.0, server.Pull("a"))
+    protocol.receive(state, 1.0, server.Push("a", task, 32, seconds))
+  # Half of 32 samples a second and half of 64, by the default smoothing.
+  assert state.members["a"].speed == 48.0
+
+
+def test_update_without_members_has_its_weights():
+  protocol = server.BSP(weighting=server.Weighting("linear"))
+  state = protocol.init("ab")
+  for worker in "ab":
+    protocol.receive(state, 0.0, server.Pull(worker))
+  protocol.receive(state, 1.0, server.Push("a", 0, 32, 1.0))
+  protocol.receive(state, 1.0, server.Leave("a"))
+  (update,) = protocol.receive(state, 1.0, server.Leave("b"))
+  assert (update.tasks, update.weights) == ((0,), (1.0,))
