@@ -99,3 +99,15 @@ def test_new_worker_takes_no_more_than_its_memory_holds():
 def test_worker_without_a_speed_takes_the_mean_of_the_known_ones():
   # The mean of 3 and 1 is 2, of which a speed of zero is no part.
   assert server.SpeedBatches(total=12).sizes([0.0, 3.0, 1.0]) == (4, 6, 2)
+
+
+def test_sum_is_the_nearest_that_the_bounds_allow():
+  assert server.SpeedBatches(total=2).sizes([1.0, 1.0, 1.0]) == (1, 1, 1)
+  assert server.SpeedBatches(total=12, maximum=3).sizes([1.0, 1.0]) == (3, 3)
+
+
+def test_remainder_goes_to_the_first_of_equal_ones_inside_the_bounds():
+  assert _allocation.largest_remainder([1.0, 1.0], 3) == (2, 1)
+  # Floats give one sample too many, which the second cannot give back.
+  sizes = _allocation.largest_remainder([7.0, 1e-30], 10**17, minimum=1)
+  assert sizes == (10**17 - 1, 1)

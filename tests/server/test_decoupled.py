@@ -551,3 +551,14 @@ def test_member_that_has_missed_merges_goes_on_with_the_newest():
   receive(server.Push("b", tasks["b"].pop(0).task, 8, 1.0))
   # Merge 3 is of fragment 1; its own next turn would have been merge 2.
   assert tasks["b"][-1].fragment == 1
+
+
+def test_learner_alone_has_its_speed_and_time_measured():
+  rule = protocol(fragments=2, parts=[30, 10])
+  assert (rule.part(0), rule.part(1)) == (0.75, 0.25)
+  state = begin(rule, "a")
+  for task, seconds in enumerate((4.0, 8.0)):
+    rule.receive(state, 0.0, push("a", task, 32, seconds))
+  # Half of the first measurement, and half of the second.
+  assert state.members["a"].speed == 6.0
+  assert state.stretch_s == 6.0

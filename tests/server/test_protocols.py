@@ -532,3 +532,30 @@ def test_update_without_members_has_its_weights():
   protocol.receive(state, 1.0, server.Leave("a"))
   (update,) = protocol.receive(state, 1.0, server.Leave("b"))
   assert (update.tasks, update.weights) == ((0,), (1.0,))
+
+
+def test_job_restarts_once_for_a_member_that_joins():
+  protocol = server.BSP(restart_s=1.0)
+  state = protocol.init("ab")
+  for worker in "ab":
+    protocol.receive(state, 0.0, server.Pull(worker))
+  protocol.receive(state, 1.0, server.Join("c"))
+  (timer,) = protocol.receive(state, 1.0, server.Pull("c"))
+  replies = protocol.receive(state, 2.0, _messages.Expired(timer.task))
+  assert [reply.worker for reply in replies] == ["c"]
+  # The others complete their tasks in vain, and get those of this update.
+  for task, worker in enumerate("ab"):
+    protocol.receive(state, 3.0, server.Push(worker, task, 32, 3.0))
+    (reply,) = protocol.receive(state, 3.0, server.Pull(worker))
+    assert (reply.worker, reply.version) == (worker, 0)
+
+
+def test_last_member_may_leave_and_return():
+  protocol = server.SSP(bound=0)
+  state = protocol.init("a")
+  protocol.receive(state, 0.0, server.Pull("a"))
+  protocol.receive(state, 1.0, server.Push("a", 0, 32, 1.0))
+  assert protocol.receive(state, 2.0, server.Leave("a")) == []
+  protocol.receive(state, 3.0, server.Join("a"))
+  (reply,) = protocol.receive(state, 3.0, server.Pull("a"))
+  assert (reply.version, state.clocks) == (1, {"a": state.lowest})
