@@ -71,3 +71,8 @@ def test_entries_survive_with_their_share_of_the_largest():
   np.testing.assert_array_equal(found[:, 0], 1)
   np.testing.assert_array_equal(found[:, 3], 0)
   np.testing.assert_allclose(found.mean(0), x, atol=5 * 0.5 / np.sqrt(4000))
+
+
+def test_empty_array_has_no_scale():
+  for scale in ("mean_abs", "one"):
+    assert codecs.Sign(scale=scale).num_bits(jnp.zeros(0)) == 0

@@ -375,6 +375,14 @@ def test_learner_has_the_mixture_and_the_seed_of_its_method():
     np.testing.assert_array_equal(leaf, 3.0)
 
 
+@pytest.mark.parametrize(("steps", "ahead"), [(0, 0), (2, 2)])
+def test_mixture_and_tasks_ahead_follow_the_delay(steps, ahead):
+  method = streaming(SGD, axis=None, delay_steps=steps, mix=0.25)
+  found = elastic.Rounds(method, PARAMS, workers=NAMES)
+  assert found._parts.mix == 0.25
+  assert (found.protocol.ahead, found.protocol.in_step) == (ahead, ahead > 0)
+
+
 def test_own_loop_that_gives_no_statistics_keeps_them():
   found = rounds("local_sgd", model_state={"mean": np.float32(1.0)})
   loop = found.runner("a", loss, None, kind=_rounds.OwnLoop)

@@ -192,6 +192,10 @@ def test_entry_that_is_not_finite_moves_no_estimate_of_ef21():
   assert output.tolist() == state.mean.tolist() == [0.0, 0.0, 2.0]
   assert state.own.tolist() == [0.0, 0.0, 3.0]
   assert state.nonfinite == 1
+  # Nor does a share that is not finite, in a mean that is.
+  own = jnp.array([jnp.nan, 1.0, 1.0])
+  _, state = feedback.finish(jnp.ones(3), own, own, state)
+  assert state.own.tolist() == [0.0, 1.0, 4.0]
 
 
 def test_rounds_are_only_counted_by_feedbacks():

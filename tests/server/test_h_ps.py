@@ -275,3 +275,13 @@ def test_messages_of_few_bits_lengthen_a_round_less():
   # Both end after t seconds: 10 t + 10 (t - 4 share) = 40.
   wanted = 10 * (2 - 2 * PLANS.share(2))
   assert state.members["a"].samples == pytest.approx(wanted, abs=1)
+
+
+def test_gradients_of_a_round_are_summed_in_the_order_of_joining():
+  rule = server.h_ps(64, pipelined=False, plans=None)
+  state = rule.init("ab")
+  for worker in "ab":
+    rule.receive(state, 0.0, server.Pull(worker))
+  assert rule.receive(state, 1.0, server.Push("b", 1, 32, 1.0)) == []
+  update, *_ = rule.receive(state, 2.0, server.Push("a", 0, 32, 2.0))
+  assert update.tasks == (0, 1)

@@ -356,6 +356,25 @@ def test_failed_background_write_raises(tmp_path):
   checkpoints.close()
 
 
+def test_checkpoint_that_is_replaced_is_none_until_it_is_whole(
+  tmp_path, monkeypatch
+):
+  team = _tiny.team("vmap")
+  state = _tiny.init(team, "adam")
+  with training.Checkpoints(tmp_path, team) as checkpoints:
+    checkpoints.save(1, state)
+    checkpoints.save(2, state)
+    checkpoints.wait()
+
+    def full(*args, **options):
+      raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoints._writer, "save", full)
+    with pytest.raises(OSError):
+      checkpoints.save(2, state)
+    assert checkpoints.restore(state).step == 1
+
+
 def test_directory_of_another_living_run_is_refused(tmp_path):
   team = _tiny.team("none")
   parent = os.getppid()

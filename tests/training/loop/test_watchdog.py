@@ -159,3 +159,9 @@ def test_patience_makes_one_deadline_longer():
 def test_without_a_limit_there_is_no_thread():
   with _watchdog.Watchdog(float("inf")):
     assert "jdist-watchdog" not in {t.name for t in threading.enumerate()}
+
+
+def test_suspension_before_a_beat_does_not_extend_its_deadline():
+  # The beat came at 13.25, after the stop and before the look at 13.5.
+  looks_s = [1.0, 13.5, 14.5, 15.5, 16.5, 17.5]
+  assert _ended_at_s([0.0, 13.25], looks_s) == 17.5
