@@ -195,7 +195,8 @@ class _Updates:
     params: PyTree,
     model_state: PyTree,
   ):
-    self.interval, self._team = interval, team
+    self.interval = checks.check_int("chains", interval, 1, 10_000)
+    self._team = team
     optimizer = transforms.lenient(make(team.axis))
     self._params, self._grads = team.replicate(params), team.replicate(grads)
     self._model_state = team.replicate(model_state)

@@ -9,6 +9,7 @@ from jdist.channel._identity import differences as differences
 from jdist.channel._identity import draw as draw
 from jdist.channel._identity import Identity as Identity
 from jdist.channel._identity import identity as identity
+from jdist.channel._identity import package_versions as package_versions
 from jdist.channel._identity import private_directory as private_directory
 from jdist.channel._identity import RUN_DIRECTORY as RUN_DIRECTORY
 from jdist.channel._identity import run_id as run_id

@@ -8,6 +8,7 @@ that share home directories, find a secret in a file of the user's own.
 import contextlib
 import functools
 import hmac
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -61,6 +62,17 @@ def adopt(other: str) -> None:
 
 
 _run_ids: list[str] = []
+
+
+@functools.cache
+def package_versions() -> dict[str, str]:
+  """Returns the versions of packages of which others may compute other bits."""
+  packages = "jdist", "jax", "jaxlib", "flax", "optax", "numpy"
+  found = dict.fromkeys(packages, "not installed")
+  for package in packages:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      found[package] = importlib.metadata.version(package)
+  return found
 
 
 @functools.cache

@@ -108,7 +108,7 @@ class Advise(_groups.ProcessOptions, _groups.LinkOptions, _groups.ModelOptions):
   batch_size: int = option(128, within=COUNT)
   """Samples of all workers together in a step."""
 
-  interval: int = option(8, within=COUNT)
+  interval: int = option(8, within="[1, 10000]")
   """Local steps of a round, H, of methods that have rounds."""
 
   optimizer: Literal["sgd", "adamw"] = "sgd"

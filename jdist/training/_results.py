@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.metadata
 import math
 import os
 import pathlib
@@ -35,8 +34,9 @@ def make_row(
   """
   return {
     "config": config, "seed": seed, "run": channel.run_id(),
-    "commit": _commit(), "device": _device(), "versions": _versions(),
-    **measured,
+    "commit": _commit(), "device": _device(),
+    "versions": {"python": platform.python_version()}
+    | channel.package_versions(), **measured,
   }  # fmt: skip
 
 
@@ -89,17 +89,6 @@ def _device() -> str:
     # JAX calls every processor "cpu", which does not distinguish machines.
     kind = f"{platform.machine()} CPU with {os.cpu_count()} cores"
   return f"{jax.device_count()} x {kind} in {jax.process_count()} processes"
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-  versions = {"python": platform.python_version()}
-  for package in ("jdist", "jax", "jaxlib", "flax", "optax", "numpy"):
-    try:
-      versions[package] = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-      versions[package] = "not installed"
-  return versions
 
 
 @signatures.checked

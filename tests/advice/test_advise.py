@@ -241,6 +241,8 @@ def test_sums_that_depend_on_each_other_are_messages_of_their_own():
     {"slowdown": 0.5},
     {"limit_s": 0},
     {"chains": {}},
+    {"chains": {"ssgd": (lambda axis: methods.ssgd(SGD, axis=axis), 0)}},
+    {"chains": {"ssgd": (lambda axis: methods.ssgd(SGD, axis=axis), 10**8)}},
     {"optimizer": 0.1},
     {"link": 100},
     {"loss_fn": None},

@@ -60,8 +60,9 @@ def test_own_step_is_advised_by_link(whole, capsys, monkeypatch, tmp_path):
   # The minutes of compiling begin with a line.
   assert said.out.startswith("Compiling ") and "e+0" not in said.out
   assert "Yes: " in said.out
-  # The command that is named trains as many workers.
-  assert "jdist train --workers 4 --codec int4 --feedback error" in said.out
+  # No command trains a step of one's own.
+  values = {"codec": "int4", "feedback": "error"}
+  assert f"  jdist.methods.ssgd with {values}" in said.out
   rows = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
   found = {row["method"]: row for row in map(json.loads, rows)}
   # A ring of four sends 1.5 times the 16 kB.
@@ -97,7 +98,19 @@ def test_named_methods_are_compared_with_ssgd(capsys, monkeypatch):
   # Each round of eight steps sends one mean.
   for name in ("msdpu H=8", "post_local_sgd H=8"):
     assert costs[name].round_bytes == pytest.approx(24576, rel=0.01), name
-  assert "jdist train --workers 4" in said.out
+  assert "H=8 takes " in said.out and " with {'interval': 8" in said.out
+
+
+def test_command_trains_the_choice_with_the_options_that_were_given():
+  from jdist.cli import _commands
+  from jdist.cli.programs import _advise
+
+  options = _commands.Advise(workers=4, interval=16, model="lenet")
+  words = _advise._command("local_sgd", {"codec": "int4"}, options)
+  assert words == (
+    "jdist train --model lenet --workers 4 --interval 16 --codec int4 "
+    "--method local_sgd"
+  )
 
 
 def test_servers_are_shown_with_the_same_link_and_slowest_machine():
@@ -184,6 +197,16 @@ def test_processes_that_measure_are_the_workers(
     (("--methods", "nope"), "`--methods`"),
     (("--methods", "mp2"), "`--methods`"),
     (("--methods", "dgc", "dgc"), "`--methods`"),
+    (("--interval", "10001"), "`--interval` must be in [1, 10000]"),
+    (
+      ("--step", "own_step:make", "--model", "lenet"),
+      "`--model` must be left out with `--step`",
+    ),
+    (
+      ("--step", "own_step:make", "--batch-size", "64"),
+      "`--batch-size` must be left out with `--step`",
+    ),
+    (("--step", "own_step:make", "--output", "/dev/null/x"), "`--output`"),
   ],
   ids=lambda x: x if isinstance(x, str) else " ".join(x),
 )

@@ -27,16 +27,21 @@ _CHOICES: tuple[tuple[str, dict[str, Any]], ...] = (
 def advise(options: _commands.Advise) -> None:
   """Measures a step, and prints what each method would take on the link."""
   collectives.make_cpu_devices(1)  # The threads of a worker's process.
-  number, latency_s = 8, options.latency_ms / 1e3
+  number, latency_s, team = 8, options.latency_ms / 1e3, None
   link = cluster.Link(options.bandwidth_mbit_per_s * 1e6, latency_s)
   joined = options.num_processes or 1
   if options.methods:
     known = methods.registry.keys() - {_methods.TRAINED}
     _options.check_names("--methods", options.methods, "methods", sorted(known))
+  if options.step is not None:
+    unused = *_groups.ModelOptions.__dataclass_fields__, "batch_size"
+    _options.check_left_out(options, unused, "with `--step`")
+  output = None
+  if options.output is not None and not options.process_id:
+    output = _output.output_directory(options.output, "advise")
   if joined > 1:  # They measure it.
     _options.check_left_out(options, ("slowdown",), "in several processes")
   _options.join_processes(dataclasses.replace(options, workers=joined), joined)
-  team = None
   if jax.process_count() > 1:
     number, team = jax.process_count(), collectives.workers(jax.process_count())
     link = advice.measure_link(team)
@@ -80,8 +85,7 @@ def advise(options: _commands.Advise) -> None:
   print(_verdict(found))
   name, more = choices[list(chains).index(found.best)]
   print("  " + _command(name, more, options))
-  if options.output is not None:
-    output = _output.output_directory(options.output, "advise")
+  if output is not None:
     config = dataclasses.asdict(options)
     training.append_rows(
       output / "rows.jsonl",
@@ -155,6 +159,10 @@ def _chain(
 
 def _command(name: str, more: dict[str, Any], options: _commands.Advise) -> str:
   """Returns the command that trains with a choice and the same options."""
+  if options.step is not None:  # No command trains it.
+    rounds = ["interval"] if methods.registry[name].in_rounds else []
+    values = {x: getattr(options, x) for x in rounds} | more
+    return f"jdist.methods.{name} with {values or 'its defaults'}"
   train = _options.with_preset(_commands.Train, options.preset)
   same = {x: y for x, y in vars(options).items() if hasattr(train, x)}
   left = {*_groups.ProcessOptions.__dataclass_fields__, "output"}

@@ -1,21 +1,18 @@
 """Joins the processes of one run, and ends them together."""
 
-import importlib.metadata
 import platform
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from jdist import checks, signatures
+from jdist import channel, checks, signatures
 from jdist.collectives import _substrate
 from jdist.collectives.processes import _lifeline
 
 # JAX must not end a run before the lifeline does.
 _HEARTBEAT_S = 24 * 3600
 _lifelines: list[_lifeline.Lifeline] = []
-# Packages of which other versions may compute other bits.
-_PACKAGES = ("jdist", "jax", "jaxlib", "flax", "optax", "numpy")
 
 
 @signatures.checked
@@ -64,7 +61,9 @@ def start_processes(
     return
   checks.check_int("process_id", process_id, 0, num_processes - 1)
   joined = _lifeline.Lifeline(coordinator_address, num_processes, process_id)
-  address, bind = joined.join(timeout_s, {**_versions(), **(options or {})})
+  facts = {"Python": ".".join(platform.python_version_tuple()[:2])}
+  facts |= channel.package_versions() | dict(options or {})
+  address, bind = joined.join(timeout_s, facts)
   jax.distributed.initialize(
     address, num_processes, process_id, coordinator_bind_address=bind,
     # The lifeline reports dead processes.  One that was only suspended for some
@@ -103,13 +102,3 @@ def agree(
   """
   if found := lifeline():
     found.agree(subject, facts, timeout_s)
-
-
-def _versions() -> dict[str, str]:
-  found = {"Python": ".".join(platform.python_version_tuple()[:2])}
-  for package in _PACKAGES:
-    try:
-      found[package] = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-      found[package] = "a copy"
-  return found
