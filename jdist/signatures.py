@@ -29,6 +29,9 @@ PositiveFloat: TypeAlias = Annotated[
   float, functools.partial(checks.check_number, open_low=True)
 ]
 NonNegativeFloat: TypeAlias = Annotated[float, checks.check_number]
+Fraction: TypeAlias = Annotated[
+  float, functools.partial(checks.check_number, high=1.0, open_low=True)
+]
 # Numbers that may be traced, or infinite.
 UnitFloat: TypeAlias = Annotated[
   Any, functools.partial(checks.check_continuous, high=1.0)
@@ -114,13 +117,15 @@ def checked(door: _Door) -> _Door:
 
 
 def explained(kind: _Door, whole: bool = False) -> _Door:
-  """Returns a class whose methods name an argument if they fail.
+  """Returns a function, or a class of methods, that names what it fails on.
 
   Methods that are called for every message or in every trace cannot check all
   their arguments.  If a public one raises another error than a ValueError with
   a name in backticks, the first argument is named that its annotation, or a
   check of it, refuses; or with `whole` all of them, if each is right alone.
   """
+  if not isinstance(kind, type):
+    return typing.cast(_Door, _explained(kind, True))
   for name in dir(kind):  # A base of a user's class may not be of jdist.
     method = inspect.getattr_static(kind, name)
     if name.startswith("_") or hasattr(method, "plain"):

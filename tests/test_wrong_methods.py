@@ -65,6 +65,19 @@ def reducer_calls(reducer):
   }
 
 
+def feedback_calls(feedback):
+  state = feedback.init(PARAMS)
+  wanted, kept = feedback.prepare(PARAMS, state)
+  return feedback, {
+    "init": {"like": PARAMS}, "prepare": {"x": PARAMS, "state": state},
+    "finish": {
+      "mean": PARAMS, "own_share": PARAMS, "wanted": wanted, "state": kept,
+    },
+    "keep_cast": {"left": PARAMS, "state": state},
+    "absorb": {"held": PARAMS, "state": state},
+  }  # fmt: skip
+
+
 def message_calls(codec):
   found, _ = codec.encode(PARAMS, codec.init(PARAMS))
   return codec, {
@@ -77,7 +90,7 @@ def message_calls(codec):
 
 def sizes_calls(batches):
   return batches, {
-    "sizes": {"speeds": [1.0, 2.0]}, "every": {"num_workers": 2}
+    "sizes": {"speeds": np.array([1.0, 2.0])}, "every": {"num_workers": 2}
   }  # fmt: skip
 
 
@@ -202,14 +215,22 @@ ROOMS = {
       reducers.MajorityVote(), reducers.Chunked(reducers.Exact()),
       reducers.PerLeaf((reducers.Rule(reducers.Exact()),)),
     )),
+    *map(feedback_calls, (
+      reducers.ErrorFeedback(), reducers.EF21(),
+      reducers.MomentumCorrection(0.9), reducers.Smoothing(0.9),
+    )),
+    (reducers.Bits(1, 2.0), {"times": {"count": 2}}),
     message_calls(reducers.MessageCodec(codecs.Quantize(4))),
     message_calls(
       reducers.MessageCodec(codecs.TopK(0.5), reducers.ErrorFeedback())
     ),
   ],
   "server": [
+    sizes_calls(server.FixedBatches(8)),
     sizes_calls(server.SpeedBatches(8)),
     sizes_calls(server.BalancedBatches(8)),
+    (server.BSP(), {"init": {"workers": ["a", "b"]}}),
+    (server.h_ps(8), {"init": {"workers": ["a", "b"]}}),
   ],
 }  # fmt: skip
 VALUES = (
@@ -242,7 +263,8 @@ def test_wrong_argument_is_named(room, tmp_path, monkeypatch):
   found = []
   for name in NAMES:
     if name.startswith(f"{room} "):
-      more = MORE if room in ("codecs", "reducers") else ()
+      takes = room in ("codecs", "reducers") or name.endswith("init")
+      more = MORE if takes else ()
       found += calls.raw_errors(name, VALUES + more)
   # Python describes lists that do not match.
   assert not [error for error in found if "zip" not in error]

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import jax
 
-from jdist import checks
+from jdist import signatures
 from jdist.codecs import _largest, _sparse
 
 
@@ -54,6 +54,7 @@ class TopK(_sparse.Sparse):
     return _largest.largest(rows, k)
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class SampledTopK(_sparse.Sparse):
   """Sends the entries above a threshold that is estimated from a sample.
@@ -80,16 +81,12 @@ class SampledTopK(_sparse.Sparse):
   """
 
   ratio: float | None = None
-  sample: float = 0.01
+  sample: signatures.Fraction = 0.01
   chunk: int | None = None
   values: _sparse.Values = _sparse.FLOAT32
   k: int | None = None
 
   _counted: ClassVar[bool] = True
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    checks.check_number("sample", self.sample, high=1.0, open_low=True)
 
   def _select(self, rows: jax.Array, k: int) -> _largest.Selection:
     # 0.8 k is the bound of the authors' code.

@@ -94,7 +94,7 @@ class Collector:
     directory: str | os.PathLike[str],
     workers: collectives.Workers,
     cuts: Sequence[_cut.Cut],
-    steps: Sequence[int],
+    steps: Sequence[signatures.NonNegativeInt],
     *,
     metadata: dict[str, Any] | None = None,
   ):
@@ -220,15 +220,12 @@ def _checked_metadata(metadata: Any) -> dict[str, Any]:
 
 
 def _checked_steps(steps: Sequence[int]) -> tuple[int, ...]:
-  remedy = "Draw them with `choose_steps`."
-  found = [
-    checks.check_int(f"steps[{number}]", step, 0, remedy=remedy)
-    for number, step in enumerate(steps)
-  ]
+  found = [int(step) for step in steps]
   if not found or found != sorted(set(found)):
     raise ValueError(
       "`steps` must be increasing numbers from 0, at least one, got "
-      f"{found[:5]}{'...' if len(found) > 5 else ''}. {remedy}"
+      f"{found[:5]}{'...' if len(found) > 5 else ''}. Draw them "
+      "with `choose_steps`."
     )
   return tuple(found)
 

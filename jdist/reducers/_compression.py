@@ -96,8 +96,7 @@ class Compression:
         f"must be `Smoothing()` or None with {reducer!r}, whose mean is not "
         f"made of shares (it is decided by vote), got {feedback}."
       )
-    contractive = reducer.contractive
-    if feedback is not None and feedback.keeps_rest and not contractive:
+    if feedback is not None and feedback.keeps_rest and not reducer.contractive:
       raise feedback.divergence_error("reducer", reducer)
     # Without a feedback the part would be lost without a word.
     left = getattr(reducer, "owner_feedback", None) == "own_share"
@@ -153,9 +152,8 @@ class Compression:
     mean, feedback = self.finish(
       reduced.mean, reduced.own_share, wanted, feedback, tree
     )
-    new = CompressionState(
-      optax.safe_increment(state.step), reduced.state, feedback
-    )
+    step = optax.safe_increment(state.step)
+    new = CompressionState(step, reduced.state, feedback)
     return collectives.varying((mean, new), axis)
 
   def flush(
@@ -203,7 +201,8 @@ class Compression:
     """Returns the tree that a worker should send, and the feedback's state."""
     if self.feedback is None:
       return tree, ()
-    return self.feedback.prepare(tree, state.feedback)
+    prepare = signatures.plain(type(self.feedback).prepare)
+    return prepare(self.feedback, tree, state.feedback)
 
   def finish(
     self, mean: PyTree, share: PyTree, wanted: PyTree, state: PyTree, like: Any
@@ -211,7 +210,8 @@ class Compression:
     """Returns the result in the dtypes of `like`, and the feedback's state."""
     if self.feedback is None:
       return optax.tree.cast_like(mean, like), ()
-    mean, feedback = self.feedback.finish(mean, share, wanted, state)
+    finish = signatures.plain(type(self.feedback).finish)
+    mean, feedback = finish(self.feedback, mean, share, wanted, state)
     out = optax.tree.cast_like(mean, like)
     wide, narrow = jax.tree.leaves(mean), jax.tree.leaves(out)
     if [x.dtype for x in wide] == [x.dtype for x in narrow]:

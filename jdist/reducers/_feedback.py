@@ -27,7 +27,7 @@ from jdist import signatures, states
 PyTree: TypeAlias = Any
 
 
-class Feedback(abc.ABC):
+class Feedback(signatures.Explained, abc.ABC):
   """The interface of feedback, which keeps the error of a message.
 
   Attributes:

@@ -111,7 +111,8 @@ class MessageCodec(signatures.Explained):
     # Residuals of half-precision gradients would vanish in half precision.
     wanted, feedback = jax.tree.map(states.wide, tree), state.feedback
     if self.feedback is not None:
-      wanted, feedback = self.feedback.prepare(wanted, feedback)
+      prepare = signatures.plain(type(self.feedback).prepare)
+      wanted, feedback = prepare(self.feedback, wanted, feedback)
     # The count of messages makes new random numbers for each message, and a
     # sender's first count makes them its own.
     key = jax.random.fold_in(jax.random.key(self.seed), state.step)

@@ -30,6 +30,7 @@ class Reduced(NamedTuple):
   state: PyTree
 
 
+@signatures.explained
 class Bits(NamedTuple):
   """The bits that a worker sends in one reduction; it receives as many.
 
@@ -60,7 +61,7 @@ class Bits(NamedTuple):
     """
     return cls(*map(sum, zip((0, 0.0), *parts, strict=True)))
 
-  def times(self, count: int) -> "Bits":
+  def times(self, count: signatures.NonNegativeInt) -> "Bits":
     """Counts several equal reductions."""
     return Bits(count * self.payload, count * self.sent)
 

@@ -31,6 +31,7 @@ class Allocation(Interface):
     """
 
 
+@signatures.explained
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
 class FixedBatches(Allocation):
@@ -136,7 +137,7 @@ class SpeedBatches:
     >>> SpeedBatches(total=12).sizes([3.0, 1.0], limits=[7, None])
     (7, 5)
     """
-    if not speeds:
+    if not len(speeds):
       return ()
     # A worker that was not measured yet counts as one of the mean speed, so
     # that it disturbs the others' batches least.

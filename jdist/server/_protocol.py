@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.server import _allocation, _messages, _weights
 from jdist.server._messages import Action, Worker
 from jdist.server._server_state import Assignment, Member, ServerState
@@ -75,6 +75,7 @@ class Protocol(Generic[State]):
 
   # Methods that a driver calls.
 
+  @signatures.explained
   def init(self, workers: Iterable[Worker]) -> State:
     """Returns the state before the first message.
 

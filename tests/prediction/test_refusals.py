@@ -101,7 +101,7 @@ def evaluate(of=None, network=None, samples=None, images=0, **options):
     ("steps", lambda x=x: collect(steps=x), "increasing")
     for x in ((), (3, 2), (2, 2))
   ),
-  ("steps[0]", lambda: collect(steps=(-1, 2)), "an int >= 0"),
+  ("steps", lambda: collect(steps=(-1, 2)), "an int >= 0"),
   ("steps", lambda: collect(steps=(True, 2)), "a list of ints"),
   *(
     ("steps", lambda x=x: collect(steps=x), "a list of ints")

@@ -145,7 +145,7 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
 
   interval: signatures.PositiveInt = 8
   fragments: signatures.PositiveInt = 1
-  quorum: float = 0.5
+  quorum: signatures.Fraction = 0.5
   grace: signatures.NonNegativeFloat = 0.5
   ahead: int = 1
   in_step: bool = False
@@ -159,7 +159,6 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
         f"`interval` must be a multiple of the {self.fragments} fragments, got "
         f"{self.interval}."
       )
-    checks.check_number("quorum", self.quorum, high=1.0, open_low=True)
     checks.check_choice("ahead", self.ahead, (0, 1, 2))
     if self.in_step and not self.ahead:
       raise ValueError(

@@ -176,13 +176,13 @@ class HPS(_protocol.Protocol[HPSState]):
   """
 
   state_type = HPSState
-  batches: BalancedBatches
+  batches: BalancedBatches = dataclasses.field()  # It has no default.
   weighting: _weights.Weighting = _BY_SAMPLES
   pipelined: bool = True
   pipelined_from: int = 0
   plans: _bit_plans.BitPlans | None = None
   limits: Mapping[Worker, int | None] | None = None
-  slack: float = 0.9
+  slack: signatures.Fraction = 0.9
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -193,8 +193,6 @@ class HPS(_protocol.Protocol[HPSState]):
         "`pipelined_from` must be 0 without `pipelined`, got "
         f"{self.pipelined_from}."
       )
-    if not 0 < self.slack <= 1:
-      raise ValueError(f"`slack` must be in (0, 1], got {self.slack}.")
 
   @property
   def depth(self) -> int:
