@@ -285,3 +285,12 @@ def test_gradients_of_a_round_are_summed_in_the_order_of_joining():
   assert rule.receive(state, 1.0, server.Push("b", 1, 32, 1.0)) == []
   update, *_ = rule.receive(state, 2.0, server.Push("a", 0, 32, 2.0))
   assert update.tasks == (0, 1)
+
+
+def test_task_without_a_pull_takes_no_bytes_of_it():
+  rule = server.h_ps(16, plans=PLANS)
+  reply = server.Reply("a", 0, 0, 8, push_plan=2, pull_plan=None)
+  assert (rule.pull_share(reply), rule.push_share(reply)) == (
+    0.0,
+    PLANS.share(2),
+  )

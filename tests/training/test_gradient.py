@@ -177,6 +177,11 @@ def test_label_out_of_range_gives_nan(label):
   assert not grads[1].any()
 
 
+def test_label_below_zero_is_no_class():
+  loss, _ = training.label_loss(jnp.zeros((1, 8)), {"label": jnp.array([-1])})
+  assert jnp.isnan(loss)
+
+
 def test_logits_of_impossible_classes_may_be_infinite():
   logits = jnp.array([[0.0, 0.0, -jnp.inf]])
   loss = lambda x: training.label_loss(x, {"label": jnp.array([1])})[0]  # noqa: E731

@@ -389,6 +389,15 @@ def test_losses_before_a_resume_count_in_the_next_record_only(monkeypatch):
   assert [r.train_loss for r in run.records] == [7 / 3, 2]
 
 
+@pytest.mark.parametrize("loss", [np.nan, 1.0])
+def test_evaluation_that_is_not_finite_says_that_a_run_diverged(
+  monkeypatch, loss
+):
+  fake = _Fake(monkeypatch)  # Whose training losses are finite.
+  _, records = fake.fit(2, evaluate=lambda state: {"loss": loss})
+  assert records[-1].diverged is bool(np.isnan(loss))
+
+
 def test_second_call_continues_training():
   team = _tiny.team("vmap")
   trainer = _tiny.trainer(team, "local_sgd")
