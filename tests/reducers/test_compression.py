@@ -385,3 +385,13 @@ def test_flush_hands_over_what_owners_hold_once():
   total = jax.tree.map(jnp.add, sent, rest)["w"]
   np.testing.assert_allclose(total[0], xs["w"].mean(0), rtol=1e-4, atol=1e-5)
   assert rest["w"].any() and not kept[0].any()
+
+
+def test_mean_that_is_not_finite_leaves_no_residual_of_its_cast():
+  compression = reducers.Compression(EXACT, reducers.ErrorFeedback())
+  like = jnp.zeros(2, jnp.bfloat16)
+  state = compression.feedback.init(like)
+  mean = jnp.array([1.0 + 2.0**-12, jnp.inf])
+  _, state = compression.finish(mean, mean, mean, state, like)
+  # The share that was sent leaves nothing, and the cast of the first a little.
+  assert state.residual.tolist() == [2.0**-12, 0.0]
