@@ -104,21 +104,21 @@ class Advice:
 
     They have the profile's spread, and a tenth that the equation leaves out.
     """
-    low, middle, high = self._quantiles(name, link)
+    low, middle, high = np.quantile(self._blocks(name, link), (0.05, 0.5, 0.95))
     return low * (1 - _LEFT_OUT), middle, high * (1 + _LEFT_OUT)
 
-  def _quantiles(self, name: str, link: cluster.Link | None = None) -> Any:
+  def _blocks(self, name: str, link: cluster.Link | None = None) -> Any:
     own = self.costs[name]
     computed = np.array(own.step_s) + np.maximum(0.0, own.extra_s)
-    found = self.slowdown * computed + self.exposed_s(name, link)
-    return np.quantile(found, (0.05, 0.5, 0.95)).tolist()
+    return self.slowdown * computed + self.exposed_s(name, link)
 
   def pays(self, name: str) -> bool:
     """Returns whether a method's step is shorter than the base's.
 
-    Within the profile's spread it does not pay; what is left out is common.
+    Within the spread of their differences in each block it does not pay.
     """
-    return self._quantiles(name)[2] < self._quantiles(self.base)[0]
+    saved = self._blocks(self.base) - self._blocks(name)
+    return bool(np.quantile(saved, 0.05) > 0)
 
   @property
   def best(self) -> str:

@@ -98,6 +98,11 @@ def test_interval_is_wider_than_the_profile_but_what_pays_is_not():
   found = advice.Advice({"base": NOT_LATE, "unsure": unsure}, cluster.Link(8e6))
   assert found.seconds("unsure")[1] < found.seconds("base")[1]
   assert not found.pays("unsure") and found.best == "base"
+  # A stall of 2 s lengthens the same block of both.
+  both = [x._replace(step_s=(0.1, 0.1, 2.1)) for x in (NOT_LATE, shorter)]
+  costs = dict(zip(("base", "shorter"), both, strict=True))
+  found = advice.Advice(costs, cluster.Link(8e6))
+  assert found.pays("shorter") and found.best == "shorter"
 
 
 @pytest.mark.parametrize(
