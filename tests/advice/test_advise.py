@@ -252,7 +252,7 @@ def test_sums_that_depend_on_each_other_are_messages_of_their_own():
     {"link": 100},
     {"loss_fn": None},
   ],
-  ids=str,
+  ids=lambda x: next(iter(x)),
 )
 def test_wrong_argument_is_named(changes):
   (name,) = changes
