@@ -398,8 +398,8 @@ def test_half_of_the_time_is_left_for_messages(monkeypatch):
   # leave for seven rounds of four steps.
   assert blocks(120.0, workers) == 9
   assert (sent.count(1), sent.count(4)) == (29, 7)
-  # Of steps that take 1 ms, and 0.131 ms for a message, 64 are no sample: 1.5 s
-  # of them are taken.
+  # A step takes 1 ms, and 0.131 ms for its message: 64 are too few, and as many
+  # are taken as fit into 1.5 s.
   step_s[0] = 1e-3
   assert blocks(120.0, workers) == 9
   assert (sent.count(1), sent.count(4)) == (1327 + 2, 364 + 2)
