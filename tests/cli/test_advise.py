@@ -64,7 +64,8 @@ def test_own_step_is_advised_by_link(whole, capsys, monkeypatch, tmp_path):
   values = {"codec": "int4", "feedback": "error"}
   if not whole:  # Of all methods another one is the best.
     assert f"  jdist.methods.ssgd with {values}" in said.out
-  assert "\n  jdist.methods." in said.out and "jdist train --workers" not in said.out
+  assert "\n  jdist.methods." in said.out
+  assert "jdist train --workers" not in said.out
   rows = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
   found = {row["method"]: row for row in map(json.loads, rows)}
   # A ring of four sends 1.5 times the 16 kB.
