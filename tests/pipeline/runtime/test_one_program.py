@@ -14,7 +14,7 @@ import pytest
 
 import jdist
 from jdist import models, pipeline, training, transforms
-from jdist.pipeline.runtime import _grid
+from jdist.pipeline.runtime import _grid, _stages
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
 
@@ -269,6 +269,54 @@ def test_masked_micro_batches_count_by_their_samples():
   wanted, wanted_losses = _training.unsplit(layers, _momentum, batches, 2)
   assert small.error(_split(pipe, state), _of(wanted)) < 1e-5
   np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
+
+
+def test_masks_keys_and_counts_of_a_window_match_delayed_gradients():
+  # A pass that runs twice draws the same numbers; iterations that have not
+  # begun, or never do, leave the counts alone.
+  def apply(params, state, x, *, train, mask=None, key, name):
+    del train, mask
+    kept = jax.random.bernoulli(key, 0.5, x.shape).astype(x.dtype)
+    y = jnp.tanh((x * kept + 0.1 * state[name]) @ params[name]["w"])
+    return y, {name: state[name] + 1}
+
+  layers = [
+    models.Layer(
+      x.name, x.params, {x.name: jnp.zeros(())},
+      functools.partial(apply, name=x.name),
+    )
+    for x in small.layers((8, 8, 8))
+  ]  # fmt: skip
+  table = pipeline.ours(2, 2, window=2)
+  pipe = _training.one_program(layers, table, (8, 8), mask=True)
+  # A slot's number must count through all iterations.
+  assert pipe.grid.num_microbatches % pipe.grid.slots
+  batches = small.batches(4, 1, _MICRO * 2, (8, 8))
+  for batch in batches:
+    batch["mask"] = np.array([[1, 1, 0, 1, 0, 0]], np.float32)
+  state, losses = _training.train(pipe, _momentum, batches, drained=True)
+
+  def whole(params, state, batch, key):
+    x, new = batch["x"], {}
+    for layer in layers:
+      own = ({layer.name: tree[layer.name]} for tree in (params, state))
+      x, part = _stages.apply_layer(layer, *own, x, batch, key)
+      new |= part
+    error, metrics = small.loss(x, batch)
+    return error, (new, metrics)
+
+  wanted, wanted_losses = _training.unsplit(
+    layers,
+    lambda axis: transforms.delay_gradients(_momentum(axis), 1),
+    batches, 2, loss=whole,
+  )  # fmt: skip
+  behind = pipe.grid.behind
+  np.testing.assert_allclose(
+    losses[behind:], wanted_losses[:-behind], rtol=1e-5
+  )
+  assert (
+    _split(pipe, state)[1] == _of(wanted)[1] == {x.name: 8.0 for x in layers}
+  )
 
 
 @functools.cache
