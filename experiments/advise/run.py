@@ -51,7 +51,7 @@ import slow_network
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 INTERVAL = 8
 _STREAM_STEPS = (1, 2, 4, 8)
-_SHAPES = {
+SHAPES = {
   "lenet": (28, 28, 1), "cnn": (32, 32, 3), "mlp": (28, 28, 1),
   "resnet8": (32, 32, 3),
 }  # fmt: skip
@@ -101,7 +101,7 @@ CHAINS = {
 
 def problem(options):
   """Returns the model, its loss and one worker's batch."""
-  shape = _SHAPES[options.model]
+  shape = SHAPES[options.model]
   model = models.build(options.model, input_shape=shape, num_classes=10, seed=0)
   random = np.random.default_rng(0)
   batch = {
@@ -221,7 +221,7 @@ def measure(options, workers, turns):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--model", choices=tuple(_SHAPES), default="lenet")
+  parser.add_argument("--model", choices=tuple(SHAPES), default="lenet")
   parser.add_argument("--batch-size", type=int, default=32,
                       help="images of a worker in a step")  # fmt: skip
   parser.add_argument("--rates", nargs="+", default=["100mbit"],

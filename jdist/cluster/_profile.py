@@ -24,9 +24,6 @@ class Profile:
     seconds_per_encoding: Time to encode or decode a compressed message.
     name: The model's name in reports.
 
-  Raises:
-    ValueError: If a cost is negative, or a batch takes no time.
-
   >>> Profile(seconds_per_sample=0.01, seconds_per_batch=0.1).compute_s(10)
   0.2
   """

@@ -22,9 +22,6 @@ def spec_leaves(
   Args:
     specs: a tree of PartitionSpec, like the parameters.
     tree: The parameters; None if they are not known, which skips the count.
-
-  Raises:
-    ValueError: Unless there is one spec for each leaf.
   """
   leaves = jax.tree.leaves(
     specs, is_leaf=lambda x: isinstance(x, PartitionSpec)

@@ -70,9 +70,6 @@ def make_mesh(
     shape: The number of devices along each axis, for instance `(4, 2)`.
     names: The name of each axis, for instance `("worker", "fsdp")`.
     devices: The devices to use, by default all of the process.
-
-  Raises:
-    ValueError: If names and sizes do not match or there are too few devices.
   """
   if len(shape) != len(names):
     raise ValueError(

@@ -80,10 +80,7 @@ class Protocol(Generic[State]):
     """Returns the state before the first message.
 
     Args:
-      workers: Members from the beginning, for which a barrier waits.
-
-    Raises:
-      ValueError: If a name occurs twice.
+      workers: Different names of the first members, for which a barrier waits.
     """
     state = self.empty_state()
     for worker in workers:
@@ -108,9 +105,6 @@ class Protocol(Generic[State]):
 
     Returns:
       Actions, in the order in which the driver carries them out.
-
-    Raises:
-      ValueError: If `message` is none of them.
     """
     state.now_s = now_s
     actions: list[Action] = []

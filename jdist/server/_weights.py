@@ -93,9 +93,6 @@ class Weighting:
       samples: Size of the gradient's batch.
       mean_samples: Mean size of all workers' batches.
       worker: Name of the worker, which `parts` needs.
-
-    Raises:
-      ValueError: If the worker has no part.
     """
     # The weight acts as a factor of the learning rate: a gradient is a mean
     # over its samples, so more samples allow a larger step.

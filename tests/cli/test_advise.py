@@ -9,9 +9,10 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
-from jdist import advice, cli, cluster
+from jdist import advice, cli, cluster, pipeline
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODULE = """
@@ -92,7 +93,9 @@ def test_named_methods_are_compared_with_ssgd(capsys, monkeypatch):
     "msdpu", "post_local_sgd",
   )  # fmt: skip
   assert status == 0, said.err
-  assert "Servers are not shown. `simpy` is needed here" in said.out
+  assert (
+    "Servers and pipelines are not shown. `simpy` is needed here" in said.out
+  )
   costs = told["found"].costs
   assert list(costs) == ["ssgd", "msdpu H=8", "post_local_sgd H=8"]
   # At this constant rate rounds that grow would have one step each.
@@ -125,7 +128,7 @@ def test_servers_are_shown_with_the_same_link_and_slowest_machine():
 
   def shown(link, *slowdowns):
     found = advice.Advice({"ssgd": costs}, link, slowdowns)
-    grid = _advise._servers(found, 2, 8, 10**6)
+    grid = _advise._others(found, link, 2, np.ones(8), 10**6, None)
     cells = [[x.replace(",", "") for x in y.cells] for y in grid.columns]
     return {name: list(map(float, x)) for name, *x in zip(
       cells[0], cells[1], [x[:-1] for x in cells[2]], cells[3], strict=True
@@ -149,6 +152,44 @@ def test_servers_are_shown_with_the_same_link_and_slowest_machine():
   assert slow["bsp"][0] == pytest.approx(4100.0, rel=0.01)
 
 
+def test_pipelines_are_shown_with_measured_layers_and_the_same_link():
+  """Eight micro-batches of two samples run through a stage on each machine."""
+  pytest.importorskip("simpy")
+  from jdist.cli.programs import _advise
+
+  asked = []
+
+  def layer_costs(microbatch):
+    asked.append(len(microbatch))
+    layer = pipeline.LayerCost(
+      "a", forward_s=0.01, backward_s=0.02, weight_s=0.01, output_bytes=1e5
+    )
+    return [layer] * 2
+
+  def shown(link, *slowdowns):
+    costs = advice.MethodCosts(1, (0.1,) * 3, (0.0,) * 3, 1e6, 0, 0)
+    # The link of means is another one.
+    found = advice.Advice({"ssgd": costs}, cluster.Link(1e3), slowdowns)
+    grid = _advise._others(found, link, 2, np.ones(8), 10**6, layer_costs)
+    names, seconds = (list(y.cells) for y in grid.columns[:2])
+    return {
+      name.partition(", ")[2]: float(x.replace(",", "")) / 1e3
+      for name, x in zip(names, seconds, strict=True)
+      if "," in name
+    }
+
+  free = shown(cluster.Link(math.inf), 1.0)
+  assert asked == [2]
+  # Nine turns of 0.03 s.  The zero bubble waits for one pass of 0.01 s alone.
+  assert free == pytest.approx({"gpipe": 0.27, "1f1b": 0.27, "zb_h1": 0.25})
+  # The second stage, which has the slowest machine, is never idle but at first.
+  uneven = shown(cluster.Link(math.inf), 1.0, 2.0)
+  assert uneven["gpipe"] == pytest.approx(0.03 + 8 * 0.06)
+  # 1 s for each of 16 messages, which overlap with no other one.
+  slow = shown(cluster.Link(8e5), 1.0)
+  assert 8 < slow["gpipe"] < 18
+
+
 @pytest.mark.parametrize(
   ("given", "asked"), [((), 2), (("--workers", "6"), 6)], ids=["link", "given"]
 )
@@ -161,7 +202,8 @@ def test_processes_that_measure_are_the_workers(
   told = {}
 
   def stop(*given, **options):
-    told.update(options, link=given[-1])
+    links = [x for x in given if isinstance(x, cluster.Link)]
+    told.update(options, link=links[0])
     raise ValueError("`enough`")
 
   monkeypatch.setattr(_advise._options, "join_processes", lambda *given: None)
@@ -179,6 +221,15 @@ def test_processes_that_measure_are_the_workers(
   assert told["num_workers"] == asked
   # The two send messages over the link that they have measured.
   assert (told["workers"], told["link"]) == (2, link)
+  # Messages of a server or a pipeline take half of a round trip.
+  costs = advice.MethodCosts(1, (0.1,) * 3, (0.0,) * 3, 1e6, 0, 0)
+  found = advice.Advice({"ssgd": costs}, link, (1.0, 1.0))
+  monkeypatch.setattr(_advise.advice, "advise", lambda *args, **options: found)
+  monkeypatch.setattr(_advise, "_round_trip_s", lambda number: 1e-3 * number)
+  monkeypatch.setattr(_advise, "_others", stop)
+  with pytest.raises(ValueError, match="enough"):
+    advise(capsys, *words)
+  assert told["link"].latency_s == pytest.approx(9.5e-3 / 2)
 
 
 @pytest.mark.parametrize(
@@ -229,9 +280,10 @@ def test_named_model_is_measured_in_each_process(monkeypatch):
   given = _groups.Common(
     dataset="synthetic", model="mlp", workers=2, batch_size=8
   )
-  loss_fn, params, batch, state = _advise._named(given)
+  loss_fn, params, batch, state, layer_costs = _advise._named(given)
   # Each of two workers takes half of the batch.
   assert batch["image"].shape[0] == 4
+  assert len(layer_costs(batch)) == 2
   loss, _ = loss_fn(params, state, batch, jax.random.key(0))
   assert loss > 0
 

@@ -4,17 +4,28 @@ import dataclasses
 import functools
 import math
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
-from jdist import advice, cluster, collectives, methods, server, training
+from jdist import (
+  advice,
+  cluster,
+  collectives,
+  methods,
+  pipeline,
+  server,
+  training,
+)
 from jdist.cli import _commands, _groups, _methods, _options, _output, _workload
+from jdist.cli.pipelines import _tables
 
 _INT4 = {"codec": "int4", "feedback": "error"}
 _SERVER_STEPS = 40  # The clock runs so many steps of all workers.
+_PIPELINES = "gpipe", "1f1b", "zb_h1"  # Their gradients are in time.
 _STREAMED: dict[str, Any] = {"interval_policy": "fixed", "stream": True}
 # The methods and their options, unless some are named; the first is the base.
 _CHOICES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -45,13 +56,15 @@ def advise(options: _commands.Advise) -> None:
   if jax.process_count() > 1:
     number, team = jax.process_count(), collectives.workers(jax.process_count())
     link = advice.measure_link(team)
+    # A mean waits for threads of its own, and messages of others do not.
+    latency_s = statistics.median(map(_round_trip_s, range(20))) / 2
   workers = options.workers or number
   options = dataclasses.replace(options, workers=workers)
   common = _groups.Common(
     **{x: y for x, y in vars(options).items() if hasattr(_groups.Common, x)}
   )
   task = _named(common) if options.step is None else _own(options.step)
-  loss_fn, params, batch, *state = task
+  loss_fn, params, batch, state, layer_costs = task
   choices = _CHOICES
   if options.methods:
     named = [_named_choice(x) for x in options.methods if x != "ssgd"]
@@ -66,7 +79,7 @@ def advise(options: _commands.Advise) -> None:
     loss_fn, params, batch, chains, link,
     num_workers=workers,
     optimizer=_methods.optimizer_of(common, _run(common)),
-    model_state=state[0] if state else None,
+    model_state=state,
     slowdown=options.slowdown,
     limit_s=options.limit_s,
     workers=team,
@@ -76,12 +89,12 @@ def advise(options: _commands.Advise) -> None:
   console = _output.console()
   console.print(_times(found, workers))
   console.print(_rates(found))
-  samples = len(jax.tree.leaves(batch)[0])
   size = sum(x.nbytes for x in jax.tree.leaves(params))
   try:
-    console.print(_servers(found, workers, samples, size))
+    other = dataclasses.replace(link, latency_s=latency_s)
+    console.print(_others(found, other, workers, batch, size, layer_costs))
   except ImportError as error:
-    print(f"Servers are not shown. {error}")
+    print(f"Servers and pipelines are not shown. {error}")
   print(_verdict(found))
   name, more = choices[list(chains).index(found.best)]
   print("  " + _command(name, more, options))
@@ -100,6 +113,13 @@ def advise(options: _commands.Advise) -> None:
     _output.finish(output, options)
 
 
+def _round_trip_s(number: int) -> float:
+  """Returns the seconds of a few bytes to the first process and back."""
+  started_s = time.perf_counter()
+  collectives.agree(f"round trip {number}", {})
+  return time.perf_counter() - started_s
+
+
 def _named(options: _groups.Common) -> tuple[Any, ...]:
   """Returns the parts of a model's step, as `jdist train` has it."""
   options = _workload.named(options)
@@ -109,7 +129,13 @@ def _named(options: _groups.Common) -> tuple[Any, ...]:
   workload = _workload.build(options, vmap)
   model, batches = workload.model(0), workload.batches(seed=0)
   batch = jax.tree.map(lambda x: x[0], next(batches.iterate(0)))
-  return workload.loss(model.apply), model.params, batch, model.state
+  layer_costs = functools.partial(
+    pipeline.layer_costs,
+    [_tables.cast_layer(x, options.dtype) for x in model.layers],
+    inputs=workload.inputs(), source="timed",
+  )  # fmt: skip
+  loss_fn = workload.loss(model.apply)
+  return loss_fn, model.params, batch, model.state, layer_costs
 
 
 def _own(name: str) -> tuple[Any, ...]:
@@ -122,7 +148,7 @@ def _own(name: str) -> tuple[Any, ...]:
       f"batch, model_state` of one worker, got {type(found).__name__} from "
       f"{name}."
     )
-  return found
+  return (*(*found, None)[:4], None)
 
 
 def _run(options: _groups.Common) -> methods.Run:
@@ -217,43 +243,60 @@ def _rates(found: advice.Advice) -> Any:
   )
 
 
-def _servers(
-  found: advice.Advice, workers: int, samples: int, num_bytes: int
+def _others(
+  found: advice.Advice,
+  link: cluster.Link,
+  workers: int,
+  batch: Any,
+  num_bytes: int,
+  layer_costs: Callable[..., list[pipeline.LayerCost]] | None,
 ) -> Any:
-  """Returns a table of servers' protocols."""
+  """Returns a table of servers' protocols and, with layers, of pipelines."""
+  samples = len(jax.tree.leaves(batch)[0])
   speeds = [1 / x for x in found.slowdowns][:workers]
   speeds += [1.0] * (workers - len(speeds))
-  machines = cluster.workers(speeds, link=found.link)
-  step_s = found.step_s / found.slowdown
-  costs = cluster.Profile(
-    step_s / samples, pull_bytes=num_bytes, push_bytes=num_bytes
-  )
+  machines = cluster.workers(speeds, link=link)
   base_s = found.seconds(found.base)[1]
 
-  def line(name: str, protocol: server.Protocol) -> tuple[str, ...]:
-    run = server.Simulation(machines, protocol, costs)
-    run.run(samples=_SERVER_STEPS * workers * samples)
-    seconds = run.now_s / _SERVER_STEPS
-    late = run.summary()["staleness"]["mean_over_updates"]
-    return (
-      name,
-      f"{1e3 * seconds:,.1f}",
-      f"{base_s / seconds:.2f}x",
-      f"{late:.1f}",
-    )
+  def line(name: str, seconds: float, late: float) -> tuple[str, ...]:
+    gain = f"{base_s / seconds:.2f}x"
+    return name, f"{1e3 * seconds:,.1f}", gain, f"{late:.1f}"
 
-  batches = server.FixedBatches(samples)
-  lines = (
-    line("bsp", server.BSP(batches=batches)),
-    line("asp", server.ASP(batches=batches)),
-    line("dbs", server.dbs(workers * samples)),
+  step_s = found.step_s / found.slowdown
+  profile = cluster.Profile(
+    step_s / samples, pull_bytes=num_bytes, push_bytes=num_bytes
   )
-  titles = "protocol", "ms", "faster", "staleness"
+  batches, lines = server.FixedBatches(samples), []
+  for name, protocol in (
+    ("bsp", server.BSP(batches=batches)),
+    ("asp", server.ASP(batches=batches)),
+    ("dbs", server.dbs(workers * samples)),
+  ):
+    run = server.Simulation(machines, protocol, profile)
+    run.run(samples=_SERVER_STEPS * workers * samples)
+    late = run.summary()["staleness"]["mean_over_updates"]
+    lines.append(line(name, run.now_s / _SERVER_STEPS, late))
+  if layer_costs is not None:
+    # Small programs take longer than their share of a large one: layers are
+    # measured with the very micro-batch that the tables have.
+    parts = math.gcd(samples, 4)
+    part = jax.tree.map(lambda x: x[: samples // parts], batch)
+    costs = layer_costs(part)
+    for name in _PIPELINES:
+      best, _ = pipeline.plan(
+        costs, machines, workers * samples, samples=samples // parts,
+        tables=(name,), num_microbatches=(workers * parts,),
+        num_stages=(min(workers, len(costs)),), recompute=(False,),
+      )  # fmt: skip
+      seconds = workers * samples / best.samples_per_s
+      lines.append(line(f"{best.num_stages} stages, {name}", seconds, 0.0))
+  titles = "protocol or pipeline", "ms", "faster", "staleness"
   return _output.table(
-    f"A server on one more machine: its times for {workers * samples} samples",
-    "By the virtual clock, with parameters and gradients in float32. Faster: "
+    f"Other ways to train with {workers * samples} samples",
+    "By the virtual clock, in float32, from this step and its layers: a server "
+    "on one more machine, and a stage of the model on each machine. Faster: "
     f"than {found.base}. Staleness: updates since a gradient's parameters were "
-    "sent. `jdist train --protocol` trains, `jdist simulate` shows more.",
+    "sent. `jdist train --protocol` or `--stages` trains.",
     {x: lambda *line, i=i: line[i] for i, x in enumerate(titles)},
     lines,
   )

@@ -32,10 +32,6 @@ class LayerCost:
     saved_bytes: The bytes that the forward pass saves for the backward pass,
       including the input.
     working_bytes: Further bytes that a pass needs until its end.
-
-  Raises:
-    ValueError: If a cost is negative or not finite, or `weight_s` is more than
-      the whole.
   """
 
   name: str = "layer"

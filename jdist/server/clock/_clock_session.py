@@ -13,9 +13,6 @@ class ClockSession:
 
   Args:
     simulation: At its beginning, with a learner.
-
-  Raises:
-    ValueError: If the simulation has no learner.
   """
 
   clock: Literal["virtual", "wall"] = "virtual"

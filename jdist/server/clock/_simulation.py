@@ -74,8 +74,7 @@ class Simulation(_driver.Driver):
       detection_s: Seconds after which the server notices a failure.
 
     Raises:
-      ValueError: If an argument is not as described, or a machine's memory
-        does not hold its first batch.
+      ValueError: If a machine's memory does not hold its first batch.
       ImportError: If SimPy is not installed.
     """
     self._environment = _driver.environment()

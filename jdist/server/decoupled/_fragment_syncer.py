@@ -52,10 +52,6 @@ class FragmentSyncer(_gradient_server.ServerLedger):
   Attributes:
     anchor: Leaves of all parameters, float32 at least.
     model_state: Batch statistics.
-
-  Raises:
-    ValueError: If an argument is not as described; at a task of a fragment
-      that does not exist.
   """
 
   def __init__(

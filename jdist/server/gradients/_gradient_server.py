@@ -45,9 +45,6 @@ class ServerLedger(_learner.ServerLearner):
     position: Samples given out, by worker; one entry, 0, of a shared stream.
     samples: Samples in updates.
     losses: `(samples so far, loss)` of the last updates, at most 1,000.
-
-  Raises:
-    ValueError: If two workers have one name, or there are none.
   """
 
   model: Any

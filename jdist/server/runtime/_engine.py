@@ -41,24 +41,17 @@ Make = Callable[[Any], Any]
 class Channel(Interface):
   """A worker's connection to its server; each call waits for its answer.
 
-  A push and a pull may be under way at once, from different threads.
+  A push and a pull may be under way at once, from different threads.  Both
+  raise a LostServerError if the server does not answer.
   """
 
   def push(
     self, header: dict[str, Any], payload: np.ndarray | None = None
   ) -> dict[str, Any]:
-    """Sends a message and returns the server's receipt.
-
-    Raises:
-      LostServerError: If the server does not answer.
-    """
+    """Sends a message and returns the server's receipt."""
 
   def pull(self, worker: str, life: int) -> Message:
-    """Waits for the next message to a worker.
-
-    Raises:
-      LostServerError: If the server does not answer.
-    """
+    """Waits for the next message to a worker."""
 
 
 class Engine(Interface):
