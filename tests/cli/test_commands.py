@@ -208,6 +208,25 @@ def test_table_counts_bytes_from_the_method_that_sends_most():
   assert " 8 " in second and "1.0x" in second and " 400 " in second
 
 
+@pytest.mark.parametrize(("present", "trials"), [(0, 3), (2, 1), (9, 1)])
+def test_bar_of_a_comparison_counts_rows_that_are_there(
+  present, trials, tmp_path, monkeypatch
+):
+  seen = []
+
+  def begun(study, rows, fit, **options):
+    del study, rows, options
+    seen.append(fit.trials)
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(comparison, "compare", begun)
+  monkeypatch.setattr(comparison.Rows, "__len__", lambda self: present)
+  words = ["compare", *_ROUNDS, "--methods", "local_sgd", "--seeds", "3", "4"]
+  words += ["5", "--learning-rate", "0.1", "--output", str(tmp_path)]
+  assert cli.main(words) == 130
+  assert seen == [trials]
+
+
 def test_table_of_an_interrupt_has_rows_of_the_chosen_rates(
   tmp_path, monkeypatch
 ):

@@ -226,6 +226,12 @@ def test_page_of_two_hundred_rows_is_small_and_opens_at_once(folder):
     assert page.locator("*").count() < 6000
 
 
+def test_options_in_common_have_one_value_in_all_rows():
+  rows = [{"a": 1, "b": 2, "c": None}, {"a": 1, "b": 3}, {"a": 1, "b": 2}]
+  assert _page._same(rows) == {"a": 1}
+  assert _page._same(rows[:1]) == rows[0]
+
+
 def test_figures_stay_while_something_else_is_done():
   noted = []
   status = types.SimpleNamespace(

@@ -426,6 +426,30 @@ def test_workers_with_samples_of_their_own_take_all_of_them():
     assert starts >= set(range(0, 2 * 4 * EACH, EACH)), taken
 
 
+def test_work_compiles_first_and_has_room_for_all_tasks(monkeypatch):
+  noted = []
+
+  class Learner:
+    def __init__(self, *given, **options):
+      noted.append(options["number"])
+
+    def prepare(self):
+      noted.append("compiled")
+
+  class Loop:
+    def __init__(self, channel, name, learner, *, depth):
+      noted.append((name, depth))
+
+    def run(self):
+      noted.append("run")
+
+  monkeypatch.setattr(server, "WorkerLoop", Loop)
+  found = rounds("streaming late")
+  found.work(None, "b", loss, Samples(), kind=Learner)
+  # Two merges travel at once, each under a task of its own.
+  assert noted == [1, "compiled", ("b", 2), "run"]
+
+
 def test_by_default_a_merge_waits_for_half_of_the_members():
   found = elastic.Rounds(
     METHODS["local_sgd"](SGD, axis=None), PARAMS, workers=NAMES

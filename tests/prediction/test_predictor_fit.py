@@ -152,6 +152,20 @@ def test_nan_logits_count_as_wrong():
   assert found.tolist() == [0, 0]  # And not the share of class 0.
 
 
+def test_padding_of_the_last_images_counts_as_no_hit():
+  images = np.repeat(_tiny.digits("test").images[:1], 3, 0)
+  params = predictor().init(jax.random.key(0))
+  shares = [
+    prediction.evaluate_predictor(
+      predictor(), params, model(), fronts(1), images, np.full(3, label),
+      normalize=normalize, images_per_batch=2,
+    )[0]
+    for label in range(10)
+  ]  # fmt: skip
+  # The three are of one class, whichever that is.
+  assert sorted(shares) == [0.0] * 9 + [1.0]
+
+
 class _Killed(BaseException):
   pass
 

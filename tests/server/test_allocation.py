@@ -111,3 +111,11 @@ def test_remainder_goes_to_the_first_of_equal_ones_inside_the_bounds():
   # Floats give one sample too many, which the second cannot give back.
   sizes = _allocation.largest_remainder([7.0, 1e-30], 10**17, minimum=1)
   assert sizes == (10**17 - 1, 1)
+
+
+def test_rounding_of_the_slope_moves_no_sample():
+  # Two are at their bounds long before the third begins.
+  found = _allocation.largest_remainder(
+    [3.3, 0.05, 1.1], 14, maximum=[9, 2, 12], offsets=[50.0, 0.3, 0.1]
+  )
+  assert found == (0, 2, 12)

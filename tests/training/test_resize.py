@@ -195,8 +195,10 @@ def test_resizing_that_would_lose_residuals_raises():
     optax.sgd(0.1),
   )
   state = trained(optimizer, team(4), 3)
-  with pytest.raises(ValueError, match="depends on the number of workers"):
-    training.resize(state, optimizer, team(4), team(2))
+  # Shapes do not show to as many workers whose part a residual is.
+  for number in (2, 4):
+    with pytest.raises(ValueError, match="depends on the number of workers"):
+      training.resize(state, optimizer, team(4), team(number))
 
 
 def test_state_on_several_devices_is_resized_on_one():
