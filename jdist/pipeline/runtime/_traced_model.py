@@ -188,5 +188,5 @@ def squared_norm(tree: PyTree) -> jax.Array:
 
 def clip_scale(squared: jax.Array, most: float) -> jax.Array:
   """Returns the factor by which `optax.clip_by_global_norm` clips."""
-  # The bound keeps a zero gradient zero instead of making it NaN.
-  return jnp.minimum(1.0, most / jnp.maximum(jnp.sqrt(squared), 1e-16))
+  # A norm of zero gives infinity, and so 1.
+  return jnp.minimum(1.0, most / jnp.sqrt(squared))
