@@ -14,7 +14,7 @@ import pytest
 
 import jdist
 from jdist import models, pipeline, training, transforms
-from jdist.pipeline.runtime import _grid, _stages
+from jdist.pipeline.runtime import _device_state, _grid, _stages
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
 
@@ -154,7 +154,32 @@ def test_window_matches_delayed_gradients_on_one_device(
   np.testing.assert_allclose(losses[behind - 1], wanted_losses[0], rtol=0.15)
 
 
+def test_bfloat16_gradients_are_summed_in_float32():
+  table = pipeline.make_table("1f1b", 2, 4)
+  pipe = _training.one_program(
+    small.layers((8, 8, 8), dtype=jnp.bfloat16), table,
+    microbatch=_training.microbatch((8, 8), dtype=jnp.bfloat16),
+  )  # fmt: skip
+  sums = jax.eval_shape(pipe._ticks.start).grads
+  assert {x.dtype.name for x in jax.tree.leaves(sums)} == {"float32"}
+
+
 _SGD = optax.sgd(0.1, momentum=0.9)
+
+
+def test_update_keeps_the_prediction_that_its_iteration_has_read():
+  pipe, layers = _pipe(pipeline.ours(1, 2, window=2), (8, 8))
+  inner = transforms.predict_weights(_SGD, 1)
+  params = layers[0].params
+  grads = jax.tree.map(jnp.ones_like, params)
+  _, moving = inner.update(grads, inner.init(params), params)
+  read = transforms.predicted_weights(moving, params)
+  assert small.error(read, params) > 0.01
+  state = _device_state.InFlightState(moving, jnp.int32(1), (params,), ())
+  _, state = pipe._program.optimizer(inner).update(grads, state, params)
+  chex.assert_trees_all_equal(state.older, (read,))
+
+
 _FIXES = {
   "prediction": lambda delay: transforms.predict_weights(_SGD, delay),
   # Weight decay reads the parameters to which a late gradient is applied.
@@ -317,6 +342,12 @@ def test_masks_keys_and_counts_of_a_window_match_delayed_gradients():
   assert (
     _split(pipe, state)[1] == _of(wanted)[1] == {x.name: 8.0 for x in layers}
   )
+  # A drain leaves an empty pipeline whose next iteration reads the parameters,
+  # and the run's count of steps.
+  kept = state.opt_state
+  assert (int(state.step[0]), int(kept.step[0])) == (4, 0)
+  chex.assert_trees_all_equal(kept.older, (state.params,) * pipe.grid.delay)
+  assert not any(map(np.any, jax.tree.leaves(kept.flight)))
 
 
 @functools.cache

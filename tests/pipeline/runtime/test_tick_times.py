@@ -1,5 +1,6 @@
 """Seconds of ticks against closed forms."""
 
+import dataclasses
 import time
 
 import jax
@@ -95,6 +96,9 @@ def test_all_devices_may_wait_for_the_slowest_of_a_tick():
   # The last one does not wait for the first, two devices away.
   assert (near.free_s, near.step_s) == (9.0, 10.0)
   assert (every.free_s, every.step_s) == (16.0, 17.0)
+  # In a ring, of two stages on each, they are neighbours.
+  ring = dataclasses.replace(kept, num_stages=6)
+  assert _grid.tick_times(ring, of, 0.5, late=False) == every
 
 
 def test_permute_of_cpu_devices_waits_for_all_of_them():

@@ -1,5 +1,7 @@
 """Parameters that several stages of one program share stay equal."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
@@ -7,6 +9,7 @@ import pytest
 
 import jdist
 from jdist import codecs, pipeline, reducers, transforms
+from jdist.pipeline.runtime import _stage_arrays, _ticks
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
 
@@ -72,6 +75,19 @@ def test_copies_receive_the_sum_of_their_gradients(table, fix):
     loss=small.chain_loss(layers),
   )
   np.testing.assert_allclose(losses[behind:], wanted, rtol=1e-5)
+
+
+def test_norm_counts_the_first_of_three_copies():
+  # Two of them lie on one device.
+  layers = small.tied_layers()
+  layers = [*layers, dataclasses.replace(layers[-1], name="again")]
+  params = _stage_arrays.StageArrays([x.params for x in layers], 2, pack=True)
+  tied = _ticks.TiedLeaves(layers, params, "stage")
+  arrays = params.join([x.params for x in layers])
+  found = params.split(jax.vmap(tied.once, axis_name="stage")(arrays))
+  once, dense, *again = found
+  assert small.error((once, dense), [x.params for x in layers[:2]]) == 0.0
+  assert len(again) == 2 and not any(x["table"].any() for x in again)
 
 
 def test_differently_rounded_copies_receive_the_first_ones_update():

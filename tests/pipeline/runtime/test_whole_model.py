@@ -15,8 +15,8 @@ import pytest
 from optax import contrib
 
 import jdist
-from jdist import models, pipeline, transforms
-from jdist.pipeline.runtime import _device_program
+from jdist import collectives, models, pipeline, transforms
+from jdist.pipeline.runtime import _device_program, _stage_arrays
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
 
@@ -319,6 +319,24 @@ def test_state_is_stored_in_equal_parts():
   assert [x.shape for x in moments] == [(1, 2, 32)] * 4
   for x in moments:
     assert {s.data.shape for s in x.addressable_shards} == {(1, 1, 32)}
+
+
+def test_norm_within_a_whole_model_counts_each_stage_once():
+  layers = small.layers((4, 4, 4))
+  params = _stage_arrays.StageArrays([x.params for x in layers], 2)
+  layout = _device_program.Layout(layers, params, "stage")
+  inside = transforms.clip_local(0.1, None)
+  optimizer = pipeline.whole_model(inside)
+
+  def update(own):
+    with collectives.model_parts("stage"), _device_program.layout_of(layout):
+      return optimizer.update(own, optimizer.init(own), own)[0]
+
+  found = jax.jit(jax.vmap(update, axis_name="stage"))(
+    params.join([x.params for x in layers])
+  )
+  wanted, _ = inside.update(small.merged(layers)[0], optax.EmptyState())
+  assert small.error(small.merge(params.split(found)), wanted) < 1e-6
 
 
 def _sent(optimizer):
