@@ -126,7 +126,14 @@ def test_page_of_a_method_says_where_it_pays(extension, monkeypatch):
   for name in ("ssgd", "scaffold"):
     text = pages.page(name)
     assert "recorded on no host" in text and "at 10 Mbit/s" not in text
-  assert "trained before" in pages.page("mp2")
+  # A method that needs a predictor is compared alike, and sends two layers.
+  rows[1]["method"] = "mp2"
+  rows[1]["costs"] |= {"interval": 1, "extra_s": [0.002] * 3}
+  text = pages.page("mp2")
+  cells = ["10.0", "mp2"]
+  assert "\n".join(f"     - {x}" for x in cells) in text
+  assert "advise --methods" not in text
+  assert "   * - every step\n     - all-reduce\n     - 11,488\n" in text
 
 
 def test_methods_are_compared_with_the_base_of_their_turns(

@@ -244,8 +244,8 @@ def traffic(name: str) -> collectives.Traffic:
   options: dict[str, Any] = {}
   params = model.params
   if "predict" in method.required:
-    cut = prediction.published_cut(_MODEL)
-    _, rear = cut.split(cut.abstract())
+    cut = prediction.cut(model, 2)  # Its published cut.
+    _, rear = cut.split(params)
     zeros = functools.partial(
       jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype)
     )
@@ -254,7 +254,6 @@ def traffic(name: str) -> collectives.Traffic:
       "predict": lambda theta, front: zeros(rear),
       "predictor_params": (),
     }
-    params = cut.abstract()
   if method.interval_policy == "growth":
     options["interval"] = transforms.intervals.fixed(_INTERVAL)
   optimizer = method.build(optax.sgd(0.1), run, axis="workers", **options)
@@ -286,7 +285,7 @@ def _bytes(name: str) -> str:
     when = "every step"
     if one.phase is not None:
       when = str(one.phase)
-    elif one.conditional:
+    elif one.conditional and methods.registry[name].in_rounds:
       when = "end of a round"
     key = when, one.kind
     groups[key] = groups.get(key, 0) + one.payload_bytes * one.count
@@ -382,10 +381,10 @@ def _advice(name: str) -> str:
     )
   if "predict" in methods.registry[name].required:
     return (
-      "Its cost is not recorded beside that of other methods: a worker also "
-      "runs the predictor, which has been trained before, and what that takes "
-      "depends on the predictor and not on the method. :doc:`The experiment "
-      "</experiments/mp2/TABLES>` has the times of those that were tried."
+      f"{measured}\n\nThe first two layers are sent, and the predictor of the "
+      "paper gives the others: its numbers, which training finds, do not "
+      "change its time. :doc:`The experiment </experiments/mp2/TABLES>` has "
+      "the times of other cuts and predictors."
     )
   return (
     f"{measured}\n\nThis measures a step here and predicts the method's time "

@@ -6,7 +6,8 @@ r"""Records what each method costs a worker, for the methods' pages of the site.
 It takes the methods of the registry, with their defaults, that `run.py` does
 not have. Some at a time take turns with synchronous SGD, which stands in the
 same rows: what a machine computes in a second changes within minutes. A net's
-methods that have rows are not measured again.
+methods that have rows are not measured again. MP²'s predictor is not trained,
+because its numbers do not change its time.
 """
 
 import argparse
@@ -16,13 +17,17 @@ import os
 import run  # First: it sets XLA's flags.
 
 # isort: split
+import jax
 import optax
 
 import jdist
-from jdist import advice, collectives, methods, training
+from jdist import advice, collectives, methods, prediction, training
 
 ROWS = run.RESULTS / "costs.jsonl"
 NETS = (("cnn", 24), ("mlp", 128))
+# Nets for a method that predicts layers: it needs some behind its cut.
+PREDICTED = (("cnn", 24), ("lenet", 96))
+_SENT_LAYERS = 2  # LeNet's published cut.
 _TOGETHER = 8
 _BASE = "ssgd"
 _RUN = methods.Run(
@@ -31,27 +36,31 @@ _RUN = methods.Run(
 )  # fmt: skip
 
 
-def names():
-  """Returns the methods that are recorded here.
-
-  MP²'s cost is its predictor's, which is trained before: experiments/mp2 times
-  it.
-  """
+def names(*net):
+  """Returns the methods that are recorded here for a net."""
   known = {x.split()[0] for x in run.CHAINS}
   return [
     name
     for name, method in methods.registry.items()
-    if name not in known and "predict" not in method.required
+    if name not in known
+    and net in (PREDICTED if "predict" in method.required else NETS)
   ]
 
 
-def chain(name):
+def chain(name, params):
   """Returns a function of the axis to a method's chain, and its round."""
   method = methods.registry[name]
   optimizer = optax.sgd(0.01) if method.own_momentum else run.sgd()
   more = {}
   if "switch_step" in method.arguments:
     more["switch_step"] = 0  # Before it there are no rounds.
+  if "predict" in method.required:
+    cut = prediction.cut(params, _SENT_LAYERS)
+    predictor = prediction.predictor(cut)
+    more |= {
+      "cut": cut, "predict": predictor.apply,
+      "predictor_params": predictor.init(jax.random.key(0)),
+    }  # fmt: skip
 
   def make(axis):
     return method.build(optimizer, _RUN, axis=axis, **more)
@@ -66,7 +75,7 @@ def left(rows, model, batch_size):
     for x in rows
     if (x["config"]["model"], x["config"]["batch_size"]) == (model, batch_size)
   }
-  wanted = [x for x in names() if x not in found]
+  wanted = [x for x in names(model, batch_size) if x not in found]
   return [wanted[i : i + _TOGETHER] for i in range(0, len(wanted), _TOGETHER)]
 
 
@@ -74,10 +83,11 @@ def record(options, workers, group):
   """Measures some methods' costs beside the base's; returns the rows."""
   model, loss_fn, batch = run.problem(options)
   link = advice.measure_link(workers)
+  chains = {x: chain(x, model.params) for x in (_BASE, *group)}
   found = advice.advise(
-    loss_fn, model.params, batch, {x: chain(x) for x in (_BASE, *group)}, link,
-    num_workers=options.hosts, optimizer=run.sgd(), model_state=model.state,
-    limit_s=options.limit_s, workers=workers,
+    loss_fn, model.params, batch, chains, link, num_workers=options.hosts,
+    optimizer=run.sgd(), model_state=model.state, limit_s=options.limit_s,
+    workers=workers,
   )  # fmt: skip
   config = vars(options) | {"together": group}
   return [
@@ -103,7 +113,8 @@ def main():
   workers = jdist.workers(options.hosts)
   # All hosts see the same rows before the first one writes more.
   known = training.read_rows(ROWS) if ROWS.exists() else []
-  groups = [(net, group) for net in NETS for group in left(known, *net)]
+  nets = dict.fromkeys((*NETS, *PREDICTED))
+  groups = [(net, group) for net in nets for group in left(known, *net)]
   collectives.agree("the methods to be recorded", {"groups": groups})
   for (options.model, options.batch_size), group in groups:
     rows = record(options, workers, group)
