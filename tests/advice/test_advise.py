@@ -61,6 +61,9 @@ def test_step_is_computation_and_what_is_not_hidden():
   # On a machine of half the speed they hide all of it.
   slow = advice.Advice({"late": costs}, link, (2.0,))
   assert slow.seconds("late")[1] == pytest.approx(0.44)
+  # Workers as fast as this one are there as well.
+  fast = advice.Advice({"late": costs}, link, (0.5, 0.25))
+  assert fast.slowdown == 1.0
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,11 @@ def test_bandwidths_are_where_times_meet():
   assert found.pays_below("worse") is None
   assert found.pays_below("free") > 1e14
   # Half of a step is 0.1 s of messages.
-  assert found.rate_for("ssgd", 0.5) == pytest.approx(8e7, rel=1e-4)
+  assert found.pays_below("ssgd") is None
+  rate = found.rate_for("ssgd", 0.5)
+  assert rate == pytest.approx(8e7, rel=1e-4)
+  # The lowest rate is one at which it is reached.
+  assert found.seconds("ssgd", cluster.Link(rate))[1] <= 0.2
   assert found.rate_for("int4", 0.9) is None
   assert found.rate_for("free", 0.99) == 0.0
   assert (found.best, found.pays("int4")) == ("free", False)

@@ -49,6 +49,12 @@ METHODS = {
   "a share of its own": (late(carry=None), "`carry` of an overlap must be"),
   "a part of its own": (late(carry=0.5), "`carry` of .* 1: workers"),
   "a later delay": (late(after_step=8), "`after_step` of .* 0: all merges"),
+  "a delay longer than its task": (
+    methods.diloco(
+      SGD, 1, axis=None, overlap=transforms.Delayed(after_step=None)
+    ),
+    "`after_step` of .* 0: all merges",
+  ),
   "a stream": (late(stream=transforms.Stream()), "`stream` of .* None"),
   "a delay within a task": (streaming(1), "`steps` of .* 0 or 2, the steps"),
   "control variates": (

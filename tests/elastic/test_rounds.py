@@ -455,3 +455,15 @@ def test_by_default_a_merge_waits_for_half_of_the_members():
     METHODS["local_sgd"](SGD, axis=None), PARAMS, workers=NAMES
   ).protocol
   assert (found.quorum, found.grace) == (0.5, 1.0)
+
+
+def test_own_loop_raises_what_ended_its_connection():
+  loop = rounds("local_sgd").runner("a", loss, None, kind=_rounds.OwnLoop)
+  loop.connect(None, "a", 1)
+
+  def broken():
+    raise ConnectionError("The server is gone.")
+
+  loop._loop.run = broken
+  with pytest.raises(ConnectionError, match="The server is gone"):
+    list(loop)

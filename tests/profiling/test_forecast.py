@@ -74,6 +74,11 @@ ENTRY %main (x: f32[8]) -> f32[8] {
   first, second = found.collectives
   assert first.exposed_s == 0.0 and second.exposed_s == 64.0
   assert second.hidden_share == found.hidden_share == 0.0
+  # The device waits for the second one while the first is still sent.
+  spans = [(x.kind, x.start_s, x.end_s) for x in found.trace]
+  assert spans == [
+    ("hidden", 0.0, 32.0), ("wait", 0.0, 64.0), ("exposed", 32.0, 64.0),
+  ]  # fmt: skip
 
 
 def test_forecast_matches_hand_computation():
@@ -97,6 +102,21 @@ ENTRY %main (x: f32[10], y: f32[4], z: f32[6]) -> f32[4] {
   assert (found.end_s, found.exposed_s) == (56.0, 8.0)
   assert [sent.exposed_s for sent in found.collectives] == [0.0, 8.0]
   assert found.hidden_share == 1 - 8 / 56
+  assert [sent.products for sent in found.collectives] == [0, 0]
+  assert [span.kind for span in found.trace if span.name == "long"] == ["other"]
+
+
+def test_step_that_sends_nothing_hides_all_of_it():
+  found = profiling.forecast(
+    """
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %y = f32[8]{0} negate(%x)
+}""",
+    _DEVICE,
+    cluster.Link(8.0),
+  )
+  assert (found.send_s, found.hidden_share) == (0.0, 1.0)
 
 
 def test_collective_without_done_ends_with_the_program():

@@ -294,3 +294,19 @@ def test_task_without_a_pull_takes_no_bytes_of_it():
     0.0,
     PLANS.share(2),
   )
+
+
+def test_bytes_of_plans_by_hand():
+  plans = server.BitPlans(((32, 32), (4, 4)), (66, 3))
+  # A flag for each tensor. In 4 bits: 64 and 2 entries with a scale each, and 3
+  # entries in two bytes.
+  assert plans.num_bytes(0) == 2 + 4 * (66 + 3)
+  assert plans.num_bytes(1) == 2 + (32 + 1 + 2 * 4) + (2 + 4)
+  with pytest.raises(ValueError, match="fewer and fewer bytes"):
+    server.BitPlans(((32,), (8,), (8,)), (64,))
+
+
+def test_bits_leave_a_margin_in_a_pipeline_and_none_in_turn():
+  assert PLANS.choose([2.0], [1.9], pipelined=True) == (1,)
+  # An exchange as short as a rounding error costs no bits.
+  assert PLANS.choose([1.0, 1.0], [1e-10, 0.0], pipelined=False) == (0, 0)

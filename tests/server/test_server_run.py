@@ -17,9 +17,11 @@ from jdist import (
   data,
   reducers,
   server,
+  states,
   training,
 )
 from jdist.server.run import _run_checkpoints, _run_marks, _server_run
+from jdist.server.runtime import _live_marks
 from jdist.storage import sealed_json
 from tests.server import test_gradients as gradients
 
@@ -330,15 +332,98 @@ def test_damaged_checkpoint_is_no_newer_one_after_a_resume(tmp_path):
   assert sorted(x.name[-1] for x in tmp_path.glob("update_*")) == ["5", "6"]
 
 
+def driver(state=None, staleness=None, **options):
+  """Stands for a driver with two updates of three gradients."""
+  given = {"applied_samples": 30, "all_expelled": False} | options
+  return types.SimpleNamespace(
+    staleness={0: 1, 3: 2} if staleness is None else staleness,
+    state=state or types.SimpleNamespace(version=2),
+    save=dict, load=lambda saved: None, **given,
+  )  # fmt: skip
+
+
+def model(*, weight=1.0, **model_state):
+  return server.ServerModel({"w": jnp.float32(weight)}, (), model_state)
+
+
+def test_mark_has_the_means_since_the_one_before():
+  losses = [(10, 5.0), (20, 3.0), (30, 2.0)]
+  learner = types.SimpleNamespace(losses=losses)
+  measure = functools.partial(_run_marks.measure, now_s=1.0, pushed_bytes=0.0)
+  first = measure(driver(applied_samples=10), learner, None)
+  found = measure(driver(), learner, first)
+  assert (found.train_loss, found.last_loss) == (2.5, 2.0)
+  # Of gradients, and not of updates.
+  assert found.staleness == 2.0
+  assert found.usable
+  assert not measure(driver(all_expelled=True), learner, first).usable
+
+
+def test_state_with_infinite_constants_is_usable():
+  mask = jnp.array([0.0, -jnp.inf])
+  laws = states.exceptions({"mask": mask})
+  learner = types.SimpleNamespace(model=model(mask=mask), laws=laws)
+  assert _run_marks.is_finite(learner)
+  both = types.SimpleNamespace(model=learner.model, server=learner)
+  assert _run_marks.is_finite(both)
+  learner.laws = ()
+  assert not _run_marks.is_finite(learner)
+
+
+class Snapshots:
+  """Stands for the learner of a live server."""
+
+  def __init__(self, weight=1.0):
+    self.model = model(weight=weight)
+
+  def save(self):
+    return {}, np.zeros(1, np.uint8)
+
+  def load(self, notes, payload):
+    pass
+
+  def snapshot(self):
+    return np.ones(1, np.uint8)
+
+
+def live_marks(folder, weight=1.0, **options):
+  plan = server.LivePlan(workers=("a",), checkpoints=str(folder), **options)
+  return _live_marks.LiveMarks(Snapshots(weight), plan)
+
+
+def test_timers_may_fall_short_of_their_marks_by_rounding(tmp_path):
+  marks = live_marks(tmp_path, unit="seconds", marks=(0.3,))
+  assert marks.is_due(driver(), 0.3 - 1e-9)
+  assert not marks.is_due(driver(), 0.299)
+
+
+def test_state_that_is_not_finite_is_not_saved_live(tmp_path):
+  good, bad = live_marks(tmp_path / "a"), live_marks(tmp_path / "b", np.nan)
+  assert good.may_save() and not bad.may_save()
+  assert good.add(driver(), 1.0, None) and not bad.add(driver(), 1.0, None)
+  assert not good.add(driver(), 1.0, "all machines are away")
+
+
+def test_live_run_resumes_its_bytes_and_the_snapshots_of_its_update(tmp_path):
+  marks = live_marks(tmp_path)
+  marks.pulled_bytes, marks.pushed_bytes = 5, 7
+  for version in (1, 2, 2):
+    state = types.SimpleNamespace(version=version)
+    marks.add(driver(state), float(version), None)
+  marks.begin_checkpoint(driver(), 2.0, set(), None)
+  marks = live_marks(tmp_path)
+  marks.load(driver())
+  assert (marks.pulled_bytes, marks.pushed_bytes) == (5, 7)
+  # The model at the first mark is gone.
+  assert list(marks.snapshots) == [1, 2]
+
+
 def test_first_mark_has_the_changes_of_second_zero():
   state = types.SimpleNamespace(
     version=0, changes=[(0.0, 0, "joined", "a", 1)], shares=[(0.0, 1, 2)]
   )
-  driver = types.SimpleNamespace(
-    staleness={}, state=state, applied_samples=0, all_expelled=False
-  )
   measure = functools.partial(
-    _run_marks.measure, driver, None, now_s=0.0, pushed_bytes=0.0
+    _run_marks.measure, driver(state), None, now_s=0.0, pushed_bytes=0.0
   )
   first = measure(None)
   assert (first.changes, first.merged_share) == (state.changes, 0.5)

@@ -152,6 +152,11 @@ ONE = {"a": jnp.ones(2)}
       2,
       "`optimizer` must update each tensor by its gradient alone",
     ),
+    (
+      {"optimizer": optax.chain(optax.clip_by_global_norm(100.0), MOMENTUM)},
+      2,
+      "`optimizer` must update each tensor by its gradient alone",
+    ),
     ({}, 4, "`shards` must leave each a tensor, got 4 for 3 tensors"),
     ({"params": PARAMS | {"a": jnp.ones(99)}}, 3, "one of 93% of the bytes"),
     ({"params": ONE}, 2, "`shards` must leave each a tensor, got 2 for 1"),
