@@ -157,7 +157,7 @@ def main():
         )
         for name, seconds in taken.items()
       ]  # fmt: skip
-      training.append_rows(run.RESULTS / "pipelines.jsonl", rows)
+      training.append_rows(run.RESULTS / "others.jsonl", rows)
 
 
 if __name__ == "__main__":
