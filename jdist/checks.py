@@ -151,11 +151,9 @@ def call(name: str, function: Callable[[str], Any], word: str) -> Any:
 
 def check_list(name: str, value: Any, of: str) -> list[Any]:
   """Returns an iterable as a list; text and mappings raise a ValueError."""
-  try:
+  with contextlib.suppress(TypeError):
     if not isinstance(value, str | bytes | Mapping):
       return list(value)
-  except TypeError:
-    pass
   raise ValueError(f"`{name}` must be a list of {of}, got {show(value)}.")
 
 
@@ -263,13 +261,16 @@ def install(needed: Mapping[str, str]) -> str:
   )
 
 
-def read_text(path: pathlib.Path) -> str:
+def read_text(
+  path: pathlib.Path, parse: Callable[[str], Any] = str, form: str = "text"
+) -> Any:
   """Reads a text file; another file raises a ValueError that names it."""
   try:
-    return path.read_text("utf-8")
-  except UnicodeDecodeError as error:
+    return parse(path.read_text("utf-8"))
+  # Parsers pass on errors of too many digits and of too deep brackets.
+  except (ValueError, RecursionError) as error:
     raise ValueError(
-      f"`path` must be a text file in UTF-8, got {path}: {error}."
+      f"`path` must be a {form} file in UTF-8, got {path}: {error}."
     ) from None
 
 
@@ -287,27 +288,25 @@ def check_continuous(
   low: float = 0.0,
   high: float = float("inf"),
   open_low: bool = False,
+  open_high: bool = False,
 ) -> Any:
-  """Raises a ValueError unless a number lies in [low, high] or (low, high].
+  """Raises a ValueError unless a number lies in [low, high], or between them.
 
   Traced values pass: they are hyper-parameters under
   `optax.inject_hyperparams`.  Ints and bools are returned as floats.
   """
   if is_traced(value):
     return value
-  bracket = "(" if open_low else "["
+  within = f"{'[('[open_low]}{low:g}, {high:g}{'])'[open_high]}"
   if not is_number(value):
     raise ValueError(
-      f"`{name}` must be a number in {bracket}{low:g}, {high:g}], got "
-      f"{show(value)}."
+      f"`{name}` must be a number in {within}, got {show(value)}."
     )
   number = float(value)
   # A NaN compares as false, so it is refused, too.
   above = number > low if open_low else number >= low
-  if not (above and number <= high):
-    raise ValueError(
-      f"`{name}` must be in {bracket}{low:g}, {high:g}], got {value}."
-    )
+  if not (above and (number < high if open_high else number <= high)):
+    raise ValueError(f"`{name}` must be in {within}, got {value}.")
   # An int would be traced as int32, and types of updates would follow it.
   return number if isinstance(value, int | np.integer | np.bool_) else value
 

@@ -63,6 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
   except BaseException as error:
     if own := _options.raised_in(error):
       print(f"jdist: error: {own}", file=sys.stderr)
+    if own and isinstance(error, SystemExit):
+      # Python prints nothing, and its status is none of the list above.
+      traceback.print_exc()
+      return 1
     if not _among_processes():
       raise
     from jdist import collectives

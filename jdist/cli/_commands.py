@@ -221,11 +221,11 @@ class Simulate(_server_options.ProtocolOptions):
   interval: int = option(8, "interval")
   """Local steps of a round, H, for decoupled_diloco."""
 
-  updates: int | None = option(None, within=POSITIVE)
+  updates: int | None = option(None, within="(0, 1e9]")
   """Simulated updates of the parameters (default: 1000 if no limit is
   given)."""
 
-  samples: int | None = option(None, within=POSITIVE)
+  samples: int | None = option(None, within="(0, 1e9]")
   """Simulated samples in updates."""
 
   seconds: float | None = option(None, within=POSITIVE)

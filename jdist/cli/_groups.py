@@ -20,7 +20,7 @@ Part = Annotated[str | None, tyro.conf.arg(metavar="NAME|MODULE:NAME")]
 COUNT = "[1, inf)"
 POSITIVE = "(0, inf)"
 NOT_NEGATIVE = "[0, inf)"
-SEED = "[0, 2**32)"
+SEED = f"[0, {2**32})"
 
 
 class Option(NamedTuple):
@@ -203,7 +203,7 @@ class RoundOptions:
   computed, by a few programs instead of one. The numbers are the same without a
   codec; a codec encodes each sub-tensor by itself in place of each leaf."""
 
-  correction: float | None = option(None, "correction")
+  correction: float | None = option(None, "correction", within=NOT_NEGATIVE)
   """MSDPU correction strength, the pull towards the anchor per round (default
   0.1)."""
 
@@ -224,7 +224,7 @@ class OuterOptions:
   sgd, 0.7 for momentum and nesterov, 0.01 for adam)."""
 
   outer_momentum: float | None = option(
-    None, "outer_momentum", within="[0, 1]", hint="--outer"
+    None, "outer_momentum", within="[0, 1)", hint="--outer"
   )
   """Momentum of the outer optimizer (default 0.9)."""
 

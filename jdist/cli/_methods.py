@@ -280,6 +280,12 @@ def _interval(
   if rule == "method":
     rule = method.interval_policy  # type: ignore[assignment]
   rate, longest = run.learning_rate, max(first, _HIGHEST)
+  most = {"fixed": first, "growth": first, "qsr": math.inf}.get(rule, longest)
+  if (options.delay_steps or 0) > most:
+    raise ValueError(
+      f"`--delay-steps` must be at most {most}, the longest round, got "
+      f"{options.delay_steps}. Leave it out, or take a longer `--interval`."
+    )
   if rule == "growth" and options.schedule == "constant":
     raise ValueError(
       f"`--schedule` must be cosine for {name}, whose rounds grow as the rate "

@@ -165,7 +165,7 @@ def check(options: Any) -> None:
 
 def _check_within(name: str, value: float, within: str) -> None:
   # Comparisons with NaN are false, so that NaN is never within a range.
-  low, high = (_number(x) for x in within[1:-1].split(","))
+  low, high = map(float, within[1:-1].split(","))
   above = low < value if within[0] == "(" else low <= value
   if above and (value < high if within[-1] == ")" else value <= high):
     return
@@ -176,11 +176,6 @@ def _check_within(name: str, value: float, within: str) -> None:
     rule = "positive" if within[0] == "(" else f"at least {low:g}"
     rule += " and finite" if value == math.inf else ""
   raise ValueError(f"`{word(name)}` must be {rule}, got {value}.")
-
-
-def _number(text: str) -> float:
-  base, _, power = text.partition("**")
-  return float(base) ** float(power or 1)
 
 
 def with_driver(options: Any) -> Any:

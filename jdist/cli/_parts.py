@@ -80,7 +80,7 @@ def _registry(kind: str) -> dict[str, Any]:
 def _add(kind: str, name: str, part: Any) -> None:
   room, registry, entry = _REGISTRIES[kind]
   wanted = getattr(importlib.import_module(f"jdist.{room}"), entry or "__doc__")
-  fits = registry == "PARTS" or callable(part)
+  fits = part is not None if registry == "PARTS" else callable(part)
   if not (isinstance(part, wanted) if entry else fits):
     kinds = f"a `{room}.{entry}`" if entry else "callable"
     raise ValueError(

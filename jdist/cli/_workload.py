@@ -57,13 +57,13 @@ def named(options: _Common) -> _Common:
   others = {"dataset", "files"} - {option}
   _options.check_left_out(options, sorted(others), f"with `--{option}`")
   path = pathlib.Path(found)
-  if path.is_file():
+  if path.is_file() and path.stat().st_size:
     digest = hashes.hash_file(path)
   elif option == "files" and path.is_dir():
     digest = hashes.hash_bytes(repr(hashes.hash_files(path)).encode())
   else:
     kind = "a file" if option == "text" else "a folder or a file"
-    raise ValueError(f"`--{option}` must be {kind}, got {found!r}.")
+    raise ValueError(f"`--{option}` must be {kind} with bytes, got {found!r}.")
   # The path may change when a run is resumed, but not what is there.
   return dataclasses.replace(options, dataset=f"{path.stem}-{digest[:8]}")
 

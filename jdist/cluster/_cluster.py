@@ -1,5 +1,6 @@
 """A cluster: machines, the links between them, and the file of both."""
 
+import collections
 import dataclasses
 import difflib
 import fnmatch
@@ -46,15 +47,13 @@ class Cluster:
   def __post_init__(self) -> None:
     if not self.nodes:
       raise ValueError("`nodes` must be one at least, got none.")
-    for name in self.names:
-      if self.names.count(name) > 1:
-        raise ValueError(f"`nodes` must differ in name, got {name!r} twice.")
+    name, times = collections.Counter(self.names).most_common(1)[0]
+    if times > 1:
+      raise ValueError(f"`nodes` must differ in name, got {name!r} twice.")
+    known = ("server",) if self.topology is None else self.topology.names
+    if self.server not in known:
+      raise ValueError(f"`server` must be named by a link, got {self.server}.")
     if self.topology is not None:
-      if self.server not in self.topology.names:
-        raise ValueError(
-          f"`server` must be named in a link, got {self.server!r}, which has "
-          "none."
-        )
       # A machine without a route would be noticed in the middle of a run.
       for name in self.names:
         self.topology.route(name, self.server)
@@ -66,9 +65,8 @@ class Cluster:
 
   def node(self, name: str) -> _node.Node:
     """Returns a machine."""
-    for node in self.nodes:
-      if node.name == name:
-        return node
+    if name in self.names:
+      return self.nodes[self.names.index(name)]
     raise ValueError(
       f"`name` must be one of {', '.join(self.names)}, got {checks.show(name)}."
     )
@@ -171,10 +169,7 @@ def load_cluster(
     FileNotFoundError: If the file does not exist.
   """
   path = pathlib.Path(path)
-  try:
-    found = tomllib.loads(checks.read_text(path))
-  except tomllib.TOMLDecodeError as error:
-    raise ValueError(f"{path} is no TOML file: {error}") from None
+  found = checks.read_text(path, tomllib.loads, "TOML")
   try:
     return _read(found)
   except ValueError as error:
@@ -202,9 +197,7 @@ def _read(found: Mapping[str, Any]) -> tuple[Cluster, _profile.Profile | None]:
 
 
 def _read_nodes(table: Any, place: str) -> list[_node.Node]:
-  _check(place, table, *_NODE)
-  if "name" not in table:
-    raise ValueError(f"{place} must have a `name`.")
+  _check(place, table, *_NODE, needed=["name"])
   name, count = table["name"], table.get("count")
   if count is not None:
     checks.check_int("count", count, 1, 10**5, f"It is that of {place}.")
@@ -235,12 +228,7 @@ def _read_times(
     raise ValueError(f"{within} must be a list of tables, got {times!r}.")
   keys = [x.name for x in dataclasses.fields(kind)]  # type: ignore[arg-type]
   for each in times:
-    _check(within, each, keys)
-    missing = [name for name in keys if name not in each and name != "end_s"]
-    if missing:
-      raise ValueError(
-        f"{within} must have {missing[0]!r}; only `end_s` may be left out."
-      )
+    _check(within, each, keys, needed=[x for x in keys if x != "end_s"])
   return tuple(kind(**each) for each in times)
 
 
@@ -248,12 +236,10 @@ def _read_links(tables: Any, names: list[str]) -> _topology.Topology:
   links: dict[tuple[str, str], _topology.Link] = {}
   for i, table in enumerate(tables):
     place = f"[[links]] number {i + 1}"
-    _check(place, table, *_LINK)
+    _check(place, table, *_LINK, needed=["bandwidth_gbit_per_s"])
     ends = table.get("between")
     if not isinstance(ends, list) or len(ends) != 2:
       raise ValueError(f"`between` of {place} must be two names, got {ends!r}.")
-    if "bandwidth_gbit_per_s" not in table:
-      raise ValueError(f"{place} must have a `bandwidth_gbit_per_s`.")
     link = _topology.Link(
       bandwidth_bits_per_s=1e9 * table["bandwidth_gbit_per_s"],
       latency_s=1e-3 * table.get("latency_ms", 0.0),
@@ -286,9 +272,13 @@ def _matching(pattern: Any, names: list[str], place: str) -> list[str]:
 
 
 def _check(
-  place: str, table: Any, numbers: Collection[str], others: Collection[str] = ()
+  place: str,
+  table: Any,
+  numbers: Collection[str],
+  others: Collection[str] = (),
+  needed: Collection[str] = (),
 ) -> None:
-  """Raises a ValueError for an unknown key or a value that is no number."""
+  """Raises a ValueError for a wrong key, or a value that is no number."""
   if not isinstance(table, Mapping):
     raise ValueError(f"{place} must be a table, got {table!r}.")
   known = (*numbers, *others)
@@ -301,3 +291,6 @@ def _check(
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if key in numbers and not is_number:
       raise ValueError(f"`{key}` of {place} must be a number, got {value!r}.")
+  for key in needed:
+    if key not in table:
+      raise ValueError(f"{place} must have a `{key}`.")

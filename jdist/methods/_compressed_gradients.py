@@ -145,12 +145,8 @@ def signsgd(
     1, Signum, after Bernstein et al., signSGD (arXiv 1802.04434), algorithm 3.
     Departures: those of `reducers.MajorityVote`.
   """
-  checks.check_continuous("momentum", momentum, high=1.0)
   # A momentum of 1 is in the range of `Smoothing`, which averages states too.
-  if not checks.is_traced(momentum) and float(momentum) == 1:
-    raise ValueError(
-      f"`momentum` must be below 1, got {momentum}: gradients would not count."
-    )
+  checks.check_continuous("momentum", momentum, high=1.0, open_high=True)
   # Each worker votes with its own momentum.  A momentum behind the vote would
   # smooth signs, which have lost the size of the noise.
   momenta = reducers.Smoothing(momentum)

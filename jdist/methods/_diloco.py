@@ -32,7 +32,7 @@ def diloco(
     interval: H; the paper takes 500, for language models.
     outer_learning_rate: A positive number or a schedule of the rounds; the
       paper's value is 0.7.
-    outer_momentum: mu in [0, 1]; the paper's value is 0.9.
+    outer_momentum: mu in [0, 1); the paper's value is 0.9.
     axis: The axis of the workers.
     rule: A sync rule or an outer Optax optimizer, for instance
       `optax.adam(0.01)`, that replaces the outer Nesterov momentum; leave its
@@ -84,7 +84,7 @@ def streaming_diloco(
       fragment; see `fragment_steps`.
     outer_learning_rate: A positive number or a schedule of the fragment's
       rounds; DiLoCo's value is 0.7.
-    outer_momentum: mu in [0, 1]; DiLoCo's value is 0.9.
+    outer_momentum: mu in [0, 1); DiLoCo's value is 0.9.
     axis: The axis of the workers.
     rule: A sync rule or an outer Optax optimizer for a fragment's round; see
       `diloco`.
@@ -199,7 +199,7 @@ def muloco(
     the paper tunes them.
   """
   learning_rate = checks.check_rate("learning_rate", learning_rate)
-  checks.check_continuous("momentum", momentum, high=1.0)
+  checks.check_continuous("momentum", momentum, high=1.0, open_high=True)
   weight_decay = checks.check_continuous("weight_decay", weight_decay)
   # Muon's updates are orthogonal matrices, without large entries, so that two
   # bits of a round's progress lose little.

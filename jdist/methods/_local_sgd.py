@@ -251,7 +251,7 @@ def slow_mo(
     learning_rate: The optimizer's rate, a number or a schedule of the local
       step.
     slow_learning_rate: alpha > 0; the paper's value is 1.
-    slow_momentum: beta in [0, 1]; 0.5 as in the authors' code, the paper tunes
+    slow_momentum: beta in [0, 1); 0.5 as in the authors' code, the paper tunes
       it in 0.4 to 0.8.
     axis: The axis of the workers.
     buffers: The treatment of the optimizer's own momentum when a round's mean

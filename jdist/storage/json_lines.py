@@ -60,7 +60,7 @@ def read(path: str | os.PathLike[str]) -> Iterator[Any]:
       for line in file:
         if line.endswith("\n") and line.strip():
           yield json.loads(line)
-    except ValueError as error:  # Or bytes that are no text.
+    except (ValueError, RecursionError) as error:  # Or bytes that are no text.
       raise ValueError(
         f"`path` must be a file of JSON in lines, got {path}: {error}."
       ) from None

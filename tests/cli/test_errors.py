@@ -81,7 +81,21 @@ _BAD = [
     "`--local-rate` must be at least 0, got -1",
   ),
   ("train --alpha 0", "`alpha` must be in (0, inf], got 0"),
-  ("train --method diloco --outer-momentum 2", "`--outer-momentum` must be in"),
+  ("train --method diloco --outer-momentum 1", "`--outer-momentum` must be in"),
+  ("train --correction 1e400", "`--correction` must be at least 0 and finite"),
+  (
+    "train --method local_sgd --overlap --delay-steps 9 --dataset synthetic",
+    "`--delay-steps` must be at most 8, the longest round, got 9",
+  ),
+  (
+    "train --method msdpu --delay-steps 9 --dataset synthetic --interval 2",
+    "`--delay-steps` must be at most 2, the longest round, got 9",
+  ),
+  (
+    "train --method diloco --overlap --delay-steps 17 --dataset synthetic "
+    "--interval-policy adacomm",
+    "`--delay-steps` must be at most 16, the longest round, got 17",
+  ),
   ("train --carry 2", "`carry` must be in [0, 1]"),
   ("train --method mp2", "`--predictor` must be given for mp2"),
   ("train --predictor here", "`--predictor` must be left out for msdpu"),

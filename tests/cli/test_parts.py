@@ -196,6 +196,10 @@ def test_package_of_the_page_has_a_codec_for_every_command(
       "'collections:OrderedDict' of rules cannot be used: no signature",
     ),
     (
+      "--outer fileinput:_state",
+      "'fileinput:_state' of rules must be callable, got NoneType",
+    ),
+    (
       "--codec jdist.codecs:Codec",
       "`--codec jdist.codecs:Codec` failed: Can't instantiate abstract class",
     ),
@@ -220,3 +224,12 @@ def test_error_inside_a_part_keeps_its_traceback(folder, capsys):
     "jdist: error: `--codec outside:Half` raised AttributeError, whose "
     "traceback follows.\n"
   )
+
+
+def test_exit_of_a_part_is_no_status_of_a_run(folder, capsys):
+  (folder / "leaving.py").write_text("def half():\n  raise SystemExit(3)\n")
+  words = "train --codec leaving:half --dataset synthetic --steps 1"
+  assert cli.main(words.split()) == 1  # And not that of a divergence.
+  told = capsys.readouterr().err
+  assert told.startswith("jdist: error: `--codec leaving:half` raised SystemE")
+  assert told.endswith("SystemExit: 3\n")

@@ -77,7 +77,7 @@ def test_binary_file_is_named(option, tmp_path, refusal):
   path = tmp_path / "binary"
   path.write_bytes(b"\xff\xfe\x00\x81")
   told = refusal(f"pipeline simulate {option} {path}")
-  assert f"must be a text file in UTF-8, got {path}" in told
+  assert f"must be a TOML file in UTF-8, got {path}" in told
 
 
 # `split` of the fixture takes away quotes: `--option=` is an empty text.
@@ -114,6 +114,9 @@ def test_module_that_cannot_be_imported_is_named(
     ("rows.jsonl", '{"config": 3}\n'),
     ("rows.jsonl", '{"config": {}, "method": 3}\n'),
     ("status.json", "{"),
+    ("status.json", "1" * 5000),
+    ("status.json", "[" * 200_000),
+    ("rows.jsonl", "[" * 200_000 + "\n"),
   ],
 )
 def test_report_of_other_files_is_refused(file, text, tmp_path, refusal):
@@ -121,3 +124,8 @@ def test_report_of_other_files_is_refused(file, text, tmp_path, refusal):
   folder.mkdir()
   (folder / file).write_text(text)
   assert f"got {folder}" in refusal(f"report {folder}")
+
+
+def test_text_without_a_size_is_refused(refusal):
+  told = refusal("train --model transformer --text /proc/self/mem")
+  assert "`--text` must be a file with bytes, got '/proc/self/mem'" in told

@@ -74,7 +74,13 @@ def test_links_and_profile_may_be_left_out(tmp_path):
 
 
 WRONG = {
-  "no TOML": ("nodes = [", "no TOML file"),
+  "no TOML": ("nodes = [", "must be a TOML file"),
+  "too deep": ("nodes = " + "[" * 3000 + "]" * 3000, "must be a TOML file"),
+  "too many digits": ("x = " + "1" * 5000, "must be a TOML file"),
+  "a server without links": (
+    'server = "z"\n[[nodes]]\nname = "a"\n',
+    "`server` must be named by a link, got z",
+  ),
   "no nodes": ("server = 'a'", "`nodes` must"),
   "typo": (FILE.replace("speed =", "sped ="), "did you mean 'speed'"),
   "typo in the file": ("noodes = 1", "did you mean 'nodes'"),
@@ -96,7 +102,12 @@ WRONG = {
   "two of a name": (FILE.replace('"slow"', '"fast0"'), "`nodes` must differ"),
   "a slow-down's factor": (
     FILE.replace(", factor = 0.5", ""),
-    "may be left out",
+    "`slowdowns` must have a `factor`",
+  ),
+  "no name": ("[[nodes]]\ncount = 2", "number 1 must have a `name`"),
+  "no bandwidth": (
+    FILE.replace("bandwidth_gbit_per_s = 1.0", ""),
+    "must have a `bandwidth_gbit_per_s`",
   ),
   "profile": (FILE.replace("0.002", "0"), "`seconds_per_sample` or"),
 }

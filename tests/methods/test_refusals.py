@@ -65,6 +65,12 @@ def late(**options):
     "0 for",
   ),
   ("buffers", lambda: slow_mo(buffers="keep"), "'reset' or 'average'"),
+  ("slow_momentum", lambda: slow_mo(slow_momentum=1.0), "in [0, 1), got 1.0"),
+  (
+    "momentum",
+    lambda: methods.muloco(0.1, 2, momentum=1.0, axis=None),
+    "in [0, 1), got 1.0",
+  ),
   ("overlap", lambda: slow_mo(buffers="average", overlap=late()), "None for"),
   ("strength", lambda: methods.fed_prox(SGD, 3, -1.0, axis=None), "[0, inf]"),
   # DiLoCo's.
@@ -122,11 +128,11 @@ def late(**options):
   ),
   ("bits", lambda: methods.qsgd(SGD, 40, axis=None), "an int from 1 to 16"),
   ("momentum", lambda: methods.dgc(SGD, momentum=2.0, axis=None), "in [0, 1]"),
-  ("momentum", lambda: methods.signsgd(SGD, -0.5, axis=None), "in [0, 1], got"),
+  ("momentum", lambda: methods.signsgd(SGD, -0.5, axis=None), "in [0, 1), got"),
   (
     "momentum",
     lambda: methods.signsgd(SGD, 1.0, axis=None),
-    "below 1, got 1.0",
+    "in [0, 1), got 1.0",
   ),
   (
     "ratio",

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import math
 import sys
+import time
 
 import hypothesis
 import numpy as np
@@ -499,3 +500,17 @@ def test_machine_that_returns_has_new_connections():
     x for x, channel in run._links._channels.items() if channel is before[x]
   }
   assert kept == {("push", "b"), ("pull", "b")}
+
+
+def test_speed_at_which_the_clock_stands_still_is_refused():
+  """The spread of the machines' times would divide by 0."""
+  with pytest.raises(ValueError, match="`speed` of 'worker0' must make"):
+    simulation((1e308, 1e-308), server.BSP(batches=FIVE)).run(updates=3)
+
+
+def test_cluster_of_many_machines_is_checked_at_once():
+  """Comparing all pairs of names took 20 s for 20,000 of them."""
+  found = cluster.workers([1.0] * 20_000)
+  begin = time.perf_counter()
+  assert cluster.Cluster(found.nodes).names[-1] == "worker19999"
+  assert time.perf_counter() - begin < 5.0

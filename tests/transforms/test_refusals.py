@@ -194,8 +194,8 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
   ),
   (
     "outer_momentum",
-    lambda: methods.diloco(SGD, 2, 0.7, 1.1, axis=None),
-    "in [0, 1]",
+    lambda: methods.diloco(SGD, 2, 0.7, 1.0, axis=None),
+    "in [0, 1), got 1.0",
   ),
   ("optimizer", lambda: msdpu(optimizer=None), "an Optax transformation"),
   ("interval", lambda: msdpu(interval=0), "an int >= 1"),

@@ -65,6 +65,9 @@ def advise(options: _commands.Advise) -> None:
   )
   task = _named(common) if options.step is None else _own(options.step)
   loss_fn, params, batch, state, layer_costs = task
+  sizes = [(*jax.numpy.shape(x), 0)[0] for x in jax.tree.leaves(batch)]
+  if not min(sizes, default=0):
+    raise ValueError(f"`--step` must return a batch with samples, got {sizes}.")
   choices = _CHOICES
   if options.methods:
     named = [_named_choice(x) for x in options.methods if x != "ssgd"]

@@ -36,7 +36,7 @@ def report(options: Any) -> None:
   """Writes the page of a directory."""
   try:
     print(f"Report: {write(pathlib.Path(options.folder), options)}")
-  except (AttributeError, LookupError, TypeError, json.JSONDecodeError) as e:
+  except (AttributeError, LookupError, TypeError) as e:
     words = f"rows and a {STATUS} that commands wrote, got {options.folder}"
     raise ValueError(f"`jdist report` needs {words}: {e!r}.") from e
 
@@ -49,7 +49,8 @@ def write(folder: pathlib.Path, options: Any = None) -> pathlib.Path:
     if (folder / name).exists()
   }
   path = folder / STATUS
-  status = json.loads(path.read_text()) if path.exists() else {}
+  found = path.exists()
+  status = checks.read_text(path, json.loads, "JSON") if found else {}
   if not any(rows.values()) and not status:
     raise ValueError(
       f"`jdist report` needs a directory with rows.jsonl or {STATUS}, got "
@@ -216,7 +217,8 @@ def _timelines(folder: pathlib.Path) -> str:
   """Returns the timelines of a folder's traces, on one axis."""
   files: dict[str, dict[str, list[tuple[Any, ...]]]] = {}
   for path in sorted(folder.glob("*.json")):
-    events = json.loads(path.read_text()).get("traceEvents", ())
+    whole = checks.read_text(path, json.loads, "JSON")
+    events = whole.get("traceEvents", ())
     rows = {x["tid"]: x["args"]["name"] for x in events if x["ph"] == "M"}
     lanes = list(rows)[:_MAX_LANES]
     found = sorted(

@@ -153,10 +153,7 @@ def load_costs(path: str | pathlib.Path) -> list[LayerCost]:
   """
   path = pathlib.Path(path)
   known = [field.name for field in dataclasses.fields(LayerCost)]
-  try:
-    whole = tomllib.loads(checks.read_text(path))
-  except tomllib.TOMLDecodeError as error:
-    raise ValueError(f"{path} is no TOML file: {error}") from None
+  whole = checks.read_text(path, tomllib.loads, "TOML")
   tables = whole.pop("stages", None)
   listed = isinstance(tables, list) and all(isinstance(x, dict) for x in tables)
   if not listed or not tables:

@@ -257,6 +257,11 @@ class Simulation(_driver.Driver):
     if node.jitter:
       work *= node.draw(self._random[name])
     seconds = node.end_s(now, work) - now
+    if not 0 < seconds < math.inf:
+      raise ValueError(
+        f"`speed` of {name!r} must make a task of {work:g} s end, and not at "
+        f"once, on a clock at {now:g} s, got {node.speed:g}."
+      )
     if self.trace is not None:
       self.trace.add(name, f"task {reply.task}", now, now + seconds, "compute")
     if self._under_way is not None:

@@ -197,9 +197,7 @@ def msdpu(
   checks.check_rate("learning_rate", learning_rate)
   longest = _policy.longest(max_interval, 1)
   _policy.check_first("initial_interval", initial_interval, longest)
-  checks.check_continuous("decay", decay, high=1.0)
-  if decay >= 1:
-    raise ValueError(f"`decay` must be below 1, got {decay}.")
+  checks.check_continuous("decay", decay, high=1.0, open_high=True)
 
   def init_fn() -> MsdpuIntervalState:
     unknown = jnp.asarray(_policy.UNKNOWN_LOSS, jnp.float32)

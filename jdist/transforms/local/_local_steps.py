@@ -123,15 +123,15 @@ def outer_sgd(
   Args:
     outer_learning_rate: A positive number or a schedule of the rounds; the
       paper's value is 0.7.
-    outer_momentum: mu in [0, 1]; the paper's value is 0.9.  None is plain SGD.
+    outer_momentum: mu in [0, 1); the paper's value is 0.9.  None is plain SGD.
 
   References:
     Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1 and table 5.
   """
   rate = checks.check_rate("outer_learning_rate", outer_learning_rate)
   if outer_momentum is not None:
-    outer_momentum = _as_float(
-      checks.check_continuous("outer_momentum", outer_momentum, high=1.0)
+    outer_momentum = checks.check_continuous(
+      "outer_momentum", _as_float(outer_momentum), high=1.0, open_high=True
     )
   return optax.sgd(_as_float(rate), outer_momentum, nesterov=True)
 

@@ -42,7 +42,7 @@ class SlowMomentum(_round.Average):
     learning_rate: The inner optimizer's learning rate, a number or a schedule
       of the local step.
     slow_learning_rate: alpha > 0.
-    momentum: beta in [0, 1].
+    momentum: beta in [0, 1).
     buffers: The treatment of the inner optimizer's moments (`states`) when a
       round's mean is applied: "maintain" leaves each worker its own, "reset"
       initializes them again, "average" takes the workers' mean, never
@@ -57,7 +57,9 @@ class SlowMomentum(_round.Average):
   buffers: Buffers = "maintain"
 
   def __post_init__(self) -> None:
-    checks.check_continuous("slow_momentum", self.momentum, high=1.0)
+    checks.check_continuous(
+      "slow_momentum", self.momentum, high=1.0, open_high=True
+    )
 
   @property
   def exact_parts(self) -> bool:  # type: ignore[override]

@@ -334,7 +334,7 @@ REJECTED = {
   ),
   "decay": (
     lambda: intervals.msdpu(1, decay=1.0),
-    "`decay` must be below 1, got 1.0",
+    "`decay` must be in .0, 1., got 1.0",
   ),
 }
 
