@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import pathlib
 
 import pytest
 
@@ -120,6 +121,21 @@ def test_plan_names_the_runtime_of_its_table(capsys, tmp_path):
   assert row["table"] == "zb_h2" and row["delay"] == 0
   assert "table.txt --runtime processes" in told.replace("\n", "")
   assert "jdist train --stages 2 --table 1f1b --microbatches" in told
+
+
+def test_command_of_one_program_names_its_window():
+  h2, ours = (
+    pipeline.Candidate(
+      name, 4, 2, window, False, samples_per_s=rate,
+      made=pipeline.make_table(name, 2, 4),
+    )
+    for name, window, rate in (("zb_h2", 1, 2.0), ("ours", 3, 1.0))
+  )  # fmt: skip
+  told = _pipeline._command(h2, [h2, ours], pathlib.Path("x"), None)
+  assert told.splitlines()[-1].split("jdist train ")[1] == (
+    "--stages 2 --table ours --microbatches 4 --window 3"
+  )
+  assert "50.0 %" in told
 
 
 def test_network_is_planned_by_its_operations(capsys, tmp_path):

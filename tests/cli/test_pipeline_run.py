@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import pytest
@@ -125,6 +126,33 @@ def test_late_from_runs_1f1b_before_its_window(tmp_path, capsys):
   assert len({x["test_loss"] for x in (plain, half, fixed, whole)}) == 4
   # Messages between the stages of one worker do not count.
   assert half["sent_bytes"] == whole["sent_bytes"] == plain["sent_bytes"]
+
+
+def test_both_tables_of_a_late_run_have_a_step_at_least(monkeypatch):
+  made = object.__new__(_pipeline_run.PreparedStages)
+  phase = types.SimpleNamespace(
+    pipe=types.SimpleNamespace(
+      continue_from=lambda state, *_: state,
+      grid=types.SimpleNamespace(behind=0),
+    ),
+    optimizer=None,
+  )
+  made.workload = types.SimpleNamespace(workers=None)
+  made.budget, made.first = types.SimpleNamespace(num_steps=6), phase
+  made.late, ends = phase, []
+
+  def fit(self, phase, state, seed, num_steps, fit):
+    ends.append(num_steps)
+    return 0, []
+
+  for name, value in {
+    "_fit": fit, "_state": lambda *_: 0, "_is_late": lambda *_: False
+  }.items():  # fmt: skip
+    monkeypatch.setattr(_pipeline_run.PreparedStages, name, value)
+  for share in (0.01, 0.5, 0.99):
+    made.options = _commands.Train(late_from=share)
+    made.run(0)
+  assert ends == [1, 6, 3, 6, 5, 6]
 
 
 def test_stages_have_about_equally_many_operations():

@@ -39,6 +39,9 @@ def test_workers_of_a_stage_train_and_find_their_end(tmp_path, capsys, refusal):
   found = _train(words, tmp_path, capsys)
   assert found["rounds"] == 1 and 0 < found["test_loss"] < 3
   assert found["sent_bytes"] > 0
+  # Seconds are those of the second step, as the first one compiles.
+  row = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[-1])
+  assert row["samples_per_s"] * row["train_s"] == pytest.approx(128)
   assert cli.main(f"{_RUN} {words} --output {tmp_path}".split()) == 0
   assert "Nothing left to train: step 2 of 2." in capsys.readouterr().out
   assert _row(tmp_path) == found

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from jdist import cluster, pipeline
-from jdist.pipeline.planning import _plan_search, _simulator
+from jdist.pipeline.planning import _candidate, _plan_search, _simulator
 
 pytest.importorskip("simpy")
 _Cost = pipeline.LayerCost
@@ -55,6 +55,41 @@ def test_paci_is_planned_as_it_runs():
   best, rows = _plan(_machines(2), tables=["paci"], max_delay=None)
   assert {x.recompute for x in rows if x.times is not None} == {True}
   assert best.samples_per_s == pytest.approx(1 / 12, rel=0.005)
+
+
+def test_least_delay_decides_between_nearly_equal_tables():
+  costs = [_Cost("a", 0.002, 0.004), _Cost("b", 1.0, 2.0)]
+  best, (_, late) = pipeline.plan(
+    costs, _machines(2), 8, tables=["1f1b", "2bw"], num_stages=[2],
+    num_microbatches=[8], recompute=[False], max_delay=None,
+  )  # fmt: skip
+  # 1f1b fills and empties its first stage in each iteration.
+  assert best.samples_per_s < late.samples_per_s
+  assert (best.table, best.delay, late.delay) == ("1f1b", 0, 1)
+
+
+def test_one_version_decides_between_equally_late_tables():
+  table = pipeline.make_table("2bw", 2, 2)
+  mixed = dataclasses.replace(table, weights="newest")
+  costs = [_Cost("a", 1.0, 2.0, parameter_bytes=8)] * 2
+  two, one = (
+    _candidate.Candidate(
+      x.name, 2, 2, None, False, made=x, delay=1,
+      times=pipeline.simulate(x, costs, _machines(2)),
+    )
+    for x in (table, mixed)
+  )  # fmt: skip
+  assert max(one.times.memory_bytes) < max(two.times.memory_bytes)
+  assert two.price() < one.price()
+  in_time = [dataclasses.replace(x, delay=0) for x in (two, one)]
+  assert in_time[1].price() < in_time[0].price()
+
+
+def test_memory_that_fits_but_for_rounding_is_enough():
+  costs = [_Cost(f"{x}", 1.0, 2.0, parameter_bytes=x) for x in (0.1, 0.2)]
+  best, _ = pipeline.plan(costs, _machines(1, memory=0.9), 4, tables=["1f1b"])
+  # Parameters, gradients and momentum.
+  assert best.times.memory_bytes == (3 * (0.1 + 0.2),) > (0.9,)
 
 
 def test_v_shaped_plan_returns_to_the_first_machine():

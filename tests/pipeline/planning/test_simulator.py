@@ -120,6 +120,10 @@ def test_memory_includes_versions_and_live_micro_batches():
   assert found["2bw"] == (540, 530, 520, 510)
   # A micro-batch is kept until its weight part has ended.
   assert found["zb_h1"] == (440, 440, 440, 440)
+  # Passes of a device's stages follow each other in the room of the larger.
+  costs = [_Cost("stage", 1.0, 2.0, working_bytes=x) for x in (5, 0, 7, 3)]
+  chunks = _simulate(pipeline.make_table("interleaved", 2, 2), costs)
+  assert chunks.memory_bytes == (7, 3)
 
 
 def test_utilisation_refers_to_the_steady_state():

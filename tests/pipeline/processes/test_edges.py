@@ -84,6 +84,17 @@ def test_mean_error_of_a_constant_output_vanishes_with_feedback(feedback):
     assert means[2] < means[1] < means[0] and means[2] < 0.03
 
 
+def test_edges_of_other_numbers_draw_other_random_numbers():
+  codec = codecs.Quantize(2, 64, rounding="stochastic")
+  x = jnp.linspace(-1.0, 1.0, 64)
+  edge = _edge(reducers.MessageCodec(codec), x)
+  first, same, other = (
+    [y.tolist() for y in edge.encode("OUTPUT", x, edge.init("OUTPUT", n), None)]
+    for n in (0, 0, 1)
+  )
+  assert first == same != other
+
+
 def test_integers_cross_as_they_are():
   value = {"ids": jnp.arange(3), "x": jnp.array([7.0, 1.0])}
   edge = _edge(INT4, value)

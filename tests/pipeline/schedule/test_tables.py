@@ -3,7 +3,11 @@
 import pytest
 
 from jdist import conformance, pipeline
-from jdist.pipeline.schedule import _asynchronous_tables, _table
+from jdist.pipeline.schedule import (
+  _asynchronous_tables,
+  _list_schedule,
+  _table,
+)
 from tests import _refusals
 
 _SECONDS = {
@@ -222,6 +226,9 @@ def test_live_micro_batches_cover_messages_in_both_directions():
   assert _asynchronous_tables.least_window(times, 1) == 5
   table = pipeline.greedy(times, 8)
   assert pipeline.check_table(table).live == (5, 3, 1)
+  # 0.1 + 0.2 is not exact: seven stages take more than seven times as long.
+  times = [pipeline.StageTimes(0.1, 0.2)] * 7
+  assert _list_schedule.live_for_full_use(times) == [7, 6, 5, 4, 3, 2, 1]
 
 
 def test_smaller_window_makes_devices_wait():
@@ -345,3 +352,6 @@ def test_needs_and_sends_stay_in_their_iteration():
   assert str(table.sends_to(action("F1/0@1"))) == "F1/1@1"
   assert str(table.sends_to(action("I1/2@1"))) == "I1/1@1"
   assert table.sends_to(action("F1/2@1")) is None
+  # Stages of one device send each other nothing.
+  alone = pipeline.make_table("interleaved", 1, 2)
+  assert {alone.sends_to(x) for x in alone} == {None}
