@@ -55,6 +55,14 @@ def test_fewer_bytes_are_fewer_than_those_of_an_all_reduce(capsys):
   printed = capsys.readouterr().out
   assert re.search("ssgd .* 1.0x", printed)
   assert re.search("local_sgd .* 8.0x", printed)
+  # A step of local SGD sends an eighth of its round.
+  megabytes = f"{exact / 1e6:.4g} .* {exact / 8e6:.4g} .* 8.0x"
+  assert re.search(f"local_sgd .* {megabytes}", printed)
+
+
+def test_few_bytes_are_shown_as_a_bound():
+  assert _bytes._megabytes(100.0) == "0.0001"
+  assert _bytes._megabytes(99.0) == "< 0.0001"
 
 
 @pytest.mark.slow
@@ -93,6 +101,8 @@ def test_three_counts_agree():
   # The last phase sends a 1,000th of the weights, and each before it a fourth
   # of those of the one before, with wider indices.  Biases are always whole.
   assert all(traced == compiled for _, _, traced, compiled, *_ in phases)
+  # The codecs' count is that of the last phase.
+  assert [row[1] for row in phases[:-1]] == ["-"] * 4
   sent = [float(row[2]) for row in phases]
   assert all(0.2 < y / x < 0.4 for x, y in itertools.pairwise(sent))
   assert float(phases[-1][1]) == pytest.approx(sent[-1], rel=0.01)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jdist import data
+from jdist.data import _sample_stream
 
 seeds = st.integers(0, 2**40)
 
@@ -85,3 +86,11 @@ def test_first_worker_draws_from_the_stated_distribution():
   # Counts of 100 draws have a binomial variance in addition.
   spread += (0.25 * 0.75 - spread) / 100
   assert abs(np.var(first, axis=0).mean() / spread - 1) < 0.15
+
+
+def test_mix_that_vanishes_on_what_is_left_follows_its_numbers():
+  rng = np.random.default_rng(0)
+  counts = _sample_stream._draw_counts(
+    rng, np.array([1.0, 1e-150, 1e-300]), np.array([0, 10, 10]), 10
+  )
+  assert counts.sum() == 10 and counts[0] == 0 and counts[2] > 0

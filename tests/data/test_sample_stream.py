@@ -67,3 +67,22 @@ def test_padding_is_masked():
   plain = stream().batch(2, 10, 3)
   for name, value in plain.items():
     np.testing.assert_array_equal(batch[name][:3], value)
+
+
+def test_orders_of_parts_are_those_of_raw_bits():
+  """A run that resumes with a later version sees the same samples."""
+  own = stream(owned=True)
+  parts = data.partition(DIGITS.labels, 4, seed=0)
+  for worker in (0, 3):
+    part = parts[worker]
+    sequence = np.random.SeedSequence(0, spawn_key=(2, 1 + worker, 0))
+    bits = np.random.PCG64(sequence).random_raw(len(part))
+    found = own.indices(worker, 0, len(part))
+    np.testing.assert_array_equal(found, part[np.argsort(bits)])
+
+
+def test_two_epochs_are_kept():
+  samples = stream()
+  for epoch in range(5):
+    samples.indices(0, epoch * len(DIGITS), 1)
+  assert list(samples._order(0, len(DIGITS))._epochs) == [3, 4]

@@ -386,3 +386,22 @@ def test_loss_of_an_epoch_is_the_mean_over_its_batches():
     None, predictor(), dataclasses.asdict(settings), {}
   )
   assert [point.loss for point in fit(kept).curve] == [None, 2.0, 8.0]
+
+
+def test_a_single_nan_among_logits_counts_as_wrong(monkeypatch):
+  logits = np.array([[[0.0, np.nan], [0.0, 1.0]]], np.float32)
+  monkeypatch.setattr(
+    _evaluate, "logits_of", lambda *given, **options: jnp.asarray(logits)
+  )
+  hits = _evaluate._hits.__wrapped__(
+    None, None, lambda x: x, None, None, jnp.zeros(2), jnp.array([1, 1]),
+    jnp.array([True, True]),
+  )  # fmt: skip
+  assert hits.tolist() == [1.0]  # NumPy's `argmax` returns the NaN's place.
+
+
+def test_rows_larger_than_a_part_are_checked_one_by_one(monkeypatch):
+  monkeypatch.setattr(_evaluate, "_PART", 1)
+  _evaluate._check_finite("samples", np.zeros((3, 2)))
+  with pytest.raises(ValueError, match="row 2 holds a NaN"):
+    _evaluate._check_finite("samples", np.array([[0.0], [1.0], [np.nan]]))

@@ -108,6 +108,28 @@ def test_complex_momenta_keep_their_mean():
     np.testing.assert_array_equal(row, [2 - 1j, 1j, 2])
 
 
+def test_means_of_large_numbers_keep_their_digits():
+  optimizer = methods.local_sgd(optax.sgd(0.1, momentum=0.9), 4, axis="worker")
+  state = training.init_state(team(3), optimizer, np.zeros(1, np.float32))
+  rows = np.array([[1e8], [1.0], [-1e8]], np.float32)
+  inner = (optax.TraceState(team(3).place(rows)), *state.opt_state.inner[1:])
+  state = state._replace(opt_state=state.opt_state._replace(inner=inner))
+  found = training.resize(state, optimizer, team(3), team(2))
+  for row in np.asarray(found.opt_state.inner[0].trace):
+    np.testing.assert_allclose(row, 1 / 3, rtol=1e-6)
+
+
+def test_iterates_of_a_model_become_their_mean():
+  old, params = team(2), {"w": np.zeros(400, np.float32)}
+  state = training.init_state(
+    old, local(), params, {"mean": np.float32(0.0)}, laws={"mean": "iterate"}
+  )
+  means = old.place(np.array([1.0, 5.0], np.float32))
+  state = state._replace(model_state={"mean": means})
+  found = training.resize(state, local(), old, team(3)).model_state
+  assert found["mean"].tolist() == [3.0] * 3
+
+
 def test_statistics_keep_their_mean_and_workers_draw_apart():
   optimizer, old = local(), team(2)
   model_state = {"mean": np.float32(0.0), "dropout": jax.random.key(0)}

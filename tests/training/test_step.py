@@ -378,3 +378,45 @@ def test_weights_keep_infinities_and_padding_alone_is_no_nan():
     assert found.grads.item() == (4.0 if samples else 0.0)
     assert found.model_state["mean"].item() == mean
     np.testing.assert_array_equal(found.model_state["mask"], before["mask"])
+
+
+def test_counters_are_not_weighted_by_samples():
+  def one(samples, count):
+    found = _gradient.Gradient(
+      jnp.array(1.0), jnp.array(1.0), samples, {"count": count + 1}, {}
+    )
+    return _step._weighted(found, {"count": count}, "worker")
+
+  found = jax.vmap(one, axis_name="worker")(
+    jnp.array([1.0, 3.0]), jnp.array([4, 6])
+  )
+  assert found.model_state["count"].tolist() == [5, 7]
+  assert found.grads.tolist() == [0.5, 1.5]
+
+
+def averaged(optimizer, steps, control=None):
+  """Means of two workers, 1 and 3, after updates and their average."""
+
+  def one(w, mean):
+    state = optimizer.init(w)
+    if isinstance(optimizer, transforms.UpdateFirst):
+      state = optimizer.hold(w, state)
+    for _ in range(steps):
+      _, state = optimizer.update(w, state, w)
+    return training.synchronize_statistics(
+      {"mean": mean}, state, axis="worker", control=control
+    )["mean"]
+
+  found = jax.vmap(one, axis_name="worker")(jnp.ones(2), jnp.array([1.0, 3.0]))
+  return found.tolist()
+
+
+def test_control_and_pending_updates_say_when_statistics_are_averaged():
+  local = methods.local_sgd(optax.sgd(0.1), 2, axis="worker")
+  assert averaged(local, 1) == [1.0, 3.0] and averaged(local, 2) == [2.0, 2.0]
+  # The host's word counts, whatever the state says.
+  ends = [transforms.Control(round_ends=x) for x in (True, False)]
+  assert averaged(local, 1, ends[0]) == [2.0, 2.0]
+  assert averaged(local, 2, ends[1]) == [1.0, 3.0]
+  first = transforms.update_first(optax.sgd(0.1), axis="worker")
+  assert averaged(first, 0) == [1.0, 3.0]

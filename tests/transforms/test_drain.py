@@ -13,7 +13,7 @@ import pytest
 
 import jdist
 from jdist import codecs, collectives, methods, reducers, training, transforms
-from jdist.transforms import intervals
+from jdist.transforms import _drain, intervals
 from tests import _refusals, _thinned
 from tests.transforms._rounds import random_targets, train
 
@@ -628,3 +628,13 @@ def test_drain_keeps_a_method_that_holds_nothing():
   w = jnp.ones(3)
   state = optimizer.init(w)
   assert transforms.drain(optimizer, state, w) == (w, state)
+
+
+@pytest.mark.parametrize(("step", "taken"), [(3, True), (4, False)])
+def test_compression_that_took_a_mean_keeps_its_residuals(step, taken):
+  """A wrapper that drops `control` makes it count another mean."""
+  old = reducers.CompressionState(jnp.int32(3), (), jnp.ones(2))
+  new = reducers.CompressionState(jnp.int32(step), (), jnp.zeros(2))
+  (found,) = _drain._absorbed((old,), (new,))
+  assert found.feedback.tolist() == ([0.0, 0.0] if taken else [1.0, 1.0])
+  assert found.step == 3

@@ -48,3 +48,27 @@ def test_undeclared_state_is_not_shared():
   )
   assert transforms.sharing(own).state == OwnState(False, False)
   assert transforms.sharing(declared).state == DeclaredState(True, False)
+
+
+@states.declare(shared=("count",))
+class WrappedState(NamedTuple):
+  count: jax.Array
+  inner: DeclaredState
+
+
+def test_inner_optimizer_has_no_say_in_what_is_shared():
+  declared = DeclaredState(jnp.zeros(()), jnp.zeros(2))
+  found = transforms.sharing(WrappedState(jnp.zeros(()), declared)).state
+  assert found == WrappedState(True, DeclaredState(False, False))
+
+
+def test_injected_numbers_are_shared_and_pass_equality_on():
+  def chain(rate):
+    return optax.chain(transforms.average_gradients(None), optax.sgd(rate))
+
+  for build, equal in ((chain, True), (optax.sgd, False)):
+    optimizer = optax.inject_hyperparams(build)(lambda count: 0.1)
+    found = transforms.sharing(optimizer.init({"w": jnp.ones(2)}))
+    assert found.params is equal
+    state = found.state._replace(inner_state=())
+    assert all(jax.tree.leaves(state)) and state.count is True

@@ -66,6 +66,13 @@ def test_schedule_starts_with_the_first_gradient():
   chex.assert_trees_all_equal(found[2:], [PARAMS, half, half])
 
 
+def test_count_advances_with_the_first_gradient_of_any_leaf():
+  first = optax.sgd(lambda count: jnp.where(count == 0, 0.5, 0.0))
+  found, _ = run(transforms.delay_gradients(first, DELAYS), PARAMS, 4)
+  assert found[-1]["late"]["w"] == 1.5
+  chex.assert_trees_all_equal(found[-1]["early"], PARAMS["early"])
+
+
 def test_each_leaf_keeps_as_many_gradients_as_its_delay():
   optimizer = transforms.delay_gradients(MOMENTUM, {"early": 3, "late": 0})
   pending = optimizer.init(PARAMS).pending

@@ -148,6 +148,22 @@ def test_adacomm_halves_where_the_rule_does_not_shrink():
   assert unfold(policy, [4.0, 1.0, 1.0, 1.0]) == [8, 8, 8, 4, 4, 2]
 
 
+def test_adacomm_ends_at_single_steps_and_begins_at_its_maximum():
+  # Two halves to one, of which there is no half.
+  assert unfold(intervals.adacomm(2, 1), [1.0] * 4) == [2, 2, 2, 1, 1, 1]
+  # A value between half of the interval and the interval is taken.
+  assert unfold(intervals.adacomm(8, 8), [4.0, 2.25]) == [8, 8, 8, 6]
+  capped = intervals.adacomm(20, 1, form="capped")
+  assert unfold(capped, [])[:2] == [16, 16]
+
+
+def test_loss_below_zero_gives_single_steps():
+  policy = intervals.msdpu(4, decay=0.0)
+  assert unfold(policy, [1.0, -1.0]) == [4, 4, 4, 1]
+  # Two that are below zero have no ratio.
+  assert unfold(policy, [-1.0, -4.0]) == [4, 4, 1, 1]
+
+
 def test_adacomm_averages_over_a_period():
   policy = intervals.adacomm(4, 8, form="capped")
   # Decided at the starts 8 and 16: F_0 = 2, then sqrt(4 * mean(0, 9) / 2).
