@@ -263,47 +263,32 @@ def tick_times(
   See `OneProgram.times` for the arguments.
   """
   checks.check_number("send_s", send_s)
-  devices, passes = grid.num_devices, np.zeros((2, *grid.rows.shape[:2]))
-  for lane, column in enumerate((FORWARD, BACKWARD)):
+  devices, passes = grid.num_devices, np.zeros(grid.rows.shape[:2])
+  for column in (FORWARD, BACKWARD):
     for tick, device in np.argwhere(grid.rows[..., column]).tolist():
       op, chunk = grid.rows[tick, device, column : column + 2].tolist()
-      passes[lane, tick, device] = seconds(Op(op), chunk * devices + device)
+      passes[tick, device] += seconds(Op(op), chunk * devices + device)
   ring = grid.num_stages > devices
   apart = abs(np.subtract.outer(np.arange(devices), np.arange(devices)))
   waits = (apart <= 1) | (ring & (apart == devices - 1)) | all_wait
-  sends = [0.0 if devices == 1 else x for x in (0.0, send_s)]
-  # The run without sends shows what they add.
-  free_s, step_s = (_run(passes, x, between_s, late, waits) for x in sends)
+
+  def run(send_s: float) -> float:
+    now = np.zeros(devices)
+    for computes_s in passes:
+      # Late sends have the results of the previous tick and overlap this one.
+      # XLA schedules others for GPUs so that nothing hides the output's, which
+      # ends last.
+      begun = now if late else now + computes_s
+      done = np.where(waits, begun, 0.0).max(1) + send_s
+      now = np.maximum(now + computes_s, done) + between_s
+    return float(np.max(now))
+
+  send_s = 0.0 if devices == 1 else send_s
   return TickTimes(
-    ticks=len(grid.rows),
-    step_s=step_s,
-    free_s=free_s,
-    compute_s=float(np.max((passes.sum(0) + between_s).sum(0))),
-    send_s=len(grid.rows) * sends[1],
+    ticks=len(passes),
+    step_s=run(send_s),
+    # The run without sends shows what they add.
+    free_s=run(0.0),
+    compute_s=float(np.max((passes + between_s).sum(0))),
+    send_s=len(passes) * send_s,
   )
-
-
-def _run(
-  passes: np.ndarray,
-  send_s: float,
-  between_s: float,
-  late: bool,
-  waits: np.ndarray,
-) -> float:
-  now = np.zeros(passes.shape[2])
-
-  def sent(ready: np.ndarray) -> np.ndarray:
-    """Returns when sends that begin when devices are ready are done."""
-    return np.where(waits, ready, 0.0).max(1) + send_s
-
-  for forward, backward in zip(*passes, strict=True):
-    if late:
-      # The results of the previous tick are sent while this one computes.
-      done = sent(now)
-      now = np.maximum(now + forward + backward, done)
-    else:
-      # XLA schedules such programs for GPUs like this: the forward pass hides
-      # the gradient's send, and nothing hides the output's, which ends last.
-      now = sent(now + backward + forward)
-    now = now + between_s
-  return float(np.max(now))
