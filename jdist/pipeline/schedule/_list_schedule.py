@@ -226,7 +226,7 @@ def check_passes(
     raise ValueError(
       "`num_stages` times `num_microbatches` times the iterations must be at "
       f"most {_MOST_PASSES:,}, got {num_stages} times {num_microbatches} times "
-      f"{num_iterations}. A table lists every pass."
+      f"{num_iterations}. A table lists every pass: take fewer."
     )
 
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
-from jdist import signatures
+from jdist import checks, signatures
 
 Weights = Literal["delayed", "stashed", "newest"]
 
@@ -145,6 +145,7 @@ class Table:
 
   def last_backward(self, stage: int) -> Op:
     """Returns the op after which a stage has a micro-batch's gradients."""
+    checks.check_int("stage", stage, 0, self.num_stages - 1)
     return Op.BACKWARD_WEIGHT if stage in self.splits_backward else Op.BACKWARD
 
   def needs(self, action: Action) -> list[Action]:
@@ -154,6 +155,7 @@ class Table:
     parameters exists, are not included: the device's order decides them.
     """
     op, stage, *rest = action
+    checks.check_int("stage", stage, 0, self.num_stages - 1)
     if op == Op.FORWARD:
       return [Action(op, stage - 1, *rest)] if stage else []
     if op in GIVES_GRADIENT:
@@ -171,6 +173,7 @@ class Table:
   def sends_to(self, action: Action) -> Action | None:
     """Returns the action on another device that waits for one, if any."""
     op, stage, *rest = action
+    checks.check_int("stage", stage, 0, self.num_stages - 1)
     found = None
     if op == Op.FORWARD and stage + 1 < self.num_stages:
       found = Action(op, stage + 1, *rest)

@@ -93,8 +93,9 @@ def make_table(
     raise ValueError(
       f"`{unknown[0]}` is no option of {name}, which has {', '.join(known)}."
     )
+  chunks = checks.check_int("num_chunks", options.get("num_chunks", 1), 1)
   _list_schedule.check_passes(
-    num_stages, num_microbatches, options.get("num_iterations", 1)
+    num_stages * chunks, num_microbatches, options.get("num_iterations", 1)
   )
   return TABLES[name].factory(num_stages, num_microbatches, **options)
 

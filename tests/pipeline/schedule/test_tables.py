@@ -288,7 +288,24 @@ def test_greedy_respects_the_memory_of_each_stage():
   assert max(pipeline.check_table(split).live) <= 3
 
 
+_TABLE = pipeline.make_table("1f1b", 2, 2)
+
+
 @_refusals.table(
+  *(
+    ("stage", lambda call=call, stage=stage: call(stage), "int from 0 to 1")
+    for stage in (-1, 2)
+    for call in (
+      _TABLE.last_backward,
+      lambda x: _TABLE.needs(pipeline.Action(pipeline.Op.FORWARD, x)),
+      lambda x: _TABLE.sends_to(pipeline.Action(pipeline.Op.BACKWARD, x)),
+    )
+  ),
+  (
+    "num_stages",
+    lambda: pipeline.make_table("interleaved", 2, 2, num_chunks=99_999),
+    "at most 100,000, got 199998 times 2 times 1",
+  ),
   ("name", lambda: pipeline.make_table("dapple", 2, 2), "'naive'"),
   ("num_stages", lambda: pipeline.make_table("1f1b", 0, 2), "an int"),
   ("num_microbatches", lambda: pipeline.make_table("gpipe", 2, 0), "must"),
