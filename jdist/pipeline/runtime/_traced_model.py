@@ -70,6 +70,11 @@ class TracedModel:
     found = self.loss(y, batch)
     loss, metrics = checks.check_pair("loss", found, "a loss and metrics")
     training.check_loss("loss", loss, metrics)
+    if not all(map(checks.is_number, metrics.values())):
+      raise ValueError(
+        "`loss` must return a number for each metric in a pipeline, got "
+        f"{checks.show(metrics)}. Take the mean over the micro-batch."
+      )
     return loss, (new, {"loss": loss, **metrics})
 
   def cut(

@@ -230,6 +230,17 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
   ("inputs", lambda: _one_program(inputs=3), "a function"),
   *(
     (
+      "loss",
+      lambda call=call, metrics=metrics: call(
+        loss=lambda y, batch: (small.loss(y, batch)[0], {"each": metrics(y)})
+      ),
+      "return a number for each metric",
+    )
+    for call in (_one_program, _process)
+    for metrics in (lambda y: y.mean(0), lambda y: {"mean": y.mean()})
+  ),
+  *(
+    (
       "inputs",
       lambda call=call, wrong=wrong: call(inputs=lambda _: wrong),
       said,
