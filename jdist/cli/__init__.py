@@ -101,7 +101,6 @@ def _among_processes() -> bool:
 
 def _status(words: list[str]) -> tuple[int, str]:
   """Runs a command and returns its exit status and its last line."""
-  words = _expand(words)
   if not words or words[0] in ("-h", "--help", "help"):
     summaries = {name: summary for name, (_, _, summary) in _COMMANDS.items()}
     print(_help.overview(summaries), end="")
@@ -112,6 +111,7 @@ def _status(words: list[str]) -> tuple[int, str]:
     print(f"jdist {_version.__version__}")
     return 0, ""
   try:
+    words = _expand(words)
     if words[0] not in _COMMANDS:
       raise ValueError(
         f"the command must be one of {', '.join(_COMMANDS)}, got {words[0]!r}. "
@@ -161,6 +161,11 @@ def _expand(words: list[str]) -> list[str]:
     return words
   given = words[2:]
   if given and not given[0].startswith("-"):
+    if any(x.split("=")[0] == "--table" for x in given):
+      raise ValueError(
+        "`--table` must be left out where `jdist pipeline train` is given a "
+        f"table first, got it and {given[0]!r}. Name one of them."
+      )
     given = ["--table", *given]
   # Without stages `train` would put a whole model on each device.
   if not any(x.split("=")[0] in ("--stages", "-h", "--help") for x in given):

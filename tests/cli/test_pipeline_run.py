@@ -201,6 +201,13 @@ def test_bad_stages_are_refused_in_one_line(words, told, refusal):
   assert told in refusal(f"train --steps 1 {workers} {words}")
 
 
+@pytest.mark.parametrize("before", ["", "launch -n 4 -- "])
+@pytest.mark.parametrize("again", ["--table gpipe", "--table=gpipe"])
+def test_pipeline_train_is_given_one_table(before, again, refusal):
+  told = refusal(f"{before}pipeline train 1f1b --steps 1 {again}")
+  assert "`--table` must be left out where" in told and "'1f1b'" in told
+
+
 def test_pipeline_train_is_train_with_stages(tmp_path, capsys):
   words = "--model cnn --workers 1 --steps 1 --method ssgd --batch-size 32"
   words = f"pipeline train gpipe {words} --output {tmp_path}"
