@@ -316,3 +316,19 @@ def test_processes_send_each_methods_messages(tmp_path):
   rows = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
   ratios = [json.loads(row)["costs"]["send_ratio"] for row in rows]
   assert len(ratios) == 8 and ratios[0] not in (0, 1)
+
+
+def test_a_single_named_method_is_compared_with_ssgd(capsys, monkeypatch):
+  from jdist.cli.programs import _advise
+
+  asked = []
+
+  def stop(loss_fn, params, batch, chains, link, **options):
+    asked.append(list(chains))
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(_advise.advice, "advise", stop)
+  words = ("--step", "own_step:make", "--bandwidth-mbit-per-s", "1")
+  words += ("--latency-ms", "0", "--methods", "local_sgd")
+  assert advise(capsys, *words)[0] == 130
+  assert asked == [["ssgd", "local_sgd H=8"]]

@@ -244,6 +244,18 @@ def test_figures_stay_while_something_else_is_done():
   steps, compiling = noted
   assert steps["train_loss"] == 0.5 and "train_loss" not in compiling
   assert compiling == {"doing": "msdpu: compiling", "step": 7}
+  assert steps["doing"] == "msdpu: training"
+
+
+def test_accuracies_are_shown_in_hundredths_of_a_percent():
+  assert _page._show("accuracy", 0.98765) == "98.77 %"
+
+
+def test_other_processes_make_no_directories(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  config = {"checkpoints": "a", "final_params": "b/c", "process_id": 1}
+  _status.Status({"output": "d", **config}, lambda output: "", "run", "heading")
+  assert list(tmp_path.iterdir()) == []
 
 
 def test_each_round_waits_for_the_latency_of_its_messages(folder):

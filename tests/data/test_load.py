@@ -319,3 +319,9 @@ def test_reading_never_imports_tensorflow(tmp_path, monkeypatch):
   )
   assert "tensorflow_datasets" in loaded and "tensorflow" not in loaded
   assert (tmp_path / "mnist-3.0.1-test").exists()
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_set_of_ones_own_gives_each_split(split, monkeypatch):
+  monkeypatch.setitem(data.DATASETS, "own", lambda split: ("own", split))
+  assert data.load("own", split) == ("own", split)

@@ -173,3 +173,18 @@ def test_rounds_end_whoever_comes_and_goes(seed):
     count, number = run.state.version, rule.fragments
     turns = [len(range(p, count, number)) for p in range(number)]
     assert run.state.merges == turns
+
+
+def test_staleness_counts_all_merges_that_were_missed():
+  rule = server.DecoupledDiLoCo(
+    batches=server.FixedBatches(8), interval=4, quorum=0.5, grace=0.0
+  )
+  state = rule.init("ab")
+  send = functools.partial(rule.receive, state, 0.0)
+  send(server.Pull("b"))
+  for task in (1, 2):
+    send(server.Pull("a"))
+    update, *_ = send(server.Push("a", task, 32, 1.0))
+    assert update.staleness == (0,)
+  update, *_ = send(server.Push("b", 0, 32, 1.0))
+  assert (update.tasks, update.staleness) == ((0,), (2,))

@@ -392,6 +392,9 @@ def test_own_loop_that_gives_no_statistics_keeps_them():
   loop.advance(state.params, state.opt_state, 0.5)
   state, _ = loop._local_step(state, (0, 1, 1), jax.random.key(0))
   assert state.model_state["mean"] == 3.0
+  loop.advance(state.params, state.opt_state, 0.5, {"mean": jnp.float32(7.0)})
+  state, _ = loop._local_step(state, (0, 1, 1), jax.random.key(0))
+  assert state.model_state["mean"] == 7.0
 
 
 def test_losses_draw_their_numbers_by_the_seed():
@@ -448,6 +451,43 @@ def test_work_compiles_first_and_has_room_for_all_tasks(monkeypatch):
   found.work(None, "b", loss, Samples(), kind=Learner)
   # Two merges travel at once, each under a task of its own.
   assert noted == [1, "compiled", ("b", 2), "run"]
+
+
+def test_own_loop_takes_the_options_of_a_learner(monkeypatch):
+  noted = []
+
+  class Loop:
+    def connect(self, channel, name, depth):
+      noted.append((channel, name, depth))
+
+  def runner(self, *given, **options):
+    noted.append(options)
+    return Loop()
+
+  monkeypatch.setattr(elastic.Rounds, "runner", runner)
+  rounds("streaming late").loop("channel", "b", params=PARAMS)
+  assert noted == [
+    {"kind": _rounds.OwnLoop, "params": PARAMS}, ("channel", "b", 2),
+  ]  # fmt: skip
+
+
+def test_threads_of_an_own_loop_keep_no_process_alive():
+  loop = rounds("local_sgd").runner("a", loss, None, kind=_rounds.OwnLoop)
+  loop.connect(None, "a", 1)
+  noted = []
+  loop._loop.run = lambda: noted.append(threading.current_thread().daemon)
+  assert list(loop) == [] and noted == [True]
+
+
+def test_parameters_wait_on_the_host():
+  """A process that unpickles them may still choose its devices."""
+  params = jax.tree.map(jnp.asarray, PARAMS)
+  found = elastic.Rounds(
+    METHODS["local_sgd"](SGD, axis=None), params, workers=NAMES,
+    model_state={"mean": jnp.ones(2)},
+  )  # fmt: skip
+  kept = jax.tree.leaves((found._params, found._common["model_state"]))
+  assert {type(x) for x in kept} == {np.ndarray}
 
 
 def test_by_default_a_merge_waits_for_half_of_the_members():

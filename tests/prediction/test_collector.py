@@ -276,3 +276,12 @@ def test_refused_collector_leaves_no_directory(tmp_path):
   run(collector(tmp_path / "some"))
   with _refusals.refused("cut", "as of `prediction.cut(...)`"):
     prediction.ParameterSet(tmp_path / "some").fronts(_tiny.model())
+
+
+def test_state_before_the_first_step_is_no_sample(tmp_path):
+  collect = collector(tmp_path, (1, 2))
+  run(collect, stop=1)
+  assert collect.done == 0
+  run(collect, start=1, stop=3)
+  fronts = prediction.ParameterSet(tmp_path).fronts(_tiny.cut(1))
+  assert fronts[:, 0].tolist() == [1.0, 2.0]

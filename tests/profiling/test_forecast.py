@@ -103,6 +103,7 @@ ENTRY %main (x: f32[10], y: f32[4], z: f32[6]) -> f32[4] {
   assert [sent.exposed_s for sent in found.collectives] == [0.0, 8.0]
   assert found.hidden_share == 1 - 8 / 56
   assert [sent.products for sent in found.collectives] == [0, 0]
+  assert [sent.compute_s for sent in found.collectives] == [48.0, 48.0]
   assert [span.kind for span in found.trace if span.name == "long"] == ["other"]
 
 

@@ -142,3 +142,26 @@ def test_leaves_of_one_path_are_refused():
   policy = reducers.PerLeaf((), default=ROUND)
   with pytest.raises(ValueError, match="different paths"):
     policy.init({"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(1)}, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Holding(reducers.Exact):
+  """Holds a number back, which its flush hands over."""
+
+  number: float = 0.0
+
+  def init(self, like, axis):
+    return jnp.asarray(self.number)
+
+  def flush(self, state, like, axis):
+    return jax.tree.map(lambda x: jnp.full_like(x, state), like), state * 0
+
+
+def test_each_reducer_flushes_its_own_state():
+  policy = reducers.PerLeaf(
+    [reducers.Rule(Holding(1.0), "a"), reducers.Rule(Holding(2.0), "b")]
+  )
+  like = {"a": jnp.zeros(2), "b": jnp.zeros(1), "c": jnp.zeros(1)}
+  found, state = policy.flush(policy.init(like, None), like, None)
+  assert found["a"].tolist() == [1.0, 1.0] and found["b"].tolist() == [2.0]
+  assert [x.item() for x in state[:2]] == [0.0, 0.0]

@@ -429,3 +429,11 @@ def test_first_mark_has_the_changes_of_second_zero():
   assert (first.changes, first.merged_share) == (state.changes, 0.5)
   later = measure(first)
   assert (later.changes, later.merged_share) == ([], None)
+
+
+def test_snapshots_that_were_fetched_are_dropped():
+  marks = types.SimpleNamespace(snapshots={0: np.ones(1)}, records=["first"])
+  live = types.SimpleNamespace(_core=types.SimpleNamespace(marks=marks))
+  for size in (1, 0):
+    record, snapshot = server.LiveServer.record_of(live, 0)
+    assert (record, snapshot.size) == ("first", size)

@@ -90,3 +90,17 @@ def test_numpy_numbers_become_json_numbers(tmp_path):
   path = tmp_path / "rows.jsonl"
   training.append_rows(path, [{"a": np.float32(0.5), "n": np.int64(3)}])
   assert training.read_rows(path) == [{"a": 0.5, "n": 3}]
+
+
+def test_writer_of_metrics_is_closed_with_its_block():
+  noted = []
+
+  class Events:
+    def close(self):
+      noted.append("closed")
+
+  writer = training.MetricsWriter.__new__(training.MetricsWriter)
+  writer._writer = Events()
+  with writer:
+    assert noted == []
+  assert noted == ["closed"]

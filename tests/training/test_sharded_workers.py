@@ -167,3 +167,18 @@ def test_explicit_axes_become_automatic_but_raise_around_programs():
     team.jit(lambda x: x)(rows)
   with jax.set_mesh(team.mesh):
     assert team.jit(lambda x: x + 1)(rows).tolist()[0] == [1, 2, 3, 4]
+
+
+def test_restored_leaves_are_split_as_those_of_the_run(tmp_path):
+  team = _team()
+  optimizer = methods.ssgd(SGD, axis=team.axis)
+  state = training.init_state(team, optimizer, params(), specs=SPECS["fsdp"])
+  with training.Checkpoints(tmp_path, team) as checkpoints:
+    checkpoints.save(1, state)
+  with training.Checkpoints(tmp_path, team) as checkpoints:
+    found = checkpoints.restore(state).state
+  for leaf, like in zip(
+    *map(jax.tree.leaves, (found.params, state.params)), strict=True
+  ):
+    assert leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
+    np.testing.assert_array_equal(leaf, like)

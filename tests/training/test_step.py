@@ -394,6 +394,13 @@ def test_counters_are_not_weighted_by_samples():
   assert found.grads.tolist() == [0.5, 1.5]
 
 
+@pytest.mark.parametrize("make", [training.make_step, training.make_update])
+def test_independent_is_true_or_false(make):
+  given = (_tiny.loss_fn,) if make is training.make_step else ()
+  with _refusals.refused("independent", "must be True or False, got 'all'"):
+    make(*given, optax.sgd(0.1), axis=None, independent="all")
+
+
 def averaged(optimizer, steps, control=None):
   """Means of two workers, 1 and 3, after updates and their average."""
 

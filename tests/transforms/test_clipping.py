@@ -58,6 +58,14 @@ def test_norm_whose_squares_are_out_of_range_is_clipped(size, dtype):
     np.testing.assert_allclose(value, sign * wanted, rtol)
 
 
+def test_one_power_suits_leaves_of_any_size():
+  g = {"a": jnp.array([1e-30]), "b": jnp.array([-1e30])}
+  clip = transforms.clip_local(2.0, None)
+  found = clip.update(g, clip.init(g))[0]
+  np.testing.assert_allclose(found["b"], [-2.0], 1e-6)
+  assert found["a"].item() == 0.0
+
+
 def test_each_leaf_has_its_own_deviation():
   clip = transforms.clip_deviations(2.5)
   wild = np.r_[np.tile([1.0, -1.0], 50), 90.0].astype(np.float32)

@@ -1,9 +1,12 @@
 """Arithmetic that rounds alike in every program."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jdist import transforms
 from jdist.transforms.local import _anchor
+from tests import _refusals
 
 # Those of users' programs; the tests' own are optimized less.
 _OPTIMIZED = {"xla_backend_optimization_level": 3}
@@ -20,3 +23,10 @@ def test_a_product_is_rounded_before_it_is_subtracted_from():
 
   compiled = jax.jit(left).lower(a, p, k).compile(compiler_options=_OPTIMIZED)
   np.testing.assert_array_equal(compiled(a, p, k), a - k * p)
+
+
+def test_updates_of_another_form_are_refused():
+  params = {"a": jnp.ones(2)}
+  for updates in ({"b": jnp.ones(2)}, {"a": jnp.ones(3)}):
+    with _refusals.refused("updates", "a"):
+      transforms.apply_updates(params, updates)

@@ -446,3 +446,15 @@ def test_a_sharded_worker_sends_its_own_parts():
     if "replica_groups" in line and "all-" in line
   ]
   assert groups and not any("{0,1}" in line for line in groups)
+
+
+@pytest.mark.parametrize(("delay", "parts"), [(2, 2), (None, 8), (8, 8)])
+def test_message_has_as_many_parts_as_steps_to_send_it(delay, parts):
+  optimizer = transforms.local_steps(
+    optax.sgd(0.1), 8, axis="worker",
+    overlap=transforms.Delayed(delay, stream=transforms.Stream()),
+    compression=reducers.Compression(
+      codecs.Quantize(4), reducers.ErrorFeedback()
+    ),
+  )  # fmt: skip
+  assert optimizer.parts.compression.reducer.multiple == parts
