@@ -61,6 +61,27 @@ def every_table(rows: list[Row], ratio: str = "iteration_ratio") -> str:
   return studies.table(f"devices | {' | '.join(names)} | load", lines)
 
 
+def split_table(rows: list[Row]) -> str:
+  """Returns what a split backward pass costs the processor, by memory."""
+  lines = []
+  # The two tables of a set-up follow each other.
+  for whole, own in zip(rows[::2], rows[1::2], strict=True):
+    times = " | ".join(f"{min(x['processor_s']):.3f}" for x in (whole, own))
+    pages = " | ".join(
+      f"{statistics.median(x['new_pages']):.0f}" for x in (whole, own)
+    )
+    memory = "kept by the process" if own["reuses"] else "as glibc gives it"
+    lines.append(
+      f"{own['config']['samples']} | {memory} | {times} | {own['ratio']:.3f} "
+      f"| {pages} | {own['load']:.1f}"
+    )
+  return studies.table(
+    "samples | memory | 1f1b, s | zb_h1, s | ratio | new pages, 1f1b | zb_h1 "
+    "| load",
+    lines,
+  )
+
+
 def machine(rows: list[Row]) -> str:
   """Returns a line about the loopback, and about other use of the cores."""
   latencies = [1e3 * row["link_latency_s"] for row in rows]
@@ -295,6 +316,8 @@ def main() -> None:
   one = training.read_rows(folder / "one_program.jsonl")
   sleeping = [row for row in one if row["config"]["kind"] == "sleeping"]
   print(f"\n{every_table(sleeping, 'ratio')}")
+  split = [row for row in one if row["config"]["kind"] == "split"]
+  print(f"\n{split_table(split)}")
   adaptive = training.read_rows(folder / "measured_adaptive.jsonl")
   print(f"\n{adaptive_table(adaptive)}")
   draw_adaptive(adaptive[-1], folder / "adaptive.png")

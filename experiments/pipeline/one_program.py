@@ -2,6 +2,7 @@
 
     python experiments/pipeline/one_program.py sleeping    # 4 devices
     python experiments/pipeline/one_program.py computing   # 2, a core each
+    python experiments/pipeline/one_program.py split       # what a split costs
 
 The devices are virtual CPUs of this process, and `OneProgram.times` forecasts.
 `sleeping`: passes take given seconds; in a second line one device has 30 % of
@@ -9,13 +10,18 @@ its speed.  `computing`: the stages multiply matrices; in each repeat
 `layer_costs` times the layers, one at a time, before all tables run.  On a
 machine that others use a step is slow whenever they have one of its cores, so
 the least times of each third of the repeats are compared, and the thirds show
-the spread.  Rows go to `results/one_program.jsonl`; `measured_report.py` prints
-them.
+the spread.  `split`: the processor's seconds of steps with split backward
+passes (zb_h1) and with whole ones (1F1B), and the memory pages that a step
+touches for the first time.  With `MALLOC_MMAP_MAX_=0` and
+`MALLOC_TRIM_THRESHOLD_=4000000000` in the environment glibc gives a step the
+memory of the one before.  Rows go to `results/one_program.jsonl`;
+`measured_report.py` prints them.
 """
 
 import dataclasses
 import os
 import pathlib
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -68,6 +74,12 @@ PRESETS = {
       repeats=15, steps=4,
     ),
   ),
+  "split": tuple(
+    Config(
+      kind="split", devices=2, width=512, samples=x, layers=4, repeats=24
+    )
+    for x in (128, 512)
+  ),
 }  # fmt: skip
 
 
@@ -90,7 +102,7 @@ def make_tables(config: Config) -> list[pipeline.Table]:
 def make_layers(config: Config, splits: bool = False) -> list[models.Layer]:
   """The same layers for all tables, of which some split backward passes."""
   number = config.layers * config.devices
-  if config.kind == "computing":
+  if config.kind != "sleeping":
     return [
       timed_layers.dense(f"layer{i}", config.width) for i in range(number)
     ]
@@ -285,8 +297,45 @@ def compare(config: Config) -> list[dict[str, Any]]:
   return rows
 
 
+def split(config: Config) -> list[dict[str, Any]]:
+  """Returns a row for each table: the processor's seconds, and new pages."""
+  names, me = ("1f1b", "zb_h1"), resource.RUSAGE_SELF
+  runs = {
+    name: make_run(
+      config,
+      make_pipe(
+        config, pipeline.make_table(name, config.devices, config.microbatches)
+      ),
+    )
+    for name in names
+  }
+  steps: dict[str, list[Any]] = {name: [] for name in names}
+  for _ in range(config.repeats):
+    for name, run in runs.items():
+      before = resource.getrusage(me)
+      run()
+      steps[name].append((before, resource.getrusage(me)))
+  rows: list[dict[str, Any]] = []
+  for name, own in steps.items():
+    seconds = [
+      b.ru_utime + b.ru_stime - a.ru_utime - a.ru_stime for a, b in own
+    ]
+    whole = rows[0]["processor_s"] if rows else seconds
+    rows.append(
+      training.make_row(
+        dataclasses.asdict(config), 0, table=name, processor_s=seconds,
+        new_pages=[b.ru_minflt - a.ru_minflt for a, b in own],
+        ratio=min(seconds) / min(whole),
+        reuses=os.environ.get("MALLOC_MMAP_MAX_") == "0",
+        load=os.getloadavg()[0],
+      )
+    )  # fmt: skip
+    print(name, config.samples, rows[-1]["ratio"], flush=True)
+  return rows
+
+
 def main(
-  kind: tyro.conf.Positional[Literal["sleeping", "computing"]], /
+  kind: tyro.conf.Positional[Literal["sleeping", "computing", "split"]], /
 ) -> None:
   """Measures a preset."""
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
@@ -294,7 +343,8 @@ def main(
   configs = PRESETS[kind]
   collectives.make_cpu_devices(configs[0].devices)
   for config in configs:
-    training.append_rows(RESULTS, compare(config))
+    rows = split(config) if kind == "split" else compare(config)
+    training.append_rows(RESULTS, rows)
 
 
 if __name__ == "__main__":
