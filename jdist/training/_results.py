@@ -83,12 +83,12 @@ def _commit() -> str:
 
 
 def _device() -> str:
-  first = jax.devices()[0]
-  kind = first.device_kind
-  if first.platform == "cpu":
+  kind, count = jax.devices()[0].device_kind, jax.process_count()
+  if jax.default_backend() == "cpu":
     # JAX calls every processor "cpu", which does not distinguish machines.
     kind = f"{platform.machine()} CPU with {os.cpu_count()} cores"
-  return f"{jax.device_count()} x {kind} in {jax.process_count()} processes"
+  processes = f"{count} process{'es' if count > 1 else ''}"
+  return f"{jax.device_count()} x {kind} in {processes}"
 
 
 @signatures.checked
