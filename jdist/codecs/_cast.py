@@ -17,7 +17,7 @@ class Cast(_random.Rounding):
 
   The payload is the array in its shape, as `dtype`.  It is `linear`: an
   all-reduce of payloads is the sum of the arrays, **but partial sums are
-  rounded to `dtype` too**, in an order that the hardware chooses.  The error
+  rounded too**, to `dtype`, in an order that the hardware chooses.  The error
   grows with the number of workers, and a float16 sum may overflow although no
   worker's array did.  Gather payloads that must be summed in float32.  XLA's
   CPU compiler widens 16-bit sums and gathers to float32; payloads that are only
