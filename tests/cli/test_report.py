@@ -184,6 +184,18 @@ def test_page_in_a_browser(folder):
         assert color.startswith(f"rgb({ground},")
         assert not errors
 
+    # A table scrolls between its rows' names and their links.
+    table = page.locator(".wide").first
+    table.evaluate("x => x.style.width = '400px'")
+    assert table.evaluate("x => x.scrollWidth > x.clientWidth + 20")
+    cells = table.locator("tr").nth(1).locator("td")
+    frame = table.bounding_box()
+    for scrolled in (0, 20):
+      table.evaluate(f"x => x.scrollLeft = {scrolled}")
+      name, link = cells.first.bounding_box(), cells.last.bounding_box()
+      assert name["x"] >= frame["x"]
+      assert link["x"] + link["width"] <= frame["x"] + frame["width"]
+
     def lines():
       return page.locator("#chart .mark-line path").count()
 
