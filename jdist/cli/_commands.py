@@ -77,7 +77,7 @@ class Compare(_groups.LinkOptions, _groups.Common):
   """Most learning rates that tuning adds where the lowest or the highest one is
   the best."""
 
-  tuning_seeds: int = option(1, within=COUNT)
+  tuning_seeds: int = option(1, within="[1, 1000]")
   """Runs of each method at each learning rate, of which the mean counts. Use
   more than one where few samples are held out."""
 

@@ -117,7 +117,7 @@ def load(option: str, name: str, kind: str) -> Any:
   try:
     found = importlib.import_module(module)
     return found if kind == "a module" else getattr(found, attribute)
-  except _UNUSABLE as error:
+  except (TypeError, *_UNUSABLE) as error:  # It may be a relative name.
     raise ValueError(
       f"`{option}` must be {kind} that can be imported, got {name!r}: {error}."
     ) from None

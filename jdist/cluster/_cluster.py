@@ -178,11 +178,11 @@ def load_cluster(
 
 def _read(found: Mapping[str, Any]) -> tuple[Cluster, _profile.Profile | None]:
   _check("the file", found, (), ("server", "nodes", "links", "profile"))
-  tables = found.get("nodes", [])
-  if not isinstance(tables, list) or not tables:
-    raise ValueError("`nodes` must be one [[nodes]] table at least.")
+  for key in ("nodes", "links"):
+    if not isinstance(found.get(key, []), list):
+      raise ValueError(f"`{key}` must be [[{key}]] tables, got {found[key]!r}.")
   nodes: list[_node.Node] = []
-  for i, table in enumerate(tables):
+  for i, table in enumerate(found.get("nodes", [])):
     nodes += _read_nodes(table, f"[[nodes]] number {i + 1}")
   server = found.get("server", "server")
   topology = None

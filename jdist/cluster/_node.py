@@ -80,6 +80,8 @@ class Node:
   def __post_init__(self) -> None:
     if not self.name:
       raise ValueError(f"`name` must be text, got {self.name!r}.")
+    if self.jitter > 20:  # Factors of e**-200 on the median: time stands still.
+      raise ValueError(f"`jitter` must be at most 20, got {self.jitter}.")
     ends = -math.inf
     for outage in self.outages:
       if outage.start_s < ends:

@@ -16,9 +16,16 @@ def find(folder: pathlib.Path, name: str) -> dict[int, pathlib.Path]:
 
   Args:
     folder: The directory, which need not exist.
-    name: A regular expression of their names, whose first group is the number.
+    name: A regular expression of their names, whose first group is the number;
+      a trainer's begin with "step_", and a server's with "update_".
   """
-  paths = folder.iterdir() if folder.exists() else ()
+  paths = [*folder.iterdir()] if folder.exists() else []
+  other = r"update_\d{8}" if name.startswith("step_") else r"step_\d{8}"
+  if others := sorted(x for x in paths if re.match(other, x.name)):
+    raise ValueError(
+      "`directory` must have checkpoints of trainers or of servers alone, got "
+      f"{others[-1]}. Take another directory."
+    )
   found = ((re.fullmatch(name, path.name), path) for path in paths)
   numbers = ((int(match[1]), path) for match, path in found if match)
   return dict(sorted(numbers, reverse=True))

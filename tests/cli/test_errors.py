@@ -82,6 +82,10 @@ _BAD = [
   ),
   ("train --alpha 0", "`alpha` must be in (0, inf], got 0"),
   ("train --method diloco --outer-momentum 1", "`--outer-momentum` must be in"),
+  (
+    "compare --tuning-seeds 99999999999999999999",
+    "`--tuning-seeds` must be in [1, 1000]",
+  ),
   ("train --correction 1e400", "`--correction` must be at least 0 and finite"),
   (
     "train --method local_sgd --overlap --delay-steps 9 --dataset synthetic",

@@ -196,6 +196,10 @@ def test_package_of_the_page_has_a_codec_for_every_command(
       "'collections:OrderedDict' of rules cannot be used: no signature",
     ),
     (
+      "--import ../parts",
+      "`--import` must be a module that can be imported, got '../parts'",
+    ),
+    (
       "--outer fileinput:_state",
       "'fileinput:_state' of rules must be callable, got NoneType",
     ),

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jdist import cli, server
+from jdist import cli, cluster, server
 from jdist.cli import _commands, _output
 from jdist.cli.servers import _protocols, _simulate
 
@@ -98,6 +98,10 @@ WRONG = {
   ),
   "twice": ("FILE --protocols asp asp", "`--protocols` must be .* different"),
   "no updates": ("FILE --updates 0", "`--updates` must be in .0, 1e9., got 0"),
+  "seconds of years": (
+    "FILE --seconds 1e300",
+    r"`--seconds` must be at most \S+, which are 10..9 tasks",
+  ),
   "updates of years": (f"FILE --updates {10**20}", "`--updates` must be in"),
   "samples of years": (f"FILE --samples {10**20}", "`--samples` must be in"),
   "batch": ("FILE --batch-size 0", "`--batch-size` must be positive"),
@@ -157,15 +161,25 @@ def test_run_without_machines_reports_its_end(
   assert "away for good" in out
 
 
-def test_defaults_are_a_thousand_updates_and_tasks_of_the_median(file):
+def test_defaults_are_a_thousand_updates_and_tasks_of_the_median(
+  file, monkeypatch, tmp_path, capsys
+):
   options = _commands.Simulate(cluster=file, batch_size=50)
-  machines, profile, limits = _simulate._check(options)
+  *_, limits = _simulate._check(options)
   assert limits["updates"] == 1000
   limited = dataclasses.replace(options, seconds=2.0)
   assert _simulate._check(limited)[2]["updates"] is None
   # Twenty tasks of 0.5 s at speed 8, as two of three machines have it.
-  drawn = _simulate._drawn_seconds(options, machines, profile)
-  assert drawn == pytest.approx(20 * 0.5 / 8)
+  made, trace = [], cluster.Trace
+  monkeypatch.setattr(
+    cluster, "Trace", lambda until_s: made.append(until_s) or trace()
+  )
+  for more in ("", "--drawn-seconds 3"):
+    words = (
+      f"simulate {file} --batch-size 50 --updates 1 --protocols asp {more}"
+    )
+    assert cli.main([*words.split(), "--output", str(tmp_path / "o")]) == 0
+  assert made == [pytest.approx(20 * 0.5 / 8), 3.0]
 
 
 def test_figures_have_the_units_of_their_headings(file, capsys):

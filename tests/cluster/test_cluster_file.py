@@ -104,6 +104,9 @@ WRONG = {
     FILE.replace(", factor = 0.5", ""),
     "`slowdowns` must have a `factor`",
   ),
+  "links of a number": ("links = 3\nnodes = []", "`links` must be .*, got 3"),
+  "nodes of a text": ('nodes = "a"', "`nodes` must be .*, got 'a'"),
+  "jitter beyond all": (FILE.replace("0.1", "1e308"), "`jitter` must be at mo"),
   "no name": ("[[nodes]]\ncount = 2", "number 1 must have a `name`"),
   "no bandwidth": (
     FILE.replace("bandwidth_gbit_per_s = 1.0", ""),

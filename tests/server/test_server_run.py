@@ -178,7 +178,7 @@ def test_checkpoint_of_another_run_is_refused(tmp_path):
     run(seed=0, shape=(2, 3), rate=0.1)
   assert run(seed=0, shape=(2, 3)) == records
   (tmp_path / "trainer" / "step_0000000004").mkdir(parents=True)
-  with pytest.raises(ValueError, match="no checkpoints but a server's, got"):
+  with pytest.raises(ValueError, match="of trainers or of servers alone, got"):
     fit(4, checkpoints=tmp_path / "trainer")
 
 

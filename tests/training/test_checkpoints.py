@@ -291,6 +291,14 @@ def test_empty_or_new_directory_has_no_checkpoint(tmp_path):
   assert _restore(tmp_path, team, template).step == 0
 
 
+def test_directory_of_a_server_is_refused(tmp_path):
+  """A run that starts anew there would leave two runs in one directory."""
+  team = _tiny.team("vmap")
+  (tmp_path / "update_0000000004").mkdir()
+  with pytest.raises(ValueError, match="of trainers or of servers alone, got"):
+    _restore(tmp_path, team, _tiny.init(team, "adam"))
+
+
 def test_other_metadata_raise_by_name(tmp_path):
   team = _tiny.team("vmap")
 

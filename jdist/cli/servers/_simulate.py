@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,10 @@ def simulate(options: _commands.Simulate) -> None:
   updates = limits.get("updates")
   if updates is None and limits.get("samples") is not None:
     updates = limits["samples"] / (options.batch_size * len(machines.nodes))
-  drawn = _drawn_seconds(options, machines, profile)
+  # The median machine's task stands for all of them.
+  speed = statistics.median_high(node.speed for node in machines.nodes)
+  task_s = profile.compute_s(options.batch_size) / speed
+  drawn = options.drawn_seconds or _DRAWN_TASKS * task_s
   # All protocols are built before a directory is made, because one may refuse a
   # batch that does not fit into memory.
   runs = {
@@ -90,20 +94,15 @@ def _check(
   limits = {name: getattr(options, name) for name in _LIMITS}
   if all(value is None for value in limits.values()):
     limits["updates"] = 1000
-  return *_protocols.load(options.cluster), limits
-
-
-def _drawn_seconds(
-  options: _commands.Simulate,
-  machines: cluster.Cluster,
-  profile: cluster.Profile,
-) -> float:
-  if options.drawn_seconds is not None:
-    return options.drawn_seconds
-  # The median machine's task stands for all of them.
-  speeds = sorted(node.speed for node in machines.nodes)
-  task_s = profile.compute_s(options.batch_size) / speeds[len(speeds) // 2]
-  return _DRAWN_TASKS * task_s
+  machines, profile = _protocols.load(options.cluster)
+  speed = sum(node.speed for node in machines.nodes)
+  most = 1e9 * profile.compute_s(options.batch_size) / speed
+  if (options.seconds or 0) > most:
+    raise ValueError(
+      f"`--seconds` must be at most {most:.3g}, which are 10**9 tasks of these "
+      f"machines, got {options.seconds:g}."
+    )
+  return machines, profile, limits
 
 
 def _table(runs: dict[str, server.Simulation]) -> Any:

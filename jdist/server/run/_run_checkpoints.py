@@ -163,11 +163,6 @@ def _targets(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _newest(folder: pathlib.Path) -> tuple[_Body, Parts] | None:
-  if trainers := sorted(folder.glob("step_*")):
-    raise ValueError(
-      f"`checkpoints` must have no checkpoints but a server's, got "
-      f"{trainers[-1]}. Take another directory."
-    )
   return numbered_files.read_newest(_targets(folder), _read)
 
 
