@@ -99,3 +99,11 @@ def test_equal_chunks_are_rounded_by_numbers_of_their_own():
   ).mean
   first, second = jnp.split(found["w"], 2)
   assert 10 < (first != second).sum() < 63
+
+
+def test_tree_of_other_dtypes_than_the_state_is_refused():
+  parts = reducers.Chunked(reducers.Exact(), max_bytes=64)
+  state = parts.init({"w": jnp.ones(3)}, None)
+  key = jax.random.key(0)
+  with pytest.raises(ValueError, match="leaves of bfloat16"):
+    parts.reduce({"w": jnp.ones(3, jnp.bfloat16)}, state, key, None)

@@ -144,6 +144,11 @@ def test_leaves_of_one_path_are_refused():
     policy.init({"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(1)}, None)
 
 
+def test_default_that_a_rule_names_is_one_reducer():
+  policy = reducers.PerLeaf([reducers.Rule(ROUND, "embed")], default=ROUND)
+  assert policy.reducers == (ROUND,)
+
+
 @dataclasses.dataclass(frozen=True)
 class Holding(reducers.Exact):
   """Holds a number back, which its flush hands over."""

@@ -562,3 +562,54 @@ def test_learner_alone_has_its_speed_and_time_measured():
   # Half of the first measurement, and half of the second.
   assert state.members["a"].speed == 6.0
   assert state.stretch_s == 6.0
+
+
+def test_defaults_are_half_a_quorum_and_half_a_window():
+  rule = server.DecoupledDiLoCo(batches=server.FixedBatches(8))
+  assert (rule.quorum, rule.grace, rule.interval) == (0.5, 0.5, 8)
+
+
+def test_worker_that_leaves_while_it_waits_is_given_nothing():
+  rule = protocol(**TOGETHER)
+  state = begin(rule, "abc")
+  rule.receive(state, 1.0, push("a", 0))
+  assert rule.receive(state, 1.0, server.Pull("a")) == []
+  assert rule.receive(state, 1.0, server.Leave("a")) == []
+  assert rule.receive(state, 2.0, push("b", 1)) == []
+  # What it pushed is merged, and it counts neither as merged nor as living.
+  (update,) = rule.receive(state, 2.0, push("c", 2))
+  assert update.tasks == (1, 2, 0)
+  assert [x[1:] for x in state.shares] == [(2, 2)]
+
+
+def test_leaving_completes_the_merges_of_the_others():
+  rule = protocol(**TOGETHER)
+  state = begin(rule, "abc")
+  for worker, task in (("a", 0), ("b", 1)):
+    assert rule.receive(state, 1.0, push(worker, task)) == []
+  (update,) = rule.receive(state, 1.0, server.Leave("c"))
+  assert update.tasks == (0, 1)
+
+
+def test_waiting_workers_are_served_in_the_order_of_joining():
+  rule = protocol(**TOGETHER)
+  state = begin(rule, "abc")
+  for worker, task in (("b", 1), ("a", 0)):
+    rule.receive(state, 1.0, push(worker, task))
+    rule.receive(state, 1.0, server.Pull(worker))
+  _, *replies = rule.receive(state, 1.0, push("c", 2))
+  assert [x.worker for x in replies] == ["a", "b"]
+
+
+def test_push_counts_the_samples_and_steps_since_the_last_one():
+  rule = protocol(quorum=1.0, grace=0.0, ahead=1, fragments=2)
+  state = begin(rule, "a")
+  rule.receive(state, 1.0, push("a", 0, samples=16))
+  rule.receive(state, 1.0, server.Join("b"))
+  for worker in "ab":
+    (reply,) = rule.receive(state, 1.0, server.Pull(worker))
+    assert reply.fragment == 1
+  assert rule.receive(state, 2.0, push("a", 1, samples=16)) == []
+  update, *_ = rule.receive(state, 2.0, push("b", 2, samples=16))
+  # Two tasks of two steps against one: (32^2 / 4) : (16^2 / 2).
+  assert update.weights == pytest.approx((2 / 3, 1 / 3))

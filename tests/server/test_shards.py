@@ -273,3 +273,26 @@ def test_threads_train_with_shards_as_with_one_server(tmp_path):
   jax.tree.map(
     np.testing.assert_array_equal, again.model.params, found[1].params
   )
+
+
+def test_workers_of_own_streams_have_positions_of_their_own():
+  one = whole(server.message_plans(), shared=False)
+  starts = [
+    one.reply(server.Reply(name, task, 0, 8, 1, 0, 0))[0]["start"]
+    for task, name in enumerate("xyx")
+  ]
+  assert starts == [0, 0, 8]
+
+
+def test_parameters_of_a_task_that_is_discarded_are_dropped():
+  one = whole(server.message_plans(), compensation=0.5)
+  one.reply(server.Reply("x", 0, 0, 8, 1, 0, 0))
+  assert list(one._sent) == [0]
+  one.discard(0)
+  assert not one._sent
+
+
+def test_optimizer_begins_with_the_parameters():
+  slow = optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, s))
+  one = whole(server.message_plans(), optimizer=slow)
+  jax.tree.map(np.testing.assert_array_equal, one.model.opt_state, PARAMS)

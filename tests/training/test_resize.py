@@ -126,8 +126,9 @@ def test_iterates_of_a_model_become_their_mean():
   )
   means = old.place(np.array([1.0, 5.0], np.float32))
   state = state._replace(model_state={"mean": means})
-  found = training.resize(state, local(), old, team(3)).model_state
-  assert found["mean"].tolist() == [3.0] * 3
+  found = training.resize(state, local(), old, team(3))
+  assert found.model_state["mean"].tolist() == [3.0] * 3
+  assert found.laws == state.laws != ()
 
 
 def test_statistics_keep_their_mean_and_workers_draw_apart():

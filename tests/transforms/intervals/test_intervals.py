@@ -239,6 +239,27 @@ def test_policy_receives_the_mean_over_steps_and_workers():
   assert told == [5.0, 5.0, 6.5, 6.5, 6.5, 9.0]
 
 
+def test_clock_tells_losses_to_policies_that_need_them():
+  """A round that is cut short tells none, and its mean is over its steps."""
+  for needs in (True, False):
+    told = []
+
+    def note(state, start, loss, told=told):
+      told.append(loss)
+      return jnp.int32(8), state
+
+    policy = intervals.IntervalPolicy(lambda: (), note, needs_loss=needs)
+    clock = _round.start_clock(policy)
+    for loss in (1.0, 3.0):
+      clock = clock.advance(loss)
+    del told[:]
+    if needs:
+      assert clock.mean_loss() == 2.0
+    clock.end(policy, jnp.float32(2.0))
+    clock.cut_short(policy)
+    assert told == [2.0 if needs else None, None]
+
+
 def test_round_cut_short_takes_the_next_interval():
   """By a policy that counts how often it was asked; a round may be empty."""
   policy = intervals.IntervalPolicy(
