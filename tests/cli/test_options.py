@@ -19,7 +19,7 @@ _COMMANDS = [
 
 # Numbers whose rules depend on other options or on what they are given to,
 # which refuses them.
-_MEAN = "alpha batch_size bits carry correction delay_steps rank ratio"
+_MEAN = "alpha batch_size bits carry delay_steps rank ratio"
 _SERVER = "ahead error_limit grace local_momentum quorum"
 _ELSEWHERE = {
   "Train": f"{_MEAN} {_SERVER} chunks cuts gpus_per_worker window",
