@@ -7,13 +7,19 @@ import pickle
 import queue
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
 
 from jdist import cluster, server, training
 from jdist.server.run import _run_checkpoints
-from jdist.server.runtime import _delivery, _engine, _envelope
+from jdist.server.runtime import (
+  _delivery,
+  _engine,
+  _envelope,
+  _worker_loop,
+)
 from jdist.storage import hashes, sealed_json
 from tests.server import _live_runs
 
@@ -621,3 +627,66 @@ def test_protocol_state_is_the_same_after_json(protocol):
   drive(whole, tasks, 10.0), drive(resumed, again, 10.0)
   assert resumed.state == whole.state and again == tasks
   assert resumed.summary() == whole.summary()
+
+
+class Twice:
+  """A machine on which every task takes twice its time."""
+
+  def draw(self, random):
+    del random
+    return 2.0
+
+  def end_s(self, start_s, work_s):
+    return start_s + work_s
+
+
+def paced(name, learner=None):
+  profile = cluster.Profile(seconds_per_sample=1.0, seconds_per_encoding=10.0)
+  return server.WorkerLoop(
+    None, name, learner, depth=1, pace=server.Pace(Twice(), profile, seed=3)
+  )
+
+
+def test_paced_worker_ends_when_its_machine_would(monkeypatch):
+  header = {"samples": 1, "passes": 1, "push_plan": 1, "pull_plan": 1}
+  header |= {"now_s": 100.0}
+  slept = []
+  monkeypatch.setattr(time, "sleep", slept.append)
+  loop, now_s = paced("a"), time.monotonic()
+  # A sample and two messages that are encoded, twice.
+  assert loop._wait(header, now_s, now_s) == 0.0
+  assert slept == [pytest.approx(42.0, abs=1.0)]
+  late_s = loop._wait(header, now_s - 50.0, now_s - 50.0)
+  assert late_s == pytest.approx(8.0, abs=1.0) and len(slept) == 1
+  # Machines vary for themselves.
+  assert loop._random.random() != paced("b")._random.random()
+
+
+def test_push_says_how_long_its_task_waited(monkeypatch):
+  sent = []
+  session = types.SimpleNamespace(
+    send=lambda kind, header, out: sent.append(header)
+  )
+  loop = server.WorkerLoop(None, "a", server.EmptyWorker(), depth=1)
+  monkeypatch.setattr(loop._learner, "receive", lambda *given: None)
+  monkeypatch.setattr(loop._learner, "compute", lambda header: ({}, None))
+  header = {"task": 0, "push_plan": 0, "samples": 1}
+  loop._do(session, header, None, time.monotonic() - 5.0)
+  assert sent[0]["waited_s"] == pytest.approx(5.0, abs=1.0)
+
+
+def test_session_keeps_its_first_generation_until_it_rejoins():
+  kinds = [("task", 1), ("task", 2), ("rejoin", 3), ("stop", 4)]
+  messages = iter([{"kind": x, "generation": y} for x, y in kinds])
+  session, seen = types.SimpleNamespace(generation=None), []
+
+  def pull(name, life):
+    seen.append(session.generation)
+    return next(messages), None
+
+  vars(session).update(
+    _closed=threading.Event(), _name="a", _life=0, inbox=queue.Queue(),
+    _channel=types.SimpleNamespace(pull=pull, push=lambda join: None),
+  )  # fmt: skip
+  _worker_loop._Session._pull(session)
+  assert seen == [None, 1, 1, 3]
