@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdist import methods, models, prediction
+from jdist import methods, models, prediction, training
 from tests.experiments import _loading
 
 
@@ -21,6 +21,12 @@ def test_each_method_is_recorded_here_or_with_the_predictions(costs):
   assert sorted([*costs.names("cnn", 24), *known]) == sorted(methods.registry)
   assert set(costs.names("cnn", 24)) - set(costs.names("mlp", 128)) == {"mp2"}
   assert costs.names("lenet", 96) == ["mp2"]
+
+
+def test_each_method_has_rows_of_each_of_its_nets(costs):
+  rows = training.read_rows(costs.ROWS)
+  for net in {*costs.NETS, *costs.PREDICTED}:
+    assert costs.left(rows, *net) == []
 
 
 def test_methods_are_recorded_as_they_are_used(costs):
