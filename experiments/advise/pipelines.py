@@ -112,6 +112,7 @@ def main():
     return np.asarray(workers.view(program(workers.place(here))))
 
   model, loss_fn, batch = run.problem(options)
+  num_bytes = sum(x.nbytes for x in jax.tree.leaves(model.params))
   base = run.Turn(workers, run.CHAINS["ssgd"][0], model, loss_fn, batch)
   whole = jax.tree.map(lambda x: np.concatenate([x] * options.hosts), batch)
   size = options.batch_size // math.gcd(options.batch_size, 4)
@@ -128,10 +129,11 @@ def main():
         run.slow_network.change_rate(names, rate)
       collectives.agree(f"the rate {rate}", {})
       options.bits_per_s = 8 * run.slow_network.bytes_per_s(rate)
-      reached = advice.measure_link(workers).bandwidth_bits_per_s
+      own = advice.measure_link(workers, num_bytes=num_bytes)
       # A mean waits for threads of its own, and a pipeline's messages do not.
       latency_s = float(mean(statistics.median(map(round_trip_s, range(20)))))
-      link = cluster.Link(reached, latency_s / 2)
+      # A message takes the links of two machines.
+      link = cluster.Link(own.bandwidth_bits_per_s, latency_s / 4)
       machines = cluster.workers([1.0] * options.hosts, link=link)
       found = plans(options, layer_costs(model, microbatch, mean), machines)
       turns = {

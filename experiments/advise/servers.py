@@ -35,15 +35,16 @@ _BLOCK_S = 1.0
 def predict(options, workers, round_trip_s):
   """Returns the seconds of an update, and the link."""
   model, loss_fn, batch = run.problem(options)
-  reached = advice.measure_link(workers).bandwidth_bits_per_s
+  size = sum(x.nbytes for x in jax.tree.leaves(model.params))
+  reached = advice.measure_link(workers, num_bytes=size).bandwidth_bits_per_s
   found = advice.advise(
     loss_fn, model.params, batch, {"ssgd": run.CHAINS["ssgd"]},
     cluster.Link(reached), num_workers=2, optimizer=run.sgd(),
     model_state=model.state, limit_s=5, workers=workers,
   )  # fmt: skip
-  latency_s = statistics.median(map(round_trip_s, range(20))) / 2
+  # A message takes the links of two machines.
+  latency_s = statistics.median(map(round_trip_s, range(20))) / 4
   link = cluster.Link(reached, latency_s)
-  size = sum(x.nbytes for x in jax.tree.leaves(model.params))
   profile = cluster.Profile(
     found.step_s / options.batch_size, pull_bytes=size, push_bytes=size
   )

@@ -34,8 +34,7 @@ class TopK(_sparse.Sparse):
     values: The codec of the vector of values; `Dense()` by default.
 
   Raises:
-    ValueError: If a setting is out of range; from `check` for an array of
-      fewer than `k` entries.
+    ValueError: From `check`, for an array of fewer than `k` entries.
 
   >>> import jax.numpy as jnp
   >>> codec = TopK(k=2)

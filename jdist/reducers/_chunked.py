@@ -42,8 +42,7 @@ class Chunked(_reducer.Reducer):
       chunks.
 
   Raises:
-    ValueError: If built, for settings out of range and for a reducer that
-      needs whole leaves.
+    ValueError: If built, for a reducer that needs whole leaves.
 
   >>> halves = Chunked(_reducer.Exact(), multiple=2)
   >>> rows = halves.pack({"a": jnp.ones(2), "b": jnp.zeros(1)})

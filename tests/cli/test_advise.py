@@ -213,7 +213,11 @@ def test_processes_that_measure_are_the_workers(
   monkeypatch.setattr(_advise.jax, "process_count", lambda: 2)
   link = cluster.Link(1e6)
   monkeypatch.setattr(_advise.collectives, "workers", lambda number: number)
-  monkeypatch.setattr(_advise.advice, "measure_link", lambda team: link)
+  sizes = []
+  monkeypatch.setattr(
+    _advise.advice, "measure_link",
+    lambda team, num_bytes: sizes.append(num_bytes) or link,
+  )  # fmt: skip
   monkeypatch.setattr(_advise.advice, "advise", stop)
   words = (
     "--step", "own_step:make", "--coordinator-address", "a:1",
@@ -224,7 +228,8 @@ def test_processes_that_measure_are_the_workers(
   assert told["num_workers"] == asked
   # The two send messages over the link that they have measured.
   assert (told["workers"], told["link"]) == (2, link)
-  # Messages of a server or a pipeline take half of a round trip.
+  assert sizes == [4 * 64 * 64]  # Means as long as the model's.
+  # Messages of a server or a pipeline take half of a round trip, by two links.
   costs = advice.MethodCosts(1, (0.1,) * 3, (0.0,) * 3, 1e6, 0, 0)
   found = advice.Advice({"ssgd": costs}, link, (1.0, 1.0))
   monkeypatch.setattr(_advise.advice, "advise", lambda *args, **options: found)
@@ -232,7 +237,7 @@ def test_processes_that_measure_are_the_workers(
   monkeypatch.setattr(_advise, "_others", stop)
   with pytest.raises(ValueError, match="enough"):
     advise(capsys, *words)
-  assert told["link"].latency_s == pytest.approx(9.5e-3 / 2)
+  assert told["link"].latency_s == pytest.approx(9.5e-3 / 4)
 
 
 @pytest.mark.parametrize(

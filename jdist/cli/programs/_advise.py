@@ -38,7 +38,7 @@ _CHOICES: tuple[tuple[str, dict[str, Any]], ...] = (
 def advise(options: _commands.Advise) -> None:
   """Measures a step, and prints what each method would take on the link."""
   collectives.make_cpu_devices(1)  # The threads of a worker's process.
-  number, latency_s, team = 8, options.latency_ms / 1e3, None
+  number, team, latency_s = 8, None, options.latency_ms / 1e3
   link = cluster.Link(options.bandwidth_mbit_per_s * 1e6, latency_s)
   joined = options.num_processes or 1
   if options.methods:
@@ -55,9 +55,6 @@ def advise(options: _commands.Advise) -> None:
   _options.join_processes(dataclasses.replace(options, workers=joined), joined)
   if jax.process_count() > 1:
     number, team = jax.process_count(), collectives.workers(jax.process_count())
-    link = advice.measure_link(team)
-    # A mean waits for threads of its own, and messages of others do not.
-    latency_s = statistics.median(map(_round_trip_s, range(20))) / 2
   workers = options.workers or number
   options = dataclasses.replace(options, workers=workers)
   common = _groups.Common(
@@ -68,6 +65,12 @@ def advise(options: _commands.Advise) -> None:
   sizes = [(*jax.numpy.shape(x), 0)[0] for x in jax.tree.leaves(batch)]
   if not min(sizes, default=0):
     raise ValueError(f"`--step` must return a batch with samples, got {sizes}.")
+  size = sum(x.nbytes for x in jax.tree.leaves(params))
+  if team is not None:
+    # A longer mean would overflow queues on the way and be sent again.
+    link = advice.measure_link(team, num_bytes=size)
+    # A mean waits for threads of its own, and messages of others do not.
+    latency_s = statistics.median(map(_round_trip_s, range(20))) / 2
   choices = _CHOICES
   if options.methods:
     named = [_named_choice(x) for x in options.methods if x != "ssgd"]
@@ -92,9 +95,9 @@ def advise(options: _commands.Advise) -> None:
   console = _output.console()
   console.print(_times(found, workers))
   console.print(_rates(found))
-  size = sum(x.nbytes for x in jax.tree.leaves(params))
   try:
-    other = dataclasses.replace(link, latency_s=latency_s)
+    # A message takes the links of two machines.
+    other = dataclasses.replace(link, latency_s=latency_s / 2)
     console.print(_others(found, other, workers, batch, size, layer_costs))
   except ImportError as error:
     print(f"Servers and pipelines are not shown. {error}")

@@ -40,8 +40,7 @@ class GradientWorker:
     local_step: Step in front of what was sent; None takes none.
 
   Raises:
-    ValueError: If an argument is not as described; at a task whose batch is
-      larger than all `sizes`.
+    ValueError: At a task whose batch is larger than all `sizes`.
   """
 
   # As in `ServerLedger`.
