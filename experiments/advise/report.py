@@ -34,6 +34,7 @@ _LOOKED_AT = (
 _ELSEWHERE = 1e8  # The rate whose costs also predict the steps at others.
 _SETTING = ("model", "batch", "hosts", "share", "rate")
 _CONFIG = ("model", "batch_size", "hosts", "share", "bits_per_s")
+_PLACE = ("model", "batch_size", "hosts", "bits_per_s")
 _PUBLIC = {"ddp": "SSGD", "localsgd": "Local SGD", "diloco": "DiLoCo"}
 
 
@@ -239,6 +240,77 @@ def public_table(found):
   )  # fmt: skip
 
 
+def others(rows):
+  """Returns a dict for each table of a pipeline, and for each server."""
+  found = []
+  for own in studies.group(rows, _place).values():
+    took = {x["table"]: statistics.median(x["step_s"]) for x in own}
+    for x in own:
+      if x["table"] == "ssgd":  # It is measured beside pipelines.
+        continue
+      took_s = took[x["table"]]
+      found.append({
+        "place": _place(x), "table": x["table"], "said": x["said_s"],
+        "took": took_s, "error": x["said_s"] / took_s - 1,
+        "ssgd": took.get("ssgd"), "commit": x["commit"][:8],
+      })  # fmt: skip
+  return found
+
+
+def _place(row):
+  server = row["table"] == "server"
+  return (*(row["config"][key] for key in _PLACE), server)
+
+
+def others_verdict(found):
+  """Returns a line of the pipelines and one of the servers of each commit."""
+  lines = []
+  for (commit, served), own in sorted(
+    studies.group(found, lambda x: (x["commit"], x["place"][-1])).items()
+  ):
+    errors = [abs(x["error"]) for x in own]
+    places = studies.group(own, lambda x: x["place"]).values()
+    regrets = [
+      min(x, key=lambda y: y["said"])["took"] / min(y["took"] for y in x) - 1
+      for x in places
+    ]
+    agreed = [
+      (x["said"] < x["ssgd"]) == (x["took"] < x["ssgd"])
+      for x in own
+      if x["ssgd"]
+    ]
+    lines.append((
+      commit, "a server" if served else "pipelines", len(places),
+      f"{100 * statistics.median(errors):.1f}, {100 * max(errors):.1f}",
+      f"{sum(x <= _WITHIN for x in errors)} of {len(errors)}",
+      "-" if served else f"{100 * max(regrets):.1f}",
+      "-" if served else f"{sum(agreed)} of {len(agreed)}",
+    ))  # fmt: skip
+  return studies.table(
+    "commit | what | settings | error of a step: median, most, % | within "
+    f"{100 * _WITHIN:.0f} % | the choice of a table takes longer by at most, % "
+    "| right of faster than SSGD",
+    lines,
+  )
+
+
+def others_table(found):
+  """Returns a line for each pipeline and server."""
+  return studies.table(
+    "model | batch of a worker | hosts | Mbit/s | table | predicted, ms | "
+    "measured, ms | error, % | SSGD, ms",
+    [
+      (
+        *x["place"][:3], f"{x['place'][3] / 1e6:g}", x["table"],
+        f"{1e3 * x['said']:.1f}", f"{1e3 * x['took']:.1f}",
+        f"{100 * x['error']:+.1f}",
+        f"{1e3 * x['ssgd']:.1f}" if x["ssgd"] else "-",
+      )
+      for x in found
+    ],
+  )  # fmt: skip
+
+
 def over(row):
   """Returns how much more the interface counts than we do, as two parts.
 
@@ -349,14 +421,17 @@ def main():
   found = compare(predicted, measured)
   grid = public.compare(training.read_rows(public.ROWS))
   counted = training.read_rows(run.RESULTS / "wire.jsonl")
+  ways = others(training.read_rows(run.RESULTS / "others.jsonl"))
   pages = {
     _FOLDER / "README.md": {
-      "verdict": verdicts(found), "nets": by_net(found),
+      "verdict": verdicts(found),
       "public": public_verdict(grid), "wire": wire_verdict(counted),
+      "others": others_verdict(ways),
     },
     _FOLDER / "TABLES.md": {
-      "steps": table(found), "public steps": public_table(grid),
-      "wire": wire_table(counted),
+      "nets": by_net(found), "steps": table(found),
+      "public steps": public_table(grid),
+      "wire": wire_table(counted), "others": others_table(ways),
     },
   }  # fmt: skip
 
