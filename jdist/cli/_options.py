@@ -74,19 +74,19 @@ OWN: dict[str, str] = {}  # Modules of the user's own, and what names them.
 def command_line(options: Any, output: object = None) -> str:
   """Returns the command of some options, with a directory for its output."""
   chosen = {name: getattr(options, name) for name in given(options)}
-  # `launch` gives each process its place.
-  number = chosen.get("num_processes")
-  for name in _groups.ProcessOptions.__dataclass_fields__:
-    chosen.pop(name, None)
+  words = ["jdist"]
+  # `launch` gives each process of one machine its place.
+  if chosen.get("coordinator_address", "").startswith("127."):
+    words += ["launch", "-n", str(chosen.get("num_processes")), "--"]
+    for name in _groups.ProcessOptions.__dataclass_fields__:
+      chosen.pop(name, None)
   if {"text", "files"} & {*chosen}:
     chosen.pop("dataset", None)  # It is the name and hash of these.
-  if output is not None:
-    chosen["output"] = output
+  chosen |= {} if output is None else {"output": output}
   if getattr(options, "preset", "digits") != "digits":
     chosen = {"preset": options.preset} | chosen
   command = type(options).__name__.lower()
-  words = ["launch", "-n", str(number), "--"] if number else []
-  words = ["jdist", *words, command, *IMPORTS]
+  words += [command, *IMPORTS]
   # An option of several values would take what stands behind it.
   for name in sorted(chosen, key=lambda x: (command, x) not in POSITIONAL):
     value = chosen[name]

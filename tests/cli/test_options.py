@@ -79,6 +79,28 @@ def test_bools_are_words_of_a_command():
   assert {"--no-host-rounds", "--skip-nonfinite"} <= {*words}
 
 
+@pytest.mark.parametrize(
+  ("host", "told"),
+  [
+    ("127.0.0.1", "jdist launch -n 2 -- train --method diloco"),
+    (
+      "10.0.0.1",
+      "jdist train --method diloco --coordinator-address 10.0.0.1:99 "
+      "--num-processes 2 --process-id 1",
+    ),
+  ],
+)
+def test_machine_of_several_repeats_its_own_command(host, told):
+  usual = _options.with_preset(_commands.Train, "digits")
+  given = dataclasses.replace(
+    usual, method="diloco", coordinator_address=f"{host}:99", num_processes=2,
+    process_id=1,
+  )  # fmt: skip
+  words = _options.command_line(given)
+  assert sorted(words.split()) == sorted(told.split())
+  assert words.startswith(told[:20])
+
+
 def test_remedy_is_a_batch_that_every_worker_has_a_part_of():
   for size, told in ((1, "Take 4 or 8."), (6, "Take 4 or 8."), (9, "8 or 12")):
     with _refusals.refused("--batch-size", told):
