@@ -74,10 +74,14 @@ def check_type(
     raise ValueError(f"`{name}` must be {wanted}, got {show(value)}.")
 
 
-def check_function(name: str, value: Any, of: str, number: int) -> None:
+def check_function(
+  name: str, value: Any, of: str, number: int, *, optional: bool = False
+) -> None:
   """Raises a ValueError unless a value is a function of so many arguments."""
-  if not is_function(value, number):
-    raise ValueError(f"`{name}` must be a function of {of}, got {show(value)}.")
+  if not (is_function(value, number) or (optional and value is None)):
+    rule = f"`{name}` must be a function of {of}"
+    rule += ", or None" if optional else ""
+    raise ValueError(f"{rule}, got {show(value)}.")
 
 
 def check_pair(name: str, found: Any, of: str) -> Any:

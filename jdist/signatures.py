@@ -196,8 +196,6 @@ def _check(name: str, value: Any, hint: Any) -> Any:
       check(name, value)
   elif not _fits(value, hint):
     wanted, got = _words(hint), checks.show(value)
-    if wanted == "a dict" and isinstance(value, Mapping):
-      wanted = f"a dict of {' and '.join(map(_words, of))}"
     if wanted == got:  # The container is right, and an entry is not.
       got = f"entries such as {checks.show(next(iter(value)))}"
     raise ValueError(f"`{name}` must be {wanted}, got {got}.")

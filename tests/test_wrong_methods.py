@@ -231,15 +231,6 @@ ROOMS = {
     sizes_calls(server.BalancedBatches(8)),
     (server.BSP(), {"init": {"workers": ["a", "b"]}}),
     (server.h_ps(8), {"init": {"workers": ["a", "b"]}}),
-    (
-      server.GradientServer(
-        calls.SGD, PARAMS, server.message_plans(), workers=["a"]
-      ),
-      {
-        "reply": {"reply": server.Reply("a", 0, 0, 4)},
-        "leave": {"worker": "a"},
-      },
-    ),
   ],
 }  # fmt: skip
 VALUES = (

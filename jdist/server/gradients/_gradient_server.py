@@ -32,7 +32,7 @@ class Task(NamedTuple):
   passes: int
 
 
-class ServerLedger(_learner.ServerLearner, signatures.Explained):
+class ServerLedger(_learner.ServerLearner):
   """The base of server learners: tasks that are out, and their pushes.
 
   A subclass has `model`, and says by `_like` what a push looks like.

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jdist import signatures
 from jdist.server.gradients import _gradient_messages, _learner
 from jdist.server.run import _run_marks
 from jdist.server.runtime import _engine
@@ -17,7 +16,6 @@ _POLL_S = 0.1
 _MAX_TRIES = 3
 
 
-@signatures.checked
 class LiveSession:
   """Starts a server and workers on an engine, and restarts lost ones.
 
