@@ -50,7 +50,7 @@ class Cluster:
     name, times = collections.Counter(self.names).most_common(1)[0]
     if times > 1:
       raise ValueError(f"`nodes` must differ in name, got {name!r} twice.")
-    known = ("server",) if self.topology is None else self.topology.names
+    known = self.topology.names if self.topology else ("server", *self.names)
     if self.server not in known:
       raise ValueError(f"`server` must be named by a link, got {self.server}.")
     if self.topology is not None:
