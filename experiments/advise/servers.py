@@ -21,9 +21,9 @@ import sys
 import tempfile
 
 import jax
-import numpy as np
 import optax
 import run
+import wire
 
 import jdist
 from jdist import advice, cluster, collectives, models, server, training
@@ -56,25 +56,6 @@ def predict(options, workers, round_trip_s):
   return clock.now_s / 40, link
 
 
-class _Samples:
-  """Equal samples for every task."""
-
-  shared = True
-
-  def __init__(self, shape):
-    self._shape = shape
-
-  def batch(self, worker, start, count, *, size=None):
-    """Returns images, labels and the mask of a task."""
-    del worker, start
-    size = size or count
-    return {
-      "image": np.ones((size, *self._shape), np.float32),
-      "label": np.zeros(size, np.int32),
-      "mask": (np.arange(size) < count).astype(np.float32),
-    }
-
-
 def _model(name, shape):
   return models.build(name, input_shape=shape, num_classes=10, seed=0)
 
@@ -92,9 +73,9 @@ def _serve(name, shape, batch_size, plan):
 def _work(name, shape, batch_size, channel):
   model = _model(name, shape)
   worker = server.GradientWorker(
-    training.classification_loss(model.apply), model.params, _Samples(shape),
-    server.message_plans(), number=0, num_workers=1, sizes=[batch_size],
-    model_state=model.state,
+    training.classification_loss(model.apply), model.params,
+    wire.Samples(shape), server.message_plans(), number=0, num_workers=1,
+    sizes=[batch_size], model_state=model.state,
   )  # fmt: skip
   worker.prepare()
   server.WorkerLoop(channel, "worker", worker, depth=1).run()

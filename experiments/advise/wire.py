@@ -221,17 +221,20 @@ def count_server(options):
   return rows, 0
 
 
-class _Samples:
-  """Equal samples for every worker and task."""
+class Samples:
+  """Equal samples of a shape for every worker and task."""
 
   shared = True
+
+  def __init__(self, shape):
+    self._shape = shape
 
   def batch(self, worker, start, count, *, size=None):
     """Returns images, labels and the mask of a task."""
     del worker, start
     size = size or count
     return {
-      "image": np.ones((size, *_SHAPE), np.float32),
+      "image": np.ones((size, *self._shape), np.float32),
       "label": np.zeros(size, np.int32),
       "mask": (np.arange(size) < count).astype(np.float32),
     }
@@ -248,7 +251,7 @@ def _serve(params, plans, plan):
 def _work(params, plans, file, channel):
   _, loss_fn = build()
   worker = server.GradientWorker(
-    loss_fn, params, _Samples(), plans, number=0, num_workers=1, sizes=[8]
+    loss_fn, params, Samples(_SHAPE), plans, number=0, num_workers=1, sizes=[8]
   )
   worker.prepare()
   before = interface()

@@ -80,7 +80,7 @@ class Node:
   def __post_init__(self) -> None:
     if not self.name:
       raise ValueError(f"`name` must be text, got {self.name!r}.")
-    if self.jitter > 20:  # Factors of e**-200 on the median: time stands still.
+    if self.jitter > 20:  # Tasks would shrink by e**-200, and time stand still.
       raise ValueError(f"`jitter` must be at most 20, got {self.jitter}.")
     ends = -math.inf
     for outage in self.outages:

@@ -117,7 +117,7 @@ def phase(
 
   Args:
     start: The first time, from 0.
-    stop: The first later time after the phase; None for one without end.
+    stop: The time of its end, after `start`; None for a phase without end.
 
   >>> step = lambda x, is_first: jax.lax.cond(is_first, warm, go_on, x)
   >>> def warm(x):

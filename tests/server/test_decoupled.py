@@ -576,7 +576,7 @@ def test_worker_that_leaves_while_it_waits_is_given_nothing():
   assert rule.receive(state, 1.0, server.Pull("a")) == []
   assert rule.receive(state, 1.0, server.Leave("a")) == []
   assert rule.receive(state, 2.0, push("b", 1)) == []
-  # What it pushed is merged, and it counts neither as merged nor as living.
+  # Its push is merged, and it counts neither as merged nor as living.
   (update,) = rule.receive(state, 2.0, push("c", 2))
   assert update.tasks == (1, 2, 0)
   assert [x[1:] for x in state.shares] == [(2, 2)]

@@ -353,7 +353,7 @@ def test_mark_has_the_means_since_the_one_before():
   first = measure(driver(applied_samples=10), learner, None)
   found = measure(driver(), learner, first)
   assert (found.train_loss, found.last_loss) == (2.5, 2.0)
-  # Of gradients, and not of updates.
+  # The mean is over gradients, and not over updates.
   assert found.staleness == 2.0
   assert found.usable
   assert not measure(driver(all_expelled=True), learner, first).usable

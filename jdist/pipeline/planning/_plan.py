@@ -94,7 +94,7 @@ class Plan:
 
   @signatures.checked
   def stage_of(self, layer: signatures.NonNegativeInt) -> int:
-    """Returns the stage of a layer; the last one has no end here."""
+    """Returns the stage of a layer, the last one for all after its cut."""
     return sum(cut <= layer for cut in self.cuts)
 
   def __str__(self) -> str:
