@@ -259,6 +259,22 @@ def test_padding_of_a_merge_weighs_nothing():
   np.testing.assert_array_equal(factors, [[1, 2, 3, 0], [0.5, 0.5, 0.5, 0]])
 
 
+def test_one_push_with_the_weight_one_is_merged_as_it_is():
+  push = _merge.Pushed({"w": jnp.array([0.1, -3.0])}, {"count": jnp.int32(2)})
+  for weights in ((1.0,), (0.5,)):
+    (found,), factors = _merge.narrowed([push], weights, (1.0,), 4)
+    assert found is push and (factors is None) == (weights == (1.0,))
+    merged = jax.jit(_merge.merge)([push], factors)
+    np.testing.assert_array_equal(
+      merged.grads["w"], weights[0] * push.grads["w"]
+    )
+    assert merged.change == push.change
+  # `prepare` compiles all that updates need.
+  assert [(x, y is None) for x, y in _merge.forms(4)] == [
+    (4, False), (2, False), (1, False), (1, True),
+  ]  # fmt: skip
+
+
 def test_last_settled_task_is_the_latest_in_every_order():
   """A worker may have several tasks, of which a later one is dropped first."""
   found, resumed = (

@@ -257,15 +257,19 @@ def test_push_that_is_not_finite_is_refused_on_the_clock():
   assert set(run.state.members) == {"worker0"} and not run.all_expelled
 
 
-@pytest.mark.parametrize("size", (3, 2**13, 3 * 2**13))
-def test_one_number_that_is_not_finite_is_found(size):
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "complex64"))
+@pytest.mark.parametrize("shape", ((), (3,), (2**13, 1), (3, 5, 7), (3, 2**13)))
+def test_one_number_that_is_not_finite_is_found(shape, dtype):
   found = jax.jit(_gradient_messages.all_finite)
-  x = np.zeros((size, 1), np.float32)
-  assert found([x, x])
-  for place in (0, size // 2, size - 1):
-    spoiled = x.copy()
-    spoiled[place] = np.inf
-    assert not found([x, spoiled]) and not found([spoiled, x])
+  # The largest number is finite, as are integers and nothing.
+  x = np.full(shape, jnp.finfo(dtype).max, dtype)
+  rest = [x, np.ones(2, np.int32), np.zeros(0, dtype)]
+  assert found(rest)
+  for place in {0, x.size // 2, x.size - 1}:
+    for number in (np.nan, np.inf, -np.inf):
+      spoiled = x.copy()
+      spoiled.flat[place] = number
+      assert not found([spoiled, *rest]) and not found([*rest, spoiled])
 
 
 class Spoiled(_reference.Samples):

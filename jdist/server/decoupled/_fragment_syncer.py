@@ -115,8 +115,7 @@ class FragmentSyncer(_gradient_server.ServerLedger):
     """Compiles what messages and merges need, before the first of them."""
     for fragment in self._fragments:
       pushed = self._empty_push(fragment)
-      for width in _merge.widths(self.num_workers):
-        factors = np.zeros((2, width), np.float32)
+      for width, factors in _merge.forms(self.num_workers):
         moved = self._outer_step(
           self.part(fragment), self._opt_states[fragment], [pushed] * width,
           factors,

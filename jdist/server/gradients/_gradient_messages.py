@@ -226,8 +226,15 @@ def _exact_push(message: PyTree, params: PyTree) -> tuple[Pushed, bool]:
 
 def all_finite(tree: PyTree) -> jax.Array:
   """Returns whether all numbers of a tree are finite, in a compiled program."""
-  finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
-  return jnp.stack(finite).all()
+
+  def finite(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.float32:
+      # A product by zero is NaN where a number is not finite.  XLA's loop over
+      # single numbers takes as long on a CPU as half of a small net's gradient.
+      x = jnp.atleast_1d(x) @ jnp.zeros(jnp.shape(x)[-1:] or 1, x.dtype)
+    return jnp.isfinite(x).all()
+
+  return jnp.stack(list(map(finite, jax.tree.leaves(tree)))).all()
 
 
 @functools.lru_cache(maxsize=32)

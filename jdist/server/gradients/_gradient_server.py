@@ -298,8 +298,7 @@ class GradientServer(ServerLedger):
       _gradient_messages.receive_pull(codec)(message, model.params)
     if self._compensation:
       pushed = pushed._replace(read=model.params)
-    for width in _merge.widths(self.num_workers):
-      factors = np.zeros((2, width), np.float32)
+    for width, factors in _merge.forms(self.num_workers):
       jax.block_until_ready(
         self._update(model, [pushed] * width, factors, np.float32(1.0))
       )

@@ -66,8 +66,16 @@ def narrowed(
 
 @functools.lru_cache(maxsize=64)
 def _factors(weights: tuple[float, ...], parts: tuple[float, ...]) -> Any:
+  if weights == parts == (1.0,):
+    return None
   # An array of NumPy would be copied to the device in each update.
   return jnp.array([weights, parts], jnp.float32)
+
+
+def forms(num_workers: int) -> list[tuple[int, Any]]:
+  """Returns the numbers of pushes and factors for which programs differ."""
+  found = [(w, np.zeros((2, w), np.float32)) for w in widths(num_workers)]
+  return [*found, (1, None)]
 
 
 def widths(num_workers: int) -> list[int]:
@@ -80,7 +88,7 @@ def widths(num_workers: int) -> list[int]:
 
 def merge(
   pushes: Sequence[Pushed],
-  factors: jax.Array,
+  factors: jax.Array | None,
   now: PyTree = None,
   strength: float = 0.0,
 ) -> Pushed:
@@ -94,7 +102,8 @@ def merge(
 
   Args:
     pushes: At least one.
-    factors: The weights w of the gradients and p of the changes, [2, pushes].
+    factors: The weights w of the gradients and p of the changes, [2, pushes];
+      None for one push as it is.
     now: The parameters before the update, for the delay compensation.
     strength: Strength of the delay compensation of pushes with `read`.
   """
@@ -124,10 +133,13 @@ def merge(
       push.read,
     )
 
-  total = Pushed(
-    jax.tree.map(weighted(factors[0]), *map(compensated, pushes)),
-    jax.tree.map(weighted(factors[1]), *(push.change for push in pushes)),
-  )
+  if factors is None:
+    total = Pushed(compensated(pushes[0]), pushes[0].change)
+  else:
+    total = Pushed(
+      jax.tree.map(weighted(factors[0]), *map(compensated, pushes)),
+      jax.tree.map(weighted(factors[1]), *(push.change for push in pushes)),
+    )
   # The same bits, whatever the optimizer does with them first.
   return jax.lax.optimization_barrier(total)
 
