@@ -3,7 +3,8 @@
 The parts are modules: `jdist.collectives` (workers and their communication),
 `jdist.transforms` (Optax transformations), `jdist.training`, `jdist.models`,
 `jdist.data`.  Names that most training loops need are here, too.  An argument
-that breaks its rule raises a ValueError that names it, the rule and a remedy.
+that breaks its rule raises a ValueError that names it, the rule and a remedy,
+and a part whose package is missing an ImportError that names what to install.
 """
 
 from jdist import collectives as collectives

@@ -69,8 +69,6 @@ def check(part: Any, *, sees_all: bool = True, within: float = 1.3) -> None:
 
   Raises:
     AssertionError: If a law is broken; names it.
-    ValueError: If the part is of another kind.
-    ImportError: For a protocol, if SimPy is not installed (`jdist[sim]`).
 
   >>> check(codecs.Sign())
   """

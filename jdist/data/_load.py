@@ -69,7 +69,6 @@ def load(
   Raises:
     ValueError: If the name or split is unknown, or files are not as above.
     FileNotFoundError: If the set is not prepared; names the command.
-    ImportError: If a package is missing; names what to install.
 
   >>> from jdist import data
   >>> digits = data.load("digits")
@@ -175,7 +174,6 @@ def load_text(
   Raises:
     ValueError: If the text or split is unknown, or shorter than a window.
     FileNotFoundError: If the set is not prepared; names the command.
-    ImportError: If a package is missing; names what to install.
 
   >>> import tempfile
   >>> with tempfile.NamedTemporaryFile() as file:

@@ -102,7 +102,6 @@ def prepare(name: str) -> None:
     name: A name of `load` or `load_text`.
 
   Raises:
-    ImportError: If TensorFlow or TensorFlow Datasets is not installed.
     ConnectionError: If the server does not answer within seconds.
   """
   source = find(name)

@@ -88,9 +88,6 @@ class Checkpoints:
       other_workers: A function of the number of workers of a checkpoint, if it
         differs, that returns how `restore` converts it. By default such a
         checkpoint is refused.
-
-    Raises:
-      ImportError: If Orbax is not installed.
     """
     self._orbax = checks.import_extra("orbax.checkpoint", "checkpoints")
     self._directory = _checkpoint_directory.CheckpointDirectory(

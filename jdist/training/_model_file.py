@@ -35,7 +35,6 @@ def save_model(
       `load_metadata` reads them.
 
   Raises:
-    ImportError: If safetensors is not installed.
     OSError: If the file cannot be written, for instance because the disk is
       full.
   """
@@ -84,7 +83,6 @@ def load_model(
     The parameters and the batch statistics, `jax.Array`s.
 
   Raises:
-    ImportError: If safetensors is not installed.
     ValueError: If the file does not have exactly these tensors.
   """
   safetensors = checks.import_extra("safetensors.numpy", "export")
@@ -117,9 +115,6 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 
   Args:
     path: The path of the file.
-
-  Raises:
-    ImportError: If safetensors is not installed.
   """
   safetensors = checks.import_extra("safetensors", "export")
   with _named_errors(path), safetensors.safe_open(path, "numpy") as file:

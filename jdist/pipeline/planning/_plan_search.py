@@ -100,7 +100,6 @@ def plan(
   Raises:
     ValueError: If micro-batches do not divide the batch, there are fewer layers
       than stages, or nothing fits into memory.
-    ImportError: If SimPy is missing.
   """
   known = (*TABLES, "greedy")
   tables = list(known if tables is None else tables)

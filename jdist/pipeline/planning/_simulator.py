@@ -81,7 +81,6 @@ def simulate(
   Raises:
     ValueError: If the table cannot run, numbers do not fit, or two machines
       have no connection.
-    ImportError: If SimPy is missing.
 
   >>> from jdist import pipeline
   >>> table = pipeline.make_table("1f1b", 2, 4)

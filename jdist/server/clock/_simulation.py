@@ -75,7 +75,6 @@ class Simulation(_driver.Driver):
 
     Raises:
       ValueError: If a machine's memory does not hold its first batch.
-      ImportError: If SimPy is not installed.
     """
     self._environment = _driver.environment()
     here = [node.name for node in machines.nodes if node.available(0.0)]

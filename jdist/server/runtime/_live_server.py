@@ -57,7 +57,6 @@ class LiveServer:
 
   Raises:
     training.OtherRunError: If a checkpoint belongs to another run.
-    ImportError: If SimPy is not installed.
   """
 
   def __init__(

@@ -72,7 +72,6 @@ class RayEngine:
       None makes one that is removed with the engine.
 
   Raises:
-    ImportError: If Ray is missing.
     ValueError: If the address is wrong or may not be used, or there are too
       few CPUs or GPUs.
     ConnectionError: If Ray does not start on this machine.
