@@ -87,11 +87,7 @@ def identity() -> Identity:
 
 
 def private_directory(path: pathlib.Path) -> pathlib.Path:
-  """Makes a directory that no other user may enter, and returns it.
-
-  Raises:
-    OSError: If it cannot be made, or belongs to another user.
-  """
+  """Makes a directory that no other user may enter, and returns it."""
   path.mkdir(parents=True, exist_ok=True, mode=0o700)
   path.chmod(0o700)  # Only its owner may, which root is everywhere.
   if path.stat().st_uid != os.getuid():

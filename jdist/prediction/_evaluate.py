@@ -83,9 +83,6 @@ def evaluate_predictor(
 
   Returns:
     The accuracy of each network, float64 [samples].
-
-  Raises:
-    ValueError: If samples, model, images and labels do not fit each other.
   """
   check_model(predictor, model)
   check_samples("samples", samples, predictor)

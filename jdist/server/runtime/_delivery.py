@@ -90,11 +90,7 @@ class Delivery(_driver.Driver):
     }
 
   def load(self, plain: Any) -> None:
-    """Restores what `save` returned.
-
-    Raises:
-      PlainDataError: If it is not of this protocol's types.
-    """
+    """Restores what `save` returned."""
     kinds = self._kinds()
     if not isinstance(plain, dict) or plain.keys() != kinds.keys():
       raise plain_data.PlainDataError(

@@ -38,11 +38,7 @@ def pack(header: dict[str, Any], payload: np.ndarray | None = None) -> Any:
 
 
 def unpack(message: Any) -> tuple[dict[str, Any], np.ndarray]:
-  """Returns a message's header and payload.
-
-  Raises:
-    MalformedError: If it is not a message of `pack`.
-  """
+  """Returns a message's header and payload."""
   if (
     not isinstance(message, np.ndarray)
     or message.dtype != np.uint8

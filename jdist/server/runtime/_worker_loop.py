@@ -86,11 +86,7 @@ class WorkerLoop:
     self._fresh = True
 
   def run(self) -> None:
-    """Runs until a stop message.
-
-    Raises:
-      LostServerError: If the server does not answer for too long.
-    """
+    """Runs until a stop message."""
     while True:
       receipt = self._hello()
       if receipt is None:

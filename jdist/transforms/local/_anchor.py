@@ -37,7 +37,7 @@ def wide_copy(x: jax.Array) -> jax.Array:
 
 def moved(params: jax.Array, updates: jax.Array) -> jax.Array:
   """Returns the parameters after `optax.apply_updates`, in float32."""
-  there = wide(params) + wide(updates)
+  there = summed(wide(params), wide(updates))
   # The cast rounds as the worker's own parameters are rounded.
   return wide(there.astype(params.dtype))
 
@@ -47,8 +47,24 @@ def towards(updates: PyTree, target: PyTree, local: PyTree) -> PyTree:
   # Not `target - params`: where target and local are equal, the updates must
   # not change a bit.
   return jax.tree.map(
-    lambda u, t, w: (wide(u) + (t - w)).astype(u.dtype), updates, target, local
-  )
+    lambda u, t, w: summed(wide(u), difference(t, w)).astype(u.dtype),
+    updates, target, local,
+  )  # fmt: skip
+
+
+def summed(x: jax.Array, y: jax.Array) -> jax.Array:
+  """Returns x + y."""
+  # `jnp.add` traces a program of its own for each of thousands of leaves.
+  return jax.lax.add(x, y) if _alike(x, y) else x + y
+
+
+def difference(x: jax.Array, y: jax.Array) -> jax.Array:
+  """Returns x - y."""
+  return jax.lax.sub(x, y) if _alike(x, y) else x - y
+
+
+def _alike(x: jax.Array, y: jax.Array) -> bool:
+  return x.dtype == y.dtype and x.shape == y.shape
 
 
 def behind(anchor: PyTree, part: jax.Array, progress: PyTree) -> PyTree:

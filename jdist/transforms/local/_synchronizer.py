@@ -398,7 +398,7 @@ class Synchronizer:
     start = state.anchor if self.late is None else self.late.start(state)
     return _round.Round(
       anchor=state.anchor, local=local,
-      progress=jax.tree.map(jnp.subtract, start, local), params=params,
+      progress=jax.tree.map(_anchor.difference, start, local), params=params,
       inner=step.inner, memory=state.memory, step=state.clock.step - 1,
       optimizer=self.optimizer, axis=self.axis,
     )  # fmt: skip
