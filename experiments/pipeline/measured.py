@@ -6,11 +6,12 @@
 
 Each stage is a process of its own.  `sleeping`: 4 and 8 stages whose passes
 take given seconds.  `computing`: two stages, a core each, whose seconds are
-measured beforehand while the other one waits; it begins each run when the
-machine is idle, or when its patience ends, and a row has how many cores others
-kept busy.  `quota`: so, but a control group leaves the second stage 30 % of a
-core in all runs but those for the costs.  Rows go to
-`results/measured.jsonl`, or `measured_quota.jsonl`; `measured_report.py` draws.
+measured beforehand while the other one waits, with all that its processor
+computes around the passes.  A run begins when the machine is idle, or when its
+patience ends, and a row has how many cores others kept busy.  `quota`: so, but
+a control group leaves the second stage 30 % of a core in all runs but those for
+the costs.  Rows go to `results/measured.jsonl`, or `measured_quota.jsonl`;
+`measured_report.py` draws.
 """
 
 import contextlib
@@ -87,6 +88,10 @@ class Config:
     return len(self.forward_s) or 2
 
 
+_ALL = (
+  "naive", "gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2", "pipedream", "2bw",
+  "ours",
+)  # fmt: skip
 _UNEVEN = (0.04, 0.06, 0.03, 0.05)
 PRESETS = {
   "sleeping": [
@@ -101,7 +106,7 @@ PRESETS = {
   "computing": [
     Config(
       kind="computing", forward_s=(), width=512, samples=128, layers=3,
-      bound=True, drawn=True,
+      bound=True, drawn=True, tables=_ALL,
     ),
     Config(
       kind="computing", forward_s=(), width=768, samples=256, layers=3,
@@ -110,9 +115,9 @@ PRESETS = {
   ],
   "quota": [
     Config(
-      kind="computing", forward_s=(), width=512, samples=128, layers=3,
+      kind="computing", forward_s=(), width=768, samples=256, layers=3,
       bound=True, quota=0.3, microbatches=4, iterations=4,
-      tables=("gpipe", "1f1b", "zb_h1", "zb_h2", "ours"),
+      tables=_ALL,
     ),
   ],
 }  # fmt: skip
@@ -177,7 +182,10 @@ def measure(peers: pipeline.Peers, config: Config) -> dict[str, Any]:
   tables = make_tables(config)
   if config.kind == "computing":
     # One device at a time: what a stage takes alone.
-    tables.insert(0, pipeline.make_table("naive", 2, 1, num_iterations=40))
+    alone = pipeline.make_table(
+      "naive", 2, config.microbatches, num_iterations=config.iterations
+    )
+    tables.insert(0, alone)
   runs = []
   for table in tables:
     count = table.num_microbatches
@@ -199,7 +207,7 @@ def measure(peers: pipeline.Peers, config: Config) -> dict[str, Any]:
     process.trace()
     runs.append([process, state, batches, []])
   link = measure_link(peers)
-  busy = []
+  busy, used_s = [], []
   for repeat in range(config.repeats):
     for run in runs:
       process, state, batches, traces = run
@@ -209,12 +217,15 @@ def measure(peers: pipeline.Peers, config: Config) -> dict[str, Any]:
       peers.check_agreement("Turn", "same", 1000 + repeat)
       # The first table is that of the costs, which are those of a whole core.
       slow = peers.device == 1 and config.quota < 1 and run is not runs[0]
+      began_s = time.process_time()
       with _quota(config.quota) if slow else contextlib.nullcontext():
         run[1], _ = process.run(state, batches)
+      used_s.append(time.process_time() - began_s)
       traces.append(list(process.trace()))
   return {
     "link": link,
     "busy": [busy[i :: len(runs)] for i in range(len(runs))],
+    "used_s": used_s[:: len(runs)],
     "traces": [x[3] for x in runs],
   }
 
@@ -243,8 +254,14 @@ def steady_s(spans: Sequence[cluster.Span], window: int, count: int) -> float:
   return (ends[last] - ends[first]) / (last - first)
 
 
-def costs_of(config: Config, alone: Sequence[Any]) -> list[pipeline.LayerCost]:
-  """The stages' costs: as given, or medians of runs of one stage at a time."""
+def costs_of(
+  config: Config, alone: Sequence[Any], used_s: Sequence[Sequence[float]]
+) -> list[pipeline.LayerCost]:
+  """The stages' costs: as given, or medians of runs of one stage at a time.
+
+  A processor also starts the passes, and sends and receives: its seconds in a
+  run, `used_s` of each stage, are divided among the passes by their lengths.
+  """
   output_bytes = 4.0 * config.samples * config.width
   found = []
   for stage in range(config.stages):
@@ -261,6 +278,12 @@ def costs_of(config: Config, alone: Sequence[Any]) -> list[pipeline.LayerCost]:
         )
         for kind in ("forward", "backward", "update")
       }
+      run_s = statistics.median(
+        sum(x.seconds for x in trace if x.resource == f"device {stage}")
+        for trace in alone
+      )
+      whole = statistics.median(used_s[stage]) / run_s
+      times = {kind: whole * seconds for kind, seconds in times.items()}
     found.append(
       pipeline.LayerCost(
         f"stage {stage}",
@@ -299,7 +322,7 @@ def compare(config: Config) -> list[dict[str, Any]]:
   alone = []
   if config.kind == "computing":
     alone, traces, busy = traces[0], traces[1:], busy[1:]
-  costs = costs_of(config, alone)
+  costs = costs_of(config, alone, [x["used_s"] for x in answers])
   machines = cluster_of(config.stages, first["link"], config.quota)
   rows = []
   for table, found, load in zip(make_tables(config), traces, busy, strict=True):
