@@ -38,3 +38,21 @@ def test_picture_has_a_row_for_each_resource(tmp_path):
   # Letters are paths in an SVG, and a comment names each text.
   names = re.findall("<!-- (.+?) -->", path.read_text())
   assert names[-6:-3] == ["a", "a-&gt;server", "b"]
+
+
+def test_trace_has_the_spans_that_begin_before_its_end():
+  trace = cluster.Trace(until_s=2.0)
+  for start in (0.0, 1.5, 2.0, 3.0):
+    trace.add("a", f"at {start}", start, start + 1.0)
+  assert [span.name for span in trace] == ["at 0.0", "at 1.5"]
+  assert trace.end_s == 2.5
+
+
+def test_cut_ends_the_last_span_of_its_resource_and_lengthens_none():
+  trace = drawn()
+  trace.add("a", "task 2", 5.0, 6.0)
+  trace.cut("a", 5.5)
+  assert [span.end_s for span in trace] == [2.0, 3.0, 4.0, 5.5]
+  trace.cut("a", 9.0)
+  trace.cut("b", 9.0)
+  assert [span.end_s for span in trace] == [2.0, 3.0, 4.0, 5.5]
