@@ -156,3 +156,13 @@ def test_unreadable_lease_is_one_of_a_dead_run(content, quick, tmp_path):
   found = lease.Lease(tmp_path, "two")
   found.claim()
   found.release()
+
+
+def test_living_run_of_an_unknown_machine_beats(quick, monkeypatch, tmp_path):
+  """Nothing but the beat says that such a run lives, as in a container."""
+  monkeypatch.setattr(lease, "_machine", lambda: "")
+  found = lease.Lease(tmp_path, "one")
+  found.claim()
+  with pytest.raises(ValueError, match="is in use by run one"):
+    lease.Lease(tmp_path, "two").claim()
+  found.release()

@@ -1,0 +1,106 @@
+"""What the virtual clock counts, by hand: limits, failures and streams."""
+
+import pytest
+
+from jdist import cluster, server
+
+pytest.importorskip("simpy")
+
+TENTH = cluster.Profile(seconds_per_sample=0.1)
+
+
+def run_of(nodes, protocol=None, **more):
+  """Makes a run of tasks of five samples, half a second at speed 1."""
+  protocol = protocol or server.ASP(batches=server.FixedBatches(5))
+  machines = cluster.Cluster(tuple(nodes))
+  return server.Simulation(machines, protocol, TENTH, **more)
+
+
+@pytest.mark.parametrize(
+  ("limit", "updates"),
+  [
+    ({"seconds": 1.0}, 2),  # What happens at the limit itself has happened.
+    ({"seconds": 0.99}, 1),
+    ({"samples": 10}, 2),
+    ({"samples": 11}, 3),
+    ({"updates": 3, "seconds": 9.0}, 3),
+  ],
+)
+def test_run_ends_at_the_first_event_that_reaches_a_limit(limit, updates):
+  run = run_of([cluster.Node("a")])
+  run.run(**limit)
+  assert run.state.version == updates
+  assert run.applied_samples == 5 * updates
+
+
+def test_failure_loses_the_samples_under_way_and_is_noticed_a_second_later():
+  outage = cluster.Outage(1.2, 5.0)
+  run = run_of([cluster.Node("a", outages=(outage,)), cluster.Node("b")])
+  run.run(seconds=2.1)
+  assert run.lost_samples == 0 and "a" in run.state.members
+  run.run(seconds=2.3)
+  assert run.lost_samples == 5 and "a" not in run.state.members
+  # Two tasks before the failure; b has ended four by then.
+  assert run.nodes["a"].updates == 2 and run.applied_samples == 10 + 20
+  assert run.summary()["lost_samples"] == 5
+
+
+class Restarted(server.EmptyWorker):
+  """Notes each restart, and whether the process was lost."""
+
+  def __init__(self):
+    super().__init__()
+    self.lost = []
+
+  def restart(self, *, lost=False):
+    self.lost.append(lost)
+
+
+class RefusingOnce(server.EmptyServer):
+  """Refuses the first push."""
+
+  left = 1
+
+  def push(self, *arguments):
+    self.left -= 1
+    if self.left == 0:
+      raise server.RefusedError("shape", "It is not one of the model.")
+
+
+def test_failure_loses_a_residual_and_a_refused_push_does_not():
+  worker = Restarted()
+  learner = server.Pair(RefusingOnce(0), {"a": worker})
+  node = cluster.Node("a", outages=(cluster.Outage(1.2, 1.3),))
+  run = run_of([node], learner=learner)
+  run.run(seconds=1.1)
+  assert worker.lost == [False]
+  run.run(seconds=1.25)
+  assert worker.lost == [False, True]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_machines_draw_by_streams_of_their_own(seed):
+  """So two protocols see the same machines, and two machines differ."""
+
+  def seconds(protocol, seed):
+    trace = cluster.Trace()
+    nodes = [cluster.Node(name, jitter=0.5) for name in "ab"]
+    run_of(nodes, protocol, seed=seed, trace=trace).run(seconds=20.0)
+    return [
+      [x.seconds for x in trace if x.resource == name][:5] for name in "ab"
+    ]
+
+  five = server.FixedBatches(5)
+  a, b = seconds(server.ASP(batches=five), seed)
+  assert seconds(server.BSP(batches=five), seed) == [
+    pytest.approx(a),
+    pytest.approx(b),
+  ]
+  assert a != pytest.approx(b)
+  assert seconds(server.ASP(batches=five), seed + 1)[0] != pytest.approx(a)
+
+
+def test_spread_of_iterations_is_the_longest_over_the_shortest():
+  run = run_of([cluster.Node("a"), cluster.Node("b", speed=0.25)])
+  run.run(seconds=9.0)
+  assert run.summary()["iteration_spread"] == pytest.approx(4.0)
