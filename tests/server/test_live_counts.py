@@ -1,0 +1,130 @@
+"""What a live server and a worker's loop count, and what they forget."""
+
+import queue
+import time
+import types
+
+import numpy as np
+import pytest
+
+from jdist import server
+from jdist.server.runtime import _engine
+
+pytest.importorskip("simpy")
+
+
+class Picky(server.EmptyServer):
+  """Refuses the pushes whose first byte is 1."""
+
+  def push(self, task, more, payload):
+    if payload[0]:
+      raise server.RefusedError("nan", "It has a NaN.")
+
+
+@pytest.fixture
+def live():
+  """A server of tasks of four samples, of which this test is worker "a"."""
+  plan = server.LivePlan(workers=("a", "b"))
+  protocol = server.ASP(batches=server.FixedBatches(4))
+  found = server.LiveServer(protocol, Picky(100), plan)
+  lives = [hello(found)]
+  found.start()
+  yield found, lives
+  found.stop()
+
+
+def hello(found):
+  header = {"kind": "hello", "worker": "a", "fresh": True}
+  return found.push(header)["life"]
+
+
+def pull(live):
+  return live[0].pull("a", live[1][-1]).result(timeout=5.0)[0]
+
+
+def push(live, task, first=0, **more):
+  header = {
+    "kind": "push", "worker": "a", "life": live[1][-1], "task": task,
+    "samples": 4, "compute_s": 0.25, "waited_s": 0.0, "more": {},
+  } | more  # fmt: skip
+  live[0].push(header, np.full(100, first, np.uint8))
+
+
+def test_seconds_and_bytes_of_pushes_are_summed(live):
+  for over_s in (0.5, 2.0, 0.0):
+    push(live, pull(live)["task"], over_s=over_s)
+  pull(live)
+  found = live[0].summary()
+  assert found["nodes"]["a"]["compute_s"] == 0.75
+  assert found["nodes"]["a"]["samples"] == found["samples"] == 12
+  assert found["over_s"] == {"a": 2.5}
+  assert (found["pulled_bytes"], found["pushed_bytes"]) == (400, 300)
+
+
+def test_utilisation_is_of_all_workers(live):
+  push(live, pull(live)["task"], compute_s=0.05)
+  pull(live)
+  time.sleep(0.2)
+  live[0].finish()
+  pull(live)
+  found = live[0].summary()
+  # The other one of two has computed nothing.
+  assert found["utilisation"] == pytest.approx(0.05 / (2 * found["wall_s"]))
+  assert found["samples_per_s"] == pytest.approx(4 / found["wall_s"])
+
+
+def test_new_process_of_a_worker_may_err_three_times_again(live):
+  for _ in range(2):
+    for _ in range(2):
+      push(live, pull(live)["task"], first=1)
+      assert pull(live)["kind"] == "rejoin"
+      word = {"kind": "join", "worker": "a", "life": live[1][-1]}
+      live[0].push(word)
+    live[1].append(hello(live[0]))
+  push(live, pull(live)["task"])
+  assert pull(live)["kind"] == "task"
+  assert live[0].summary()["refused"] == {"nan": 4}
+
+
+def test_lost_worker_is_not_here_until_its_next_process_says_hello(live):
+  assert pull(live)["kind"] == "task"
+  assert live[0].status()["here"] == ["a"]
+  live[0].lost("a")
+  assert live[0].status()["here"] == []
+  live[1].append(hello(live[0]))
+  assert pull(live)["kind"] == "task"
+  assert live[0].status()["here"] == ["a"]
+
+
+class Losing:
+  """A channel that loses its server after each hello, and then refuses."""
+
+  def __init__(self):
+    self.said = []
+
+  def push(self, header, payload=None):
+    self.said.append(header["fresh"])
+    return {"refused": "done"} if len(self.said) == 3 else {"life": 1}
+
+  def pull(self, name, life):
+    raise _engine.LostServerError
+
+
+def test_only_the_first_hello_of_a_process_is_fresh():
+  """A state from a checkpoint must not replace that of a living process."""
+  channel = Losing()
+  server.WorkerLoop(channel, "a", server.EmptyWorker(), depth=1).run()
+  assert channel.said == [True, False, False]
+
+
+def test_tasks_that_were_taken_from_a_worker_are_not_computed(monkeypatch):
+  loop = server.WorkerLoop(None, "a", server.EmptyWorker(), depth=1)
+  done = []
+  monkeypatch.setattr(
+    loop, "_do", lambda session, header, *_: done.append(header["generation"])
+  )
+  inbox = queue.Queue()
+  for kind, generation in (("task", 1), ("task", 2), ("stop", 2)):
+    inbox.put(({"kind": kind, "generation": generation}, None, 0.0))
+  session = types.SimpleNamespace(inbox=inbox, generation=2)
+  assert loop._work(session) and done == [2]
