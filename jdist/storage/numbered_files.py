@@ -9,25 +9,24 @@ from typing import TypeVar
 from jdist.storage import hashes, plain_data
 
 T = TypeVar("T")
+_NAME = re.compile(r"(step_|update_)(\d{8,})(.*)")  # A trainer's or a server's.
 
 
-def find(folder: pathlib.Path, name: str) -> dict[int, pathlib.Path]:
-  """Returns paths in a directory by number, the newest first.
+def find(
+  folder: pathlib.Path, prefix: str, ending: str = ""
+) -> dict[int, pathlib.Path]:
+  """Returns paths in a directory by the number in their names, newest first.
 
-  Args:
-    folder: The directory, which need not exist.
-    name: A regular expression of their names, whose first group is the number;
-      a trainer's begin with "step_", and a server's with "update_".
+  The directory need not exist. It may not have names of another prefix.
   """
-  paths = [*folder.iterdir()] if folder.exists() else []
-  other = r"update_\d{8}" if name.startswith("step_") else r"step_\d{8}"
-  if others := sorted(x for x in paths if re.match(other, x.name)):
+  paths = sorted(folder.iterdir(), reverse=True) if folder.exists() else []
+  found = [(x, path) for path in paths if (x := _NAME.fullmatch(path.name))]
+  for other in (path for name, path in found if name[1] != prefix):
     raise ValueError(
       "`directory` must have checkpoints of trainers or of servers alone, got "
-      f"{others[-1]}. Take another directory."
+      f"{other}. Take another directory."
     )
-  found = ((re.fullmatch(name, path.name), path) for path in paths)
-  numbers = ((int(match[1]), path) for match, path in found if match)
+  numbers = ((int(x[2]), path) for x, path in found if x[3] == ending)
   return dict(sorted(numbers, reverse=True))
 
 

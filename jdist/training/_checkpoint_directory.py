@@ -66,7 +66,7 @@ class CheckpointDirectory:
 
   def steps(self) -> list[int]:
     """Returns the steps that have a manifest, the newest first."""
-    return list(numbered_files.find(self.path, r"step_(\d{8,})\.json"))
+    return list(numbered_files.find(self.path, "step_", ".json"))
 
   def newest_whole(self) -> int:
     """Returns the newest undamaged step, NOTHING or ALL_DAMAGED."""

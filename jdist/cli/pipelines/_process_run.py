@@ -241,7 +241,7 @@ class _Run:
     if self._options.checkpoints is None:
       return {}
     folder = array_files.folder(self._options.checkpoints)
-    return numbered_files.find(folder, r"step_(\d{8,})\.json")
+    return numbered_files.find(folder, "step_", ".json")
 
   def _save(self, state: pipeline.ProcessState) -> bool:
     """Saves the stages, and before them the run's records in the first one."""

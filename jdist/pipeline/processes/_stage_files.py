@@ -120,7 +120,7 @@ def restore_stages(
 
 def _steps(directory: str | os.PathLike[str]) -> list[int]:
   folder = array_files.folder(directory)
-  return list(numbered_files.find(folder, r"step_(\d{8,})"))
+  return list(numbered_files.find(folder, "step_"))
 
 
 def _is_whole(

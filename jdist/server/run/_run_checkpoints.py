@@ -30,6 +30,7 @@ class Header(TypedDict):
   updates: int  # They name the checkpoint.
   now_s: float
   marks: list[_run_marks.Mark]
+  limits: list[float]  # Where the run's plan has these marks.
   state: Any  # Further notes of the engine, as JSON can hold them.
 
 
@@ -159,7 +160,7 @@ class RunCheckpoints:
 
 def _targets(folder: pathlib.Path) -> list[pathlib.Path]:
   """Returns the directories of checkpoints, the newest first."""
-  return list(numbered_files.find(folder, r"update_(\d{10,})").values())
+  return list(numbered_files.find(folder, "update_").values())
 
 
 def _newest(folder: pathlib.Path) -> tuple[_Body, Parts] | None:
