@@ -83,9 +83,6 @@ def dbs(
     inverse_staleness: Divides a gradient by its staleness.
     timeout_s: As in `server.Protocol`.
 
-  Returns:
-    The protocol.
-
   References:
     DBS-SGD.  Reconstruction: the abstract names neither the estimate of the
     speeds, nor how often batches change, nor the rate.

@@ -262,9 +262,6 @@ class Protocol(Generic[State]):
       pull_plan: As in `server.Reply`.
       fragment: As in `server.Reply`.
       pulled: As in `server.Reply`.
-
-    Returns:
-      The task.
     """
     member, version = state.members[worker], state.version
     task, state.next_task = state.next_task, state.next_task + 1

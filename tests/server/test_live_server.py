@@ -514,7 +514,7 @@ def checkpoints_in(folder):
 def save_checkpoint(saved, updates, driver=None):
   saved.begin(
     {
-      "updates": updates, "now_s": 0.0, "marks": [],
+      "updates": updates, "now_s": 0.0, "marks": [], "limits": [],
       "state": {
         "learner": {}, "driver": driver, "pushed_bytes": 0, "pulled_bytes": 0,
       },

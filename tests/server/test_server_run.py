@@ -23,6 +23,7 @@ from jdist import (
 from jdist.server.run import _run_checkpoints, _run_marks, _server_run
 from jdist.server.runtime import _live_marks
 from jdist.storage import sealed_json
+from tests.server import _live_runs
 from tests.server import test_gradients as gradients
 
 pytest.importorskip("simpy")
@@ -308,7 +309,8 @@ def test_marks_are_the_nearest_whole_numbers():
 
 
 def checkpoint(run, updates, owing=()):
-  header = {"updates": updates, "now_s": 1.0, "marks": [], "state": {}}
+  header = {"updates": updates, "now_s": 1.0, "state": {}}
+  header |= {"marks": [], "limits": []}
   run.begin(header, {"server": np.zeros(1, np.uint8)}, set(owing))
 
 
@@ -317,6 +319,42 @@ def test_checkpoint_that_waits_is_written_before_the_next_one(tmp_path):
   checkpoint(run, 5, owing="a")
   checkpoint(run, 6)
   assert sorted(x.name[-1] for x in tmp_path.glob("update_*")) == ["5", "6"]
+
+
+def live_fit(total, **options):
+  """Trains a worker on threads, and returns records and last update."""
+  rest = data.SampleStream(gradients.DIGITS, 1, seed=0)
+
+  def work(channel):
+    learner = server.GradientWorker(
+      gradients.LOSS, gradients.MODEL.params, rest, server.message_plans(),
+      number=0, num_workers=1,
+    )  # fmt: skip
+    server.WorkerLoop(channel, "a", learner, depth=1).run()
+
+  def serve(plan):
+    learner = server.GradientServer(
+      gradients.SGD, gradients.MODEL.params, server.message_plans(),
+      workers=("a",),
+    )  # fmt: skip
+    protocol = server.ASP(batches=server.FixedBatches(10))
+    return server.LiveServer(protocol, learner, plan)
+
+  engine = server.ThreadEngine()
+  try:
+    return _live_runs.run(engine, serve, {"a": work}, total, **options).records
+  finally:
+    engine.stop()
+
+
+@pytest.mark.parametrize("train", (fit, live_fit), ids=("clock", "threads"))
+def test_longer_run_passes_the_end_of_a_shorter_one(train, tmp_path):
+  options, told = {"every": 4, "checkpoints": tmp_path}, []
+  assert [x.step for x in train(6, **options)] == [4, 6]
+  for total, steps in ((7, [4, 7]), (10, [4, 8, 10])):
+    records = train(total, on_resume=told.append, **options)
+    assert [x.step for x in records] == steps
+  assert told == [6, 7]
 
 
 def test_damaged_checkpoint_is_no_newer_one_after_a_resume(tmp_path):
@@ -405,13 +443,13 @@ def test_state_that_is_not_finite_is_not_saved_live(tmp_path):
 
 
 def test_live_run_resumes_its_bytes_and_the_snapshots_of_its_update(tmp_path):
-  marks = live_marks(tmp_path)
+  marks = live_marks(tmp_path, unit="updates", marks=(1, 2, 3))
   marks.pulled_bytes, marks.pushed_bytes = 5, 7
   for version in (1, 2, 2):
     state = types.SimpleNamespace(version=version)
     marks.add(driver(state), float(version), None)
   marks.begin_checkpoint(driver(), 2.0, set(), None)
-  marks = live_marks(tmp_path)
+  marks = live_marks(tmp_path, unit="updates", marks=(1, 2, 3))
   marks.load(driver())
   assert (marks.pulled_bytes, marks.pushed_bytes) == (5, 7)
   # The model at the first mark is gone.

@@ -337,9 +337,6 @@ def partition(
     num_microbatches: The number of micro-batches in an iteration, over which an
       optimizer's step is spread.
 
-  Returns:
-    The plan.
-
   Raises:
     ValueError: If there are fewer layers than stages, or no partition fits into
       memory.

@@ -81,9 +81,6 @@ def layer_costs(
       writing costs nothing.
     repeats: The number of timed runs after a warm-up run.
 
-  Returns:
-    The cost of each layer.
-
   >>> import jax
   >>> from jdist import models
   >>> mlp = models.build(

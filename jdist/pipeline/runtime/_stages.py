@@ -72,9 +72,6 @@ def cut_layers(
     cuts: The index of the first layer of each stage but the first; or the
       number of stages, which then have about equally many layers.
 
-  Returns:
-    The stages.
-
   Raises:
     ValueError: If there are fewer layers than stages, the cuts do not grow, or
       the parameters of several layers cannot be one dict.

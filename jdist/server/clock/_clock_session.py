@@ -45,7 +45,7 @@ class ClockSession:
     # are replayed with learners that compute nothing.
     header, arrays = found
     self.simulation.resume(header["state"], arrays)
-    self._marks = header["marks"]
+    self._marks = plan.kept(header)
     self._saved_events = self.simulation.events
     return self.updates
 
@@ -57,10 +57,9 @@ class ClockSession:
     run, learner = self.simulation, self.simulation.learner
     assert learner is not None
     if number < len(self._marks):
-      # A checkpoint holds the model of its last mark alone.
-      at_last = number == len(self._marks) - 1
-      model = learner.model if at_last else None
-      return self._marks[number], model
+      # A checkpoint holds the model of its own update alone.
+      mark = self._marks[number]
+      return mark, learner.model if mark.updates == self.updates else None
     unit, limit = self._plan.unit, self._plan.marks[number]
     limits: dict[str, Any] = {unit: limit}
     run.run(**limits)
@@ -91,6 +90,7 @@ class ClockSession:
         updates=self.updates,
         now_s=run.now_s,
         marks=list(self._marks),
+        limits=list(self._plan.marks[: len(self._marks)]),
         state=notes,
       )
       checkpoints.begin(header, arrays, owing=set())

@@ -66,9 +66,6 @@ def fit_bit_plans(
     block: Entries that share a scale.
     seed: Seed of the rounding.
 
-  Returns:
-    The plans.
-
   >>> x = jax.random.normal(jax.random.key(0), (64, 64))
   >>> tree = {f"layer{i}": {"bias": x[0], "kernel": x} for i in range(3)}
   >>> for bits in fit_bit_plans(tree).bits:

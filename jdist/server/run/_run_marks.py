@@ -31,6 +31,11 @@ class RunPlan:
   checkpoints: str | None = None
   identity: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+  def kept(self, header: Any) -> list["Mark"]:
+    """Returns a checkpoint's marks, except the end of a shorter run."""
+    found = zip(header["marks"], header["limits"], self.marks, strict=False)
+    return [mark for mark, limit, at in found if limit >= at]
+
 
 @signatures.checked
 @dataclasses.dataclass(frozen=True, kw_only=True)

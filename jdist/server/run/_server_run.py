@@ -94,7 +94,7 @@ class ServerRun:
         stops = functools.partial(preemption.asks_at, 0)
       resumed = self._session.begin(plan, stops)
       self.saved = resumed is not None
-      before = _read_records(plan.checkpoints, resumed)
+      before = _read_records(plan, resumed)
       if resumed is not None and len(before) < len(plan.marks):
         on_resume(resumed)
       for number, mark, model in self._reach(plan, stops):
@@ -106,7 +106,7 @@ class ServerRun:
           record = self._measure(mark, model, plan, evaluate)
           if record is None:
             continue
-          _write_records(plan.checkpoints, records | {number: record})
+          _write_records(plan, records | {number: record})
           on_record(record)
         records[number] = record
     if self.mark is not None and self.mark.ended:
@@ -182,33 +182,38 @@ class ServerRun:
 
 
 def _read_records(
-  folder: str | None, resumed: int | None
+  plan: _run_marks.RunPlan, resumed: int | None
 ) -> dict[int, training.Record]:
   """Returns the records up to the update that a run resumes from, by mark."""
-  if folder is None:
+  if plan.checkpoints is None:
     return {}
-  path = pathlib.Path(folder) / "records.json"
+  path = pathlib.Path(plan.checkpoints) / "records.json"
   if resumed is None:
     path.unlink(missing_ok=True)  # Left by a run without checkpoints.
     return {}
   # A file that is missing or damaged costs evaluations, and no training.
   with contextlib.suppress(OSError, ValueError, TypeError):
-    found = [
-      (number, training.Record(*record))
-      for number, record in sealed_json.read(path, form=_FORMAT)
-    ]
-    return {number: x for number, x in found if x.step <= resumed}
+    found = {
+      at: training.Record(*record)
+      for at, record in sealed_json.read(path, form=_FORMAT)
+    }
+    return {
+      number: found[at]
+      for number, at in enumerate(plan.marks)
+      if at in found and found[at].step <= resumed
+    }
   return {}
 
 
 def _write_records(
-  folder: str | None, records: dict[int, training.Record]
+  plan: _run_marks.RunPlan, records: dict[int, training.Record]
 ) -> None:
-  if folder is not None:
-    path = pathlib.Path(folder) / "records.json"
+  if plan.checkpoints is not None:
+    path = pathlib.Path(plan.checkpoints) / "records.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    numbered = [[number, list(record)] for number, record in records.items()]
-    sealed_json.write(path, numbered, form=_FORMAT)
+    # By positions, as a longer run has another mark where this one ends.
+    found = [[plan.marks[x], list(record)] for x, record in records.items()]
+    sealed_json.write(path, found, form=_FORMAT)
 
 
 def _plan(

@@ -88,6 +88,7 @@ class LiveMarks:
       updates=delivery.state.version,
       now_s=now_s,
       marks=list(self.records),
+      limits=list(self._plan.marks[: len(self.records)]),
       state=_LiveState(
         learner=notes,
         driver=delivery.save(),
@@ -105,7 +106,7 @@ class LiveMarks:
     state = plain_data.from_plain(header["state"], _LiveState, "state")
     delivery.load(state["driver"])
     self._learner.load(state["learner"], parts["learner"])
-    self.records = header["marks"]
+    self.records = self._plan.kept(header)
     if hasattr(self._learner, "snapshot"):
       # The watcher may not have fetched the snapshots of the marks at which
       # this checkpoint was made.
