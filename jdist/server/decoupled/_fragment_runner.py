@@ -104,7 +104,7 @@ class FragmentRunner:
       )
     self._interval, self._mix = interval, mix
     inner = jax.eval_shape(optimizer.init, params)
-    transforms.refuse_iterates(inner, "decoupled DiLoCo")
+    transforms.refuse_iterates(inner, "decoupled DiLoCo", "optimizer")
     if states.exceptions(model_state):
       raise ValueError(
         "`model_state` must be finite for decoupled DiLoCo, which refuses what "

@@ -216,13 +216,13 @@ def own_keys(
   )  # fmt: skip
 
 
-def refuse_iterates(inner: PyTree, name: str) -> None:
+def refuse_iterates(inner: PyTree, name: str, argument: str = "inner") -> None:
   """Raises a ValueError for a method that cannot move iterates."""
   if _anchor.contains(inner, _moves):
     raise ValueError(
-      "`inner` must not keep iterates, as `optax.contrib.schedule_free` does, "
-      f"for {name}, which would move the parameters alone. Take a method with "
-      "one round for all of them, for instance `jdist.diloco`."
+      f"`{argument}` must not keep iterates, as `optax.contrib.schedule_free` "
+      f"does, for {name}, which would move the parameters alone. Take a method "
+      "with one round for all of them, for instance `jdist.diloco`."
     )
 
 
