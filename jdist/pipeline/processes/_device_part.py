@@ -82,9 +82,9 @@ class DevicePart:
     return self.peers.device
 
   def share(
-    self, source: int, tag: _peers.Tag, own: list[Any] | None, like: list[Any]
-  ) -> list[Any]:
-    """Broadcasts the arrays `own` of one device, None on others, to all."""
+    self, source: int, tag: _peers.Tag, own: PyTree, like: PyTree
+  ) -> PyTree:
+    """Broadcasts the tree `own` of one device, None on others, to all."""
     # The exchange is driven by the table, so no request is necessary.
     if own is None:
       return self.peers.receive(source, tag, like)
@@ -111,7 +111,7 @@ class DevicePart:
     for s, value in own.items():
       tag = _peers.Tag(kind, s, number, step)
       for device in devices - {self.device}:
-        self.peers.send(device, tag, [value])
+        self.peers.send(device, tag, value)
     # All arrays have one shape, so an own one shows what to expect.
     like = next(iter(own.values()))
     found = dict(own)
@@ -119,7 +119,7 @@ class DevicePart:
       if s not in own:
         tag = _peers.Tag(kind, s, number, step)
         source = self.table.device_of[s]
-        found[s] = self.peers.receive(source, tag, [like])[0]
+        found[s] = self.peers.receive(source, tag, like)
     return found
 
 

@@ -142,14 +142,12 @@ def _whole_state(
   tag = _peers.Tag(_peers.Kind.LAYERS, 0, 1, state.step)
   if device == source:
     own = jax.tree.map(states.key_words, state.opt_state[0])
-    peers.send(target, tag, jax.tree.leaves(own))
+    peers.send(target, tag, own)
   if device != target:
     return {}
   # The fresh state only gives shapes.
   like = fresh[0]
-  shapes = jax.tree.leaves(jax.tree.map(states.key_words, like))
-  leaves = peers.receive(source, tag, shapes)
-  found = jax.tree.unflatten(jax.tree.structure(like), leaves)
+  found = peers.receive(source, tag, jax.tree.map(states.key_words, like))
   return {0: jax.tree.map(states.as_key, found, like)}
 
 

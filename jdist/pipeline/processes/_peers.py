@@ -6,9 +6,10 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jdist import channel, signatures, states
@@ -116,25 +117,27 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
     """The numbers of the other processes."""
     return sorted(self._connections)
 
-  def send(self, to: int, tag: Tag, arrays: Iterable[Any]) -> None:
-    """Queues arrays for sending; they must not be changed afterwards."""
+  def send(self, to: int, tag: Tag, tree: Any) -> None:
+    """Queues a tree's arrays; they must not be changed afterwards."""
     self._check(to)
-    self._queues[to].put((tag, list(arrays)))
+    self._queues[to].put((tag, jax.tree.leaves(tree)))
 
-  def receive(self, source: int, tag: Tag, like: Sequence[Any]) -> list[Any]:
-    """Waits for arrays of NumPy.
+  def receive(self, source: int, tag: Tag, like: Any) -> Any:
+    """Waits for a tree of NumPy's arrays.
 
     Args:
       source: The process that sends them.
       tag: The tag of the message.
-      like: Arrays, or their shapes, in order.
+      like: A tree of arrays, or of their shapes.
 
     Raises:
       ConnectionError: If the sending process has ended.
       TimeoutError: If no message arrives within `timeout_s`.
       ValueError: If the message has another size.
     """
-    return _arrays(self.receive_bytes(source, tag), like, source, tag)
+    leaves, structure = jax.tree.flatten(like)
+    found = _arrays(self.receive_bytes(source, tag), leaves, source, tag)
+    return jax.tree.unflatten(structure, found)
 
   def receive_bytes(self, source: int, tag: Tag) -> memoryview:
     """Waits for the bytes of a message."""

@@ -175,11 +175,11 @@ class Segment:
     if device == self._part.device:
       self._local[tag] = value
       return
-    edge, leaves = self._part.edges.get((kind, stage)), jax.tree.leaves(value)
+    edge = self._part.edges.get((kind, stage))
     if edge is not None:
       state, batch = self._edges[action.stage], self._microbatch(action)
-      leaves = edge.encode(kind.name, value, state, batch)
-    self._part.peers.send(device, tag, leaves)
+      value = edge.encode(kind.name, value, state, batch)
+    self._part.peers.send(device, tag, value)
 
   def _take(
     self, kind: _peers.Kind, source: int, action: Action, like: Any
@@ -189,14 +189,13 @@ class Segment:
     if device == self._part.device:
       return self._local.pop(tag)
     edge = self._part.edges.get((kind, action.stage))
-    wanted = like if edge is None else self._part.like(edge.kinds)
-    leaves = self._part.peers.receive(device, tag, jax.tree.leaves(wanted))
     if edge is None:
-      return jax.tree.unflatten(jax.tree.structure(like), leaves)
+      return self._part.peers.receive(device, tag, like)
+    found = self._part.peers.receive(device, tag, self._part.like(edge.kinds))
     state, batch = self._edges[action.stage], self._microbatch(action)
     # An edge's state belongs to what a process sends there in return.
     sends = _GRADIENT if kind == _OUTPUT else _OUTPUT
-    return edge.decode(sends.name, leaves, state, batch)
+    return edge.decode(sends.name, found, state, batch)
 
   def _microbatch(self, action: Action) -> PyTree:
     batch = self._batches[action.iteration]
@@ -263,8 +262,8 @@ class Segment:
           np.mean(np.asarray(metrics[name], np.float64) * weight)
           for name in names
         ]
-      own = [rows.mean(1)]
-    (means,) = self._part.share(last, tag, own, [np.zeros(shape)])
+      own = rows.mean(1)
+    means = self._part.share(last, tag, own, np.zeros(shape))
     return [dict(zip(names, map(float, row), strict=True)) for row in means]
 
 

@@ -363,12 +363,8 @@ class StageProcess:
       tag = _peers.Tag(_peers.Kind.MOVED, s, 0, exchange)
       own = None
       if s in self._part.own:
-        held = state.params[s], state.model_state[s]
-        own = jax.tree.leaves(jax.device_get(held))
-      leaves = self._part.share(
-        self.table.device_of[s], tag, own, jax.tree.leaves(like)
-      )
-      trees.append(jax.tree.unflatten(jax.tree.structure(like), leaves))
+        own = jax.device_get((state.params[s], state.model_state[s]))
+      trees.append(self._part.share(self.table.device_of[s], tag, own, like))
     params, kept = zip(*trees, strict=True)
     return _stages.merge(params), _stages.merge(kept)
 
@@ -395,8 +391,8 @@ class StageProcess:
     for device, order in enumerate(orders):
       tag = _peers.Tag(_peers.Kind.MOVED, device, 1, exchange)
       like = np.zeros((turns, len(order), 2))
-      own = [rows] if device == self._part.device else None
-      (times,) = self._part.share(device, tag, own, [like])
+      own = rows if device == self._part.device else None
+      times = self._part.share(device, tag, own, like)
       found.append(times.reshape(like.shape))
     return _segment.make_trace(orders, found)
 

@@ -181,15 +181,17 @@ class StageUpdates:
       pairs[s] = grads, self.params[s]
     if part.device != device_of[0]:
       for s, pair in pairs.items():
-        part.peers.send(device_of[0], up[s], jax.tree.leaves(pair))
+        part.peers.send(device_of[0], up[s], pair)
       for s in pairs:
-        self.params[s] = self._received(device_of[0], down[s], self.params[s])
+        self.params[s] = part.peers.receive(
+          device_of[0], down[s], self.params[s]
+        )
       return
     for s in stages:
       # The shapes of another device's stage follow from the model.
       if s not in pairs:
         params = part.like(part.model.stages[s].params)
-        pairs[s] = self._received(device_of[s], up[s], (params, params))
+        pairs[s] = part.peers.receive(device_of[s], up[s], (params, params))
     grads, params = zip(*(pairs[s] for s in stages), strict=True)
     found, self.opt_state[0] = self._programs.update_all(
       list(grads), self.opt_state[0], list(params)
@@ -199,11 +201,7 @@ class StageUpdates:
       if s in totals:
         self.params[s] = params
       else:
-        part.peers.send(device_of[s], down[s], jax.tree.leaves(params))
-
-  def _received(self, device: int, tag: _peers.Tag, like: PyTree) -> PyTree:
-    leaves = self._part.peers.receive(device, tag, jax.tree.leaves(like))
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+        part.peers.send(device_of[s], down[s], params)
 
   def _scale(self, totals: dict[int, PyTree], iteration: int) -> jax.Array:
     """Returns the factor that clips the norm of all stages' gradients."""
@@ -238,10 +236,7 @@ class StageUpdates:
       parts = self._part.collect(
         _peers.Kind.TIED, own, self._step + iteration, stages, number
       )
-      total = parts[stages[0]]
-      for s in stages[1:]:
-        total = total + parts[s]
-      sums[path] = total
+      sums[path] = sum((parts[s] for s in stages[1:]), parts[stages[0]])
     shared = {}
     for s, total in totals.items():
       # Each stage needs its own copy, as an update donates its gradients.

@@ -146,8 +146,7 @@ class StageArrays:
     if self.stacked:
       return self._named(tree, 0)
     parts: dict[str, list[jax.Array]] = {name: [] for name in self.sizes}
-    leaves = zip(jax.tree.leaves(tree), self._leaves[stage], strict=True)
-    for x, leaf in leaves:
+    for x, leaf in zip(jax.tree.leaves(tree), self._leaves[stage], strict=True):
       parts[leaf.dtype].append(jnp.ravel(x).astype(leaf.dtype))
     found = {}
     for name, size in self.sizes.items():

@@ -5,6 +5,7 @@ functions of this file, so that they compute the same numbers.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -134,14 +135,9 @@ def trace_model(
   # Each stage receives the shapes that the previous one returns.
   between, x, metrics = [], None, {}
   for number, stage in enumerate(stages):
-    x, (_, metrics) = jax.eval_shape(
-      lambda *args, number=number: model.run(number, *args),
-      stage.params,
-      x,
-      stage.state,
-      shapes,
-      key,
-    )
+    given = stage.params, x, stage.state, shapes, key
+    run = functools.partial(model.run, number)
+    x, (_, metrics) = jax.eval_shape(run, *given)
     between.append(x)
   return dataclasses.replace(
     model,
