@@ -190,13 +190,9 @@ def check_int(
   most = 2**63 - 1 if maximum is None else maximum
   with contextlib.suppress(TypeError):
     number = operator.index(value)
-  if (
-    number is None
-    # Python counts True as 1.
-    or isinstance(value, bool)
-    or number < minimum
-    or number > most
-  ):
+  # Python counts True as 1.
+  known = number is not None and not isinstance(value, bool)
+  if not (known and minimum <= number <= most):
     above = maximum in (None, math.inf) and abs(number or 0) < most
     rule = f">= {minimum}" if above else f"from {minimum} to {most}"
     message = f"`{name}` must be an int {rule}, got {show(value)}. {remedy}"

@@ -12,6 +12,8 @@ import tyro
 Directory = Annotated[str | None, tyro.conf.arg(metavar="DIR")]
 Path = Annotated[str | None, tyro.conf.arg(metavar="DIR|FILE")]
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
+Weights = Annotated[str | None, tyro.conf.arg(metavar="FILE.safetensors")]
+Address = Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")]
 Cluster = Annotated[str | None, tyro.conf.arg(metavar="CLUSTER.toml")]
 Norm = Literal["batch", "group", "none"]
 # A name of this package or of others', or an attribute of an own module.
@@ -304,9 +306,7 @@ class CheckpointOptions:
   """Epochs between two checkpoints. SIGTERM saves one as well, and ends the run
   with status 143."""
 
-  final_params: Annotated[
-    str | None, tyro.conf.arg(metavar="FILE.safetensors")
-  ] = None
+  final_params: Weights = None
   """File for the trained parameters, which `training.load_model` and other
   programs read. Needs the extra `export`."""
 
@@ -319,9 +319,7 @@ class CheckpointOptions:
 class ProcessOptions:
   """Several processes."""
 
-  coordinator_address: Annotated[
-    str | None, tyro.conf.arg(metavar="HOST:PORT")
-  ] = None
+  coordinator_address: Address = None
   """Address of process 0 in a run of several processes; under Slurm and MPI,
   `auto` finds it and the two numbers below."""
 

@@ -76,7 +76,6 @@ class FragmentRunner:
   stateless = False
   # As of `ServerLedger`.
   decoded = False
-
   # Whether a subclass takes the local steps, and needs no samples.
   takes_own_steps = False
 
@@ -110,8 +109,7 @@ class FragmentRunner:
         "`model_state` must be finite for decoupled DiLoCo, which refuses what "
         "is not as diverged. Keep masks with infinities in the loss."
       )
-    self._optimizer = optimizer
-    self._loss_fn = loss_fn
+    self._optimizer, self._loss_fn = optimizer, loss_fn
     (self._codec,) = _gradient_messages.message_plans(push_codec).push
     self._samples, self._number = samples, number
     self._sizes = None if sizes is None else sorted(set(sizes))
@@ -204,11 +202,8 @@ class FragmentRunner:
       anchor, model_state = _gradient_messages.message_of(
         payload, (self._anchor, self._model_state)
       )
-      self._state = self.first_state(
-        anchor,
-        jax.tree.map(jnp.asarray, model_state),
-        more["steps"],
-      )
+      model_state = jax.tree.map(jnp.asarray, model_state)
+      self._state = self.first_state(anchor, model_state, more["steps"])
       return
     assert self._state is not None, "a learner begins with all fragments"
     if not pulled:
@@ -292,11 +287,10 @@ class FragmentRunner:
     assert self._samples is not None  # `__init__` has refused it.
     batch = self._samples.batch(self._number, start, count, size=size)
     anchor = jax.tree.unflatten(self._structure, state.anchor)
-    params, opt_state, model_state, loss = self._programs[0](
-      state.params, state.opt_state, state.model_state, batch, key, anchor
-    )
-    return state._replace(
-      params=params, opt_state=opt_state, model_state=model_state
+    *new, loss = self._programs[0](*state[:3], batch, key, anchor)
+    params, opt_state, model_state = new
+    return LearnerState(
+      params, opt_state, model_state, state.base, state.anchor
     ), loss
 
   def push_of(
@@ -335,9 +329,8 @@ class FragmentRunner:
       "unmerged": [[p, list(own)] for p, own in self._unmerged.items()],
     }
     unmerged = [list(own.values()) for own in self._unmerged.values()]
-    return notes, _gradient_messages.tree_bytes(
-      (self._push_states, self._state, unmerged)
-    )
+    kept = self._push_states, self._state, unmerged
+    return notes, _gradient_messages.tree_bytes(kept)
 
   def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
     """Restores what `save` returned."""
@@ -346,9 +339,8 @@ class FragmentRunner:
       self._push_states = read(payload, self._push_states)
       return
     parts = self._parts(self._anchor)
-    state = None
-    if notes["begun"]:
-      state = self.first_state(self._anchor, self._model_state)
+    start = self._anchor, self._model_state
+    state = self.first_state(*start) if notes["begun"] else None
     unmerged = [[parts[p]] * len(own) for p, own in notes["unmerged"]]
     self._push_states, self._state, found = read(
       payload, (self._push_states, state, unmerged)
@@ -423,18 +415,17 @@ def _programs(
   ) -> tuple[Leaves, Leaves]:
     params, bases = [], []
     for i, (x, b, a) in enumerate(zip(leaves, base, anchor, strict=True)):
-      # The progress b - x is formed before it is taken off: a small number
-      # loses nothing to the rounding of the large ones.
       start = a - sum(each[i] for each in unmerged) if unmerged else a
+      now = states.wide(x)
       if mix is not None:
-        mixed = mix * states.wide(x) + (1 - mix) * start
-        params.append(mixed.astype(x.dtype))
+        params.append((mix * now + (1 - mix) * start).astype(x.dtype))
         bases.append(start)
         continue
-      now = (start - (b - states.wide(x))).astype(x.dtype)
-      params.append(now)
+      # The progress b - x is formed before it is taken off: a small number
+      # loses nothing to the rounding of the large ones.
+      params.append((start - (b - now)).astype(x.dtype))
       # Progress that is not pushed yet stays the same.
-      bases.append(states.wide(now) + (b - states.wide(x)))
+      bases.append(states.wide(params[-1]) + (b - now))
     return params, bases
 
   return jax.jit(step), jax.jit(take), jax.jit(push)
