@@ -104,3 +104,24 @@ def test_spread_of_iterations_is_the_longest_over_the_shortest():
   run = run_of([cluster.Node("a"), cluster.Node("b", speed=0.25)])
   run.run(seconds=9.0)
   assert run.summary()["iteration_spread"] == pytest.approx(4.0)
+
+
+def test_run_is_refused_after_ten_expired_tasks_for_each_machine():
+  late = server.ASP(batches=server.FixedBatches(5), timeout_s=0.1)
+  run = run_of([cluster.Node("a"), cluster.Node("b")], late)
+  with pytest.raises(ValueError, match="21 tasks in a row expired"):
+    run.run(seconds=99.0)
+
+
+def test_machine_that_returns_computes_no_task_of_its_earlier_life():
+  """A pipelined machine has a task in its queue when it fails."""
+  trace = cluster.Trace()
+  node = cluster.Node("a", outages=(cluster.Outage(0.75, 2.0),))
+  run = run_of([node], server.h_ps(5, plans=None), trace=trace)
+  run.run(seconds=0.8)
+  given = run.state.next_task
+  run.run(seconds=3.1)
+  found = [x for x in trace if x.kind == "compute"]
+  later = [x for x in found if x.start_s >= 2.0]
+  assert [x.start_s for x in later] == [2.0, 2.5, 3.0]
+  assert all(int(x.name.removeprefix("task ")) >= given for x in later)
