@@ -67,6 +67,7 @@ def test_directory_of_ones_own_is_closed_to_others(tmp_path):
     ({"a": float("nan")}, {"a": float("nan")}, {}),
     ({"a": 1}, {"a": 2}, {"a": ("1", "2")}),
     ({"a": None}, {}, {"a": ("null", "missing")}),
+    ({}, {"a": None}, {"a": ("missing", "null")}),
   ],
 )
 def test_differences_are_those_of_json(here, there, different):

@@ -60,3 +60,9 @@ def test_batch_larger_than_memory_raises():
   machines.check_batches(profile, 8)
   with pytest.raises(ValueError, match="'small' has 1 GB: 8 samples fit"):
     machines.check_batches(profile, 9)
+
+
+def test_machine_is_away_from_the_start_of_an_outage_until_its_end():
+  node = cluster.Node("a", outages=(cluster.Outage(1.0, 2.0),))
+  times = (0.0, 0.99, 1.0, 1.99, 2.0)
+  assert list(map(node.available, times)) == [True, True, False, False, True]
