@@ -149,7 +149,8 @@ def test_interrupt_of_the_first_page_is_explained(
   run = tmp_path / "run"
   words = f"{words.replace('DIR', str(tmp_path))} --output {run}"
   assert cli.main(words.split()) == 130
-  assert told in capsys.readouterr().err
+  printed = capsys.readouterr()
+  assert told in printed.err and "┃ protocol" not in printed.out
   assert json.loads((run / "status.json").read_text())["state"] == "interrupted"
   # There is no row yet, but it is known what was to be run.
   page = (run / "report.html").read_text()

@@ -68,7 +68,7 @@ def simulate(options: _commands.Simulate) -> None:
         done[name] = run
         status.note(step=len(done))
     except KeyboardInterrupt:
-      console.print(_table(done))
+      console.print(_table(done) if done else "No protocol has ended.")
       raise KeyboardInterrupt(
         f"the rows of {', '.join(done) or 'no protocol'} are saved in {output}."
         f" This starts again: {status.command}"
