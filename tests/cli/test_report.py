@@ -118,6 +118,16 @@ def test_status_and_page_are_written_as_a_run_goes(tmp_path, capsys):
   assert first["config"] | {"steps": 2} == second["config"]
 
 
+def test_steps_and_their_end_are_written_alike(tmp_path):
+  status = {"state": "running", "command": "", "step": 1014, "num_steps": 4056}
+  (tmp_path / "status.json").write_text(json.dumps(status))
+  assert "step 1,014 of 4,056" in _page.write(tmp_path).read_text()
+  (tmp_path / "status.json").write_text(
+    json.dumps(status | {"num_steps": None})
+  )
+  assert "step 1,014 of ?" in _page.write(tmp_path).read_text()
+
+
 def test_report_needs_rows_or_a_status(refusal):
   assert "rows.jsonl or status.json, got empty" in refusal("report empty")
 

@@ -117,9 +117,9 @@ def _state(status: Mapping[str, Any]) -> str:
   """Returns what the run does or how it ended, and how to repeat it."""
   if not status:
     return ""
-  known = [str(status.get("doing", ""))]
+  known, end = [str(status.get("doing", ""))], status.get("num_steps") or "?"
   if "step" in status:  # A command without a run has none.
-    known.append(f"step {status['step']:,} of {status['num_steps'] or '?'}")
+    known.append(f"step {status['step']:,} of {_show('num_steps', end)}")
   for name, words in _STATE.items():
     if status.get(name) is not None:
       known.append(words.format(_show(name, status[name])))
