@@ -4,7 +4,9 @@
 
 An index shows the README alone, so that its links to other files must name the
 repository; and `[project.urls]` becomes the index's own links.  Both are known
-only to whoever publishes, and so are not kept in the repository.
+only to whoever publishes, and so are not kept in the repository.  The index's
+page is a file of its own: the archive's README stays the one that its tests
+check, and its links lead to the archive's other files.
 """
 
 import pathlib
@@ -14,6 +16,7 @@ import sys
 # The text of a link, with the mark of a picture, and its target.
 _LINK = re.compile(r"(!?)(\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
 _TABLE = "[project.optional-dependencies]"
+_PAGE = "README.index"
 
 
 def readme(text: str, address: str, commit: str) -> str:
@@ -30,28 +33,33 @@ def readme(text: str, address: str, commit: str) -> str:
 
 
 def metadata(text: str, address: str) -> str:
-  """Returns a pyproject.toml with the addresses that an index shows."""
+  """Returns a pyproject.toml with the addresses and the page of an index."""
   urls = {
     "Repository": address,
     "Issues": f"{address}/issues",
     "Changelog": f"{address}/blob/main/CHANGELOG.md",
   }
   table = "".join(f'{name} = "{value}"\n' for name, value in urls.items())
+  # An archive that was released has a table and a page already.
+  text = re.sub(r"^\[project\.urls\]\n(.+\n)*\n", "", text, flags=re.MULTILINE)
+  page = f'readme = {{file = "{_PAGE}", content-type = "text/markdown"}}'
+  text, pages = re.subn(r"^readme = .+$", page, text, flags=re.MULTILINE)
   before, found, after = text.partition(_TABLE)
-  if not found:
-    raise ValueError(f"pyproject.toml must have the table {_TABLE}.")
+  if not (found and pages):
+    raise ValueError(f"pyproject.toml must have `readme` and {_TABLE}.")
   return f"{before}[project.urls]\n{table}\n{found}{after}"
 
 
 def main(checkout: str, address: str, commit: str) -> None:
-  """Changes the two files of a checkout."""
+  """Writes the index's page into a checkout, and changes its metadata."""
   if not re.fullmatch(r"https://[^\s\"]+[^\s\"/]", address):
     raise SystemExit(
       f"The address must be https://HOST/OWNER/NAME, got {address!r}."
     )
   root = pathlib.Path(checkout)
   page, project = root / "README.md", root / "pyproject.toml"
-  page.write_text(readme(page.read_text(), address, commit))
+  released = readme(page.read_text(), address, commit)
+  (root / _PAGE).write_text(released)
   project.write_text(metadata(project.read_text(), address))
 
 

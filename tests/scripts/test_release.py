@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 import re
+import shutil
 import tomllib
 
 import pytest
@@ -56,13 +57,33 @@ def test_released_readme_has_no_relative_link():
 
 def test_released_metadata_has_addresses():
   text = (_ROOT / "pyproject.toml").read_text()
-  found = tomllib.loads(_addresses().metadata(text, "https://host/me/jdist"))
+  released = _addresses().metadata(text, "https://host/me/jdist")
+  # An archive of a release can be released from another address.
+  moved = _addresses().metadata(released, "https://host/you/jdist")
+  assert moved == released.replace("/me/", "/you/")
+  found, kept = tomllib.loads(released), tomllib.loads(text)
+  kept["project"].pop("urls", None)
   assert found["project"].pop("urls") == {
     "Repository": "https://host/me/jdist",
     "Issues": "https://host/me/jdist/issues",
     "Changelog": "https://host/me/jdist/blob/main/CHANGELOG.md",
   }
-  assert found == tomllib.loads(text)
+  page = {"file": "README.index", "content-type": "text/markdown"}
+  assert found["project"].pop("readme") == page
+  del kept["project"]["readme"]
+  assert found == kept
+
+
+def test_release_leaves_the_readme_that_its_tests_check(tmp_path):
+  for name in ("README.md", "pyproject.toml"):
+    shutil.copy(_ROOT / name, tmp_path)
+  _addresses().main(str(tmp_path), "https://host/me/jdist", "abc")
+  text = (_ROOT / "README.md").read_text()
+  assert (tmp_path / "README.md").read_text() == text
+  assert (
+    "](https://host/me/jdist/blob/abc/LICENSE)"
+    in (tmp_path / "README.index").read_text()
+  )
 
 
 def test_wrong_address_is_refused(tmp_path):
