@@ -63,7 +63,9 @@ _DEFAULTS = {
   server.dbs: {"smoothing": 0.5, "minimum": 1},
   server.fedbuff: {"buffer": 10},
   server.h_ps: {"pipelined": True, "smoothing": 0.5, "slack": 0.9},
-  elastic.Rounds: {"quorum": 0.5, "grace": 1.0, "timeout_s": None},
+  elastic.Rounds: {
+    "samples": 32, "quorum": 0.5, "grace": 1.0, "timeout_s": None, "seed": 0,
+  },
   _commands.Train: {
     "method": "msdpu", "learning_rate": 0.1, "seed": 0, "workers": 8,
     "epochs": 30.0, "momentum": 0.9, "weight_decay": 0.0, "warmup_epochs": 1.0,
