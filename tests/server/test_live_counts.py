@@ -128,3 +128,18 @@ def test_tasks_that_were_taken_from_a_worker_are_not_computed(monkeypatch):
     inbox.put(({"kind": kind, "generation": generation}, None, 0.0))
   session = types.SimpleNamespace(inbox=inbox, generation=2)
   assert loop._work(session) and done == [2]
+
+
+def test_marks_of_seconds_pass_without_a_message():
+  plan = server.LivePlan(
+    workers=("a",), unit="seconds", marks=(0.05, 0.1, 0.15)
+  )
+  found = server.LiveServer(server.ASP(), server.EmptyServer(), plan)
+  found.start()
+  end = time.monotonic() + 5.0
+  while not found.status()["finished"]:
+    assert time.monotonic() < end, found.status()
+    time.sleep(0.01)
+  times = [found.record_of(i)[0].now_s for i in range(3)]
+  found.stop()
+  assert times == pytest.approx([0.05, 0.1, 0.15], abs=1e-6)

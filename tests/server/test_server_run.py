@@ -397,6 +397,19 @@ def test_mark_has_the_means_since_the_one_before():
   assert not measure(driver(all_expelled=True), learner, first).usable
 
 
+def test_mark_has_the_mean_share_of_merges_since_the_one_before():
+  # Of each merge: when it was, members in it, and those that lived.
+  shares = [(0.5, 1, 1), (1.0, 1, 1), (1.5, 2, 4), (2.0, 1, 1), (2.5, 0, 0)]
+  found = driver()
+  found.state.shares = shares
+  measure = functools.partial(_run_marks.measure, found, None, pushed_bytes=0.0)
+  first = measure(None, now_s=1.0)
+  assert first.merged_share == pytest.approx(3.5 / 5)
+  assert measure(first, now_s=3.0).merged_share == pytest.approx(1.5 / 3)
+  found.state.shares = []
+  assert measure(first, now_s=3.0).merged_share is None
+
+
 def test_state_with_infinite_constants_is_usable():
   mask = jnp.array([0.0, -jnp.inf])
   laws = states.exceptions({"mask": mask})

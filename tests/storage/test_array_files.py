@@ -52,6 +52,22 @@ def test_directories_of_others_are_refused_and_left_alone(tmp_path):
     assert contents(folder) == before
 
 
+def test_array_with_another_hash_in_its_name_is_somebody_elses(tmp_path):
+  save(tmp_path / "earlier", 1.0)
+  (ours,) = (tmp_path / "earlier").glob("*.npy")
+  # An interrupted save leaves its arrays, and no manifest.
+  for name, refused in ((ours.name, False), ("w0-0123456789ab.npy", True)):
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / name).write_bytes(ours.read_bytes())
+    if refused:
+      with _refusals.refused("directory", "holds other arrays"):
+        save(folder, 1.0)
+    else:
+      save(folder, 1.0)
+    assert (folder / name).exists()
+
+
 def test_only_earlier_arrays_are_removed(tmp_path):
   (tmp_path / "notes.txt").write_text("mine")  # No array: nothing is at risk.
   save(tmp_path, 1.0, 2.0)
