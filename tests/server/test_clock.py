@@ -125,3 +125,18 @@ def test_machine_that_returns_computes_no_task_of_its_earlier_life():
   later = [x for x in found if x.start_s >= 2.0]
   assert [x.start_s for x in later] == [2.0, 2.5, 3.0]
   assert all(int(x.name.removeprefix("task ")) >= given for x in later)
+
+
+def test_push_says_how_long_its_task_waited_for_the_one_before():
+  run = run_of([cluster.Node("a")], server.h_ps(5, plans=None))
+  waited, deliver = [], run.deliver
+
+  def noted(message, *arguments):
+    if isinstance(message, server.Push):
+      waited.append(message.waited_s)
+    deliver(message, *arguments)
+
+  run.deliver = noted
+  run.run(updates=4)
+  # Two tasks come at once, and then one as the other one begins.
+  assert waited == pytest.approx([0.0, 0.5, 0.5, 0.5])

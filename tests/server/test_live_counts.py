@@ -1,5 +1,6 @@
 """What a live server and a worker's loop count, and what they forget."""
 
+import concurrent.futures
 import queue
 import time
 import types
@@ -7,8 +8,8 @@ import types
 import numpy as np
 import pytest
 
-from jdist import server
-from jdist.server.runtime import _engine
+from jdist import cluster, server
+from jdist.server.runtime import _engine, _mailboxes
 
 pytest.importorskip("simpy")
 
@@ -130,16 +131,87 @@ def test_tasks_that_were_taken_from_a_worker_are_not_computed(monkeypatch):
   assert loop._work(session) and done == [2]
 
 
-def test_marks_of_seconds_pass_without_a_message():
-  plan = server.LivePlan(
-    workers=("a",), unit="seconds", marks=(0.05, 0.1, 0.15)
-  )
+def run_to(marks, **options):
+  """Starts a server that no worker joins, and returns it at its last mark."""
+  plan = server.LivePlan(workers=("a",), unit="seconds", marks=marks, **options)
   found = server.LiveServer(server.ASP(), server.EmptyServer(), plan)
+  before_s = found.status()["now_s"]
   found.start()
   end = time.monotonic() + 5.0
   while not found.status()["finished"]:
     assert time.monotonic() < end, found.status()
     time.sleep(0.01)
-  times = [found.record_of(i)[0].now_s for i in range(3)]
+  times = [found.record_of(i)[0].now_s for i in range(len(marks))]
   found.stop()
+  return before_s, times
+
+
+def test_marks_of_seconds_pass_without_a_message():
+  before_s, times = run_to((0.05, 0.1, 0.15))
+  assert before_s == 0.0
   assert times == pytest.approx([0.05, 0.1, 0.15], abs=1e-6)
+
+
+def test_clock_of_a_resumed_run_waits_at_its_checkpoint(tmp_path):
+  run_to((0.1,), checkpoints=str(tmp_path))
+  before_s, times = run_to((0.1, 0.2), checkpoints=str(tmp_path))
+  assert before_s == times[0] == pytest.approx(0.1, abs=1e-6)
+  assert times[1] == pytest.approx(0.2, abs=1e-6)
+
+
+def test_mailbox_of_a_worker_that_was_gone_has_the_word_to_rejoin_alone():
+  box = _mailboxes.Mailbox(life=7)
+  told = []
+
+  def pull(life):
+    future = concurrent.futures.Future()
+    future.add_done_callback(lambda x: told.append(x.result()[0]))
+    box.pull(life, future)
+
+  box.put(_mailboxes.word("task", task=3))
+  box.take_tasks()  # Its process was lost: no word to it.
+  assert not box.messages
+  box.here = True
+  box.put(_mailboxes.word("task", task=4))
+  box.take_tasks()
+  pull(7)
+  assert told == [{"kind": "rejoin", "generation": 2}] and not box.messages
+  pull(7)  # It waits, and ends once another process takes its place.
+  pull(6)
+  box.empty()
+  assert told[1:] == [{"kind": "stop"}, {"kind": "stop"}]
+
+
+def test_machine_is_as_fast_as_it_is_when_its_task_begins(monkeypatch):
+  """Not when the task arrived: it may have waited for the one before it."""
+  slow = cluster.Node("a", slowdowns=(cluster.Slowdown(110.0, 0.5),))
+  pace = server.Pace(slow, cluster.Profile(seconds_per_sample=1.0))
+  loop = server.WorkerLoop(None, "a", server.EmptyWorker(), depth=2, pace=pace)
+  slept = []
+  monkeypatch.setattr(time, "sleep", slept.append)
+  header = {"samples": 20, "passes": 1, "push_plan": 0, "pull_plan": 0}
+  header |= {"now_s": 100.0}
+  for waited_s in (0.0, 20.0):
+    start_s = time.monotonic()
+    loop._wait(header, start_s - waited_s, start_s)
+  # Ten seconds of work before the slowdown, or none.
+  assert slept == pytest.approx([10.0 + 20.0, 40.0], abs=2.0)
+
+
+def test_task_under_way_is_dropped_with_the_membership_of_its_worker():
+  machines = cluster.workers([1.0], link=cluster.Link(8e3))
+  (name,) = machines.names
+  protocol = server.ASP(timeout_s=0.03)  # A message takes 0.1 s.
+  found = server.LiveServer(
+    protocol,
+    server.EmptyServer(100),
+    server.LivePlan(workers=machines.names, machines=machines),
+  )
+  life = found.push({"kind": "hello", "worker": name})["life"]
+  found.start()
+  assert found.pull(name, life).result(timeout=5.0)[0]["kind"] == "rejoin"
+  following = found.pull(name, life)
+  with pytest.raises(TimeoutError):
+    following.result(timeout=0.2)
+  found.stop()
+  assert following.result(timeout=5.0)[0]["kind"] == "stop"
