@@ -121,7 +121,8 @@ def test_status_and_page_are_written_as_a_run_goes(tmp_path, capsys):
 def test_steps_and_their_end_are_written_alike(tmp_path):
   status = {"state": "running", "command": "", "step": 1014, "num_steps": 4056}
   (tmp_path / "status.json").write_text(json.dumps(status))
-  assert "step 1,014 of 4,056" in _page.write(tmp_path).read_text()
+  page = _page.write(tmp_path).read_text()
+  assert "running</span>: step 1,014 of 4,056" in page
   (tmp_path / "status.json").write_text(
     json.dumps(status | {"num_steps": None})
   )

@@ -125,7 +125,7 @@ def _state(status: Mapping[str, Any]) -> str:
       known.append(words.format(_show(name, status[name])))
   known = [x for x in (*known, str(status.get("updated", ""))) if x]
   return (
-    f"<p><span class=state>{html.escape(status['state'])}</span> "
+    f"<p><span class=state>{html.escape(status['state'])}</span>: "
     f"{html.escape(' · '.join(known))}</p>"
     f"<pre>{html.escape(status['command'])}</pre>"
   )
