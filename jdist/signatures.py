@@ -5,6 +5,7 @@ import functools
 import inspect
 import operator
 import os
+import pathlib
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType, UnionType
@@ -63,6 +64,7 @@ _WORDS: dict[Any, str] = {
   str: "a string",
   bool: "True or False",
   os.PathLike: "a path",
+  pathlib.Path: "a path",
   NoneType: "None",
   Callable: "a function",
 }

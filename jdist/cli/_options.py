@@ -116,7 +116,9 @@ def load(option: str, name: str, kind: str) -> Any:
   OWN[module.partition(".")[0]] = f"`{option} {name}`"
   try:
     found = importlib.import_module(module)
-    return found if kind == "a module" else getattr(found, attribute)
+    if kind == "a module" and not attribute:
+      return found
+    return getattr(found, attribute)
   except (TypeError, *_UNUSABLE) as error:  # It may be a relative name.
     raise ValueError(
       f"`{option}` must be {kind} that can be imported, got {name!r}: {error}."

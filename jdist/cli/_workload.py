@@ -120,8 +120,7 @@ def _check_data(options: _groups.Common) -> dict[str, str]:
   source = data.DATASETS.get(options.dataset)
   text = options.text is not None or options.dataset in data.TEXT_NAMES
   if callable(source):
-    found = checks.call("--dataset", source, "train")
-    text = isinstance(found, data.TextDataset)
+    text = isinstance(data.load(options.dataset), data.TextDataset)
   takes_text = getattr(models.MODELS[options.model], "takes_tokens", False)
   if text and not takes_text:
     raise ValueError(

@@ -1,10 +1,17 @@
 """A machine of a cluster: its speed over time, and its outages."""
 
 import dataclasses
+import functools
 import math
 import random
+from typing import Annotated
 
-from jdist import signatures
+from jdist import checks, signatures
+
+# Time would stand still on a faster machine.
+_Speed = Annotated[
+  float, functools.partial(checks.check_number, open_low=True, high=1e9)
+]
 
 
 class _Interval:
@@ -31,7 +38,7 @@ class Slowdown(_Interval):
   """
 
   start_s: signatures.NonNegativeFloat
-  factor: signatures.PositiveFloat
+  factor: _Speed
   end_s: float = math.inf
 
 
@@ -71,7 +78,7 @@ class Node:
   """
 
   name: str
-  speed: signatures.PositiveFloat = 1.0
+  speed: _Speed = 1.0
   jitter: signatures.NonNegativeFloat = 0.0
   memory_bytes: signatures.PositiveScalar = math.inf
   slowdowns: tuple[Slowdown, ...] = ()

@@ -184,9 +184,6 @@ def plot_trace(
     resources: The rows from top to bottom; all, in the order of their first
       spans, if None.
     end_s: The end of the time axis; the end of the last span if None.
-
-  Returns:
-    The path.
   """
   # The figure class, and not pyplot, which would keep every figure alive.
   import matplotlib.figure

@@ -80,7 +80,10 @@ def load(
   name = os.fspath(name)
   source = _prepare.find(name, images=True)
   if callable(source):
-    return source(split)
+    found = checks.call(name, source, split)
+    wanted = "a function that returns a `data.Dataset` or a `data.TextDataset`"
+    checks.check_type(name, found, Dataset | TextDataset, wanted)
+    return found
   if name == "digits":
     images, labels = _read_digits(split)
   elif name == "synthetic":

@@ -213,7 +213,11 @@ def check_compiler() -> None:
     )
 
 
-def set_link_rates(bandwidth_bits_per_s: float, latency_s: float) -> None:
+@signatures.checked
+def set_link_rates(
+  bandwidth_bits_per_s: signatures.PositiveFloat,
+  latency_s: signatures.NonNegativeFloat,
+) -> None:
   """Sets the rates of the link in XLA's scheduler of GPU programs.
 
   By default every collective is scheduled as if it took as long as a few

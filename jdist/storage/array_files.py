@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jdist import checks, states
+from jdist import checks, signatures, states
 from jdist.storage import hashes, sealed_json
 
 PyTree: TypeAlias = Any
@@ -56,6 +56,7 @@ def is_there(directory: str | os.PathLike[str]) -> bool:
   return (folder(directory) / _MANIFEST).exists()
 
 
+@signatures.checked
 def save_arrays(
   directory: str | os.PathLike[str], tree: PyTree, body: dict[str, Any]
 ) -> None:
@@ -253,6 +254,7 @@ def _typed(words: np.ndarray, of: str) -> np.ndarray:
   return words.view(of)
 
 
+@signatures.checked
 def tree_of(arrays: Mapping[str, np.ndarray], like: PyTree) -> PyTree:
   """Returns loaded arrays as a tree of the shapes and types of another.
 

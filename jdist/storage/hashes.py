@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from jdist import signatures
+
 # Bytes at a time: an array that is mapped from a disk need not fit the memory.
 _PART = 1 << 24
 
@@ -28,12 +30,14 @@ def hash_bytes(data: Any) -> str:
   return hashlib.sha256(whole).hexdigest()
 
 
+@signatures.checked
 def hash_file(path: pathlib.Path) -> str:
   """Returns the SHA-256 of a file's content."""
   with path.open("rb") as file:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@signatures.checked
 def hash_files(folder: pathlib.Path) -> dict[str, str]:
   """Returns the hash of every file below a directory, by its name there."""
   files = (path for path in sorted(folder.rglob("*")) if path.is_file())

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from jdist import signatures
 from jdist.storage import sealed_json
 
 
+@signatures.checked
 def append(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
   """Appends values to a file, each as a line, in one write.
 
@@ -47,12 +49,14 @@ def plain(x: Any) -> Any:
   return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
+@signatures.checked
 def write(path: pathlib.Path, values: Iterable[Any]) -> None:
   """Replaces all lines of a file in one move."""
   text = "".join(json.dumps(value) + "\n" for value in values)
   sealed_json.write_whole(path, text.encode())
 
 
+@signatures.checked
 def read(path: str | os.PathLike[str]) -> Iterator[Any]:
   """Yields the values of all whole lines; a cut-off last line is left out."""
   with pathlib.Path(path).open() as file:

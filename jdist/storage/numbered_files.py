@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from jdist import signatures
 from jdist.storage import hashes, plain_data
 
 T = TypeVar("T")
 _NAME = re.compile(r"(step_|update_)(\d{8,})(.*)")  # A trainer's or a server's.
 
 
+@signatures.checked
 def find(
   folder: pathlib.Path, prefix: str, ending: str = ""
 ) -> dict[int, pathlib.Path]:

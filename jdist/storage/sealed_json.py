@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, IO
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.storage import hashes
 
 
@@ -28,12 +28,14 @@ def check(name: str, value: Any) -> None:
     ) from error
 
 
+@signatures.checked
 def write(path: pathlib.Path, body: Any, *, form: int) -> None:
   """Writes a sealed file whose body is a JSON value."""
   whole = {"format": form, "sha256": _digest(body), "body": body}
   write_whole(path, json.dumps(whole).encode())
 
 
+@signatures.checked
 def read(path: pathlib.Path, *, form: int) -> Any:
   """Returns the body that was given to `write`.
 

@@ -81,9 +81,6 @@ def skip_nonfinite(
 def skipped(state: PyTree) -> jax.Array | None:
   """Returns the number of steps that `skip_nonfinite` has skipped.
 
-  Args:
-    state: The optimizer's state.
-
   Returns:
     An int32 scalar; None without `skip_nonfinite`.
   """

@@ -32,9 +32,6 @@ def synchronized(state: PyTree) -> jax.Array | bool:
 
   The training step then averages batch statistics.
 
-  Args:
-    state: The optimizer's state.
-
   Returns:
     A bool scalar; the Python value True for a method without rounds, so that
     nothing needs to be decided when the program runs.
@@ -72,9 +69,6 @@ def nonfinite_rounds(state: PyTree) -> jax.Array:
 
   A feedback drops a worker's NaN or infinity, so that no residual shows it.
 
-  Args:
-    state: The optimizer's state.
-
   Returns:
     This worker's count, int32 scalar, the largest of all feedbacks in the
     state; 0 without any.
@@ -103,9 +97,6 @@ def rounds_ahead(state: PyTree) -> jax.Array | None:
   other steps of the interval precede it; a streamed message takes the largest
   number of steps that fits into its window.
 
-  Args:
-    state: The optimizer's state.
-
   Returns:
     For the next update and the one after it, int32 [2, 3]: the window, the
     number of updates of the round before it, and the interval.  The window is
@@ -125,9 +116,6 @@ def arrives_after(state: PyTree) -> jax.Array | int:
   """Returns the number of a round's updates after which a late mean is applied.
 
   With `rounds_ahead` it determines the programs that a run may need.
-
-  Args:
-    state: The optimizer's state.
 
   Returns:
     A constant of the run, int32 scalar; 0 if a mean is applied at a round's

@@ -208,6 +208,19 @@ def test_package_of_the_page_has_a_codec_for_every_command(
       "`--codec jdist.codecs:Codec` failed: Can't instantiate abstract class",
     ),
     (
+      "--dataset gc:collect",
+      "`gc:collect` must take 'train', but raised TypeError: 'str' object",
+    ),
+    (
+      "--dataset builtins:repr",
+      "`builtins:repr` must be a function that returns a `data.Dataset` or a "
+      "`data.TextDataset`, got \"'train'\".",
+    ),
+    (
+      "--import builtins:none_such",
+      "'builtins:none_such': module 'builtins' has no attribute 'none_such'.",
+    ),
+    (
       "--model re:match",
       "`--model re:match` failed: match() got an unexpected",
     ),

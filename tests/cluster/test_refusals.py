@@ -8,14 +8,15 @@ OUTAGES = (cluster.Outage(1.0, 3.0), cluster.Outage(2.0))
 
 
 @_refusals.table(
-  ("speed", lambda: cluster.Node("a", speed=0.0), "in (0, inf]"),
+  ("speed", lambda: cluster.Node("a", speed=0.0), "in (0, 1e+09]"),
+  ("speed", lambda: cluster.Node("a", speed=1e300), "in (0, 1e+09]"),
   ("jitter", lambda: cluster.Node("a", jitter=-1.0), "in [0, inf]"),
   ("jitter", lambda: cluster.Node("a", jitter=float("inf")), "a finite number"),
   ("jitter", lambda: cluster.Node("a", jitter=20.5), "at most 20"),
   ("speed", lambda: cluster.Node("a", speed=float("inf")), "a finite number"),
   ("name", lambda: cluster.Node(""), "text"),
   ("memory_bytes", lambda: cluster.Node("a", memory_bytes=0), "in (0, inf]"),
-  ("factor", lambda: cluster.Slowdown(0.0, 0.0), "in (0, inf]"),
+  ("factor", lambda: cluster.Slowdown(0.0, 0.0), "in (0, 1e+09]"),
   ("start_s", lambda: cluster.Outage(-1.0), "in [0, inf]"),
   ("end_s", lambda: cluster.Outage(1.0, 1.0), "after `start_s`"),
   (

@@ -323,5 +323,10 @@ def test_reading_never_imports_tensorflow(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_set_of_ones_own_gives_each_split(split, monkeypatch):
-  monkeypatch.setitem(data.DATASETS, "own", lambda split: ("own", split))
-  assert data.load("own", split) == ("own", split)
+  monkeypatch.setitem(
+    data.DATASETS, "own", lambda split: data.load("synthetic", split)
+  )
+  assert data.load("own", split).split == split
+  monkeypatch.setitem(data.DATASETS, "own", lambda split: None)
+  with pytest.raises(ValueError, match="`own` must be a function that returns"):
+    data.load("own", split)

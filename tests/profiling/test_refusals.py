@@ -27,6 +27,16 @@ from tests import _refusals
     "an int >= 1, got 0",
   ),
   ("nodes", lambda: profiling.gpu_target("0x8xh200"), "an int >= 1, got 0"),
+  (
+    "bandwidth_bits_per_s",
+    lambda: profiling.set_link_rates(-1e9, 0.0),
+    "in (0, inf], got -1",
+  ),
+  (
+    "latency_s",
+    lambda: profiling.set_link_rates(1e9, None),
+    "a finite number, got None",
+  ),
 )
 def test_invalid_arguments_raise(argument, call, rule):
   _refusals.check(argument, call, rule)

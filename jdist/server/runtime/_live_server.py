@@ -50,11 +50,6 @@ class LiveServer:
   begins in a directory with checkpoints resumes from the newest one, without
   the updates since then and the tasks that were out.
 
-  Args:
-    protocol: The server's protocol.
-    learner: The server's learner.
-    plan: The settings of the run.
-
   Raises:
     training.OtherRunError: If a checkpoint belongs to another run.
   """
