@@ -133,3 +133,16 @@ def test_leaving_an_own_loop_ends_its_thread():
   next(states)
   states.close()
   assert ended.wait(10.0)
+
+
+def test_own_loop_refuses_a_step_that_did_not_advance():
+  loop = own_loop()
+
+  def run():
+    loop._asked.put("a state")
+
+  loop._loop.run = run
+  states = iter(loop)
+  assert next(states) == "a state"
+  with pytest.raises(ValueError, match="`advance` must be called once"):
+    next(states)
