@@ -275,6 +275,10 @@ def test_number_in_flight_is_bounded(in_flight):
   traced = str(jax.make_jaxpr(jax.vmap(begin, axis_name="worker"))(rows))
   assert traced.count("optimization_barrier") == len(buckets) - in_flight
   assert len(buckets) > 6
+  # A mean depends on the one that many places before it, and on no later one.
+  sent = collectives.traffic(begin, params(), axis="worker", num_workers=2)
+  wanted = [1 + i // in_flight for i in range(len(buckets))]
+  assert [one.depth for one in sent.collectives] == wanted
 
 
 def test_mean_in_two_halves_sends_as_much():
