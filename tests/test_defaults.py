@@ -51,10 +51,17 @@ _DEFAULTS = {
   reducers.MomentumCorrection: {"momentum": 0.9},
   reducers.Smoothing: {"momentum": 0.9},
   reducers.warm_up: {"final_ratio": 0.001},
-  codecs.Quantize: {"bits": 8, "block": 256},
+  reducers.Chunked: {"max_bytes": 4 * 2**20, "multiple": 1},
+  reducers.PowerSGD: {"rank": 2, "seed": 0, "factors": None},
+  codecs.DCTTopK: {"chunk": 64},
+  codecs.Quantize: {
+    "bits": 8, "block": 256, "range": "max_abs", "rounding": "nearest",
+  },
   codecs.SampledTopK: {"sample": 0.01},
   server.BSP: {"backups": 0, "restart_s": None, "timeout_s": None},
   server.SSP: {"bound": 3},
+  server.Simulation: {"seed": 0, "detection_s": 1.0},
+  server.HPS: {"pipelined": True, "pipelined_from": 0, "slack": 0.9},
   server.SpeedBatches: {"smoothing": 0.5, "minimum": 1},
   server.DecoupledDiLoCo: {
     "interval": 8, "fragments": 1, "quorum": 0.5, "grace": 0.5, "ahead": 1,
@@ -97,6 +104,12 @@ _DEFAULTS = {
     "limit_s": 60.0,
   },
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", [codecs.TopK, codecs.RandomK])
+def test_one_in_a_hundred_entries_is_sent_by_default(codec):
+  assert (codec().ratio, codec().k) == (0.01, None)
+  assert codecs.DCTTopK().k == 32 and codecs.DCTTopK(chunk=4).k == 16
 
 
 @pytest.mark.parametrize("door", _DEFAULTS, ids=lambda x: x.__name__)

@@ -32,6 +32,21 @@ def test_signs_match_hand_computation(scale, wanted):
   np.testing.assert_allclose(found, wanted * np.array(signs), 1e-6)
 
 
+@pytest.mark.parametrize(
+  ("scale", "wanted"),
+  [
+    ("mean_abs", (256 * 3 + 21) / 257),
+    ("max_abs", 21),
+    ("l2", np.sqrt((256 * 9 + 441) / 257)),
+  ],
+)
+def test_one_scale_counts_every_entry_once(scale, wanted):
+  """Also beyond the rows in which it is computed, of 256 entries."""
+  x = jnp.full(257, 3.0).at[-1].set(-21.0)
+  _, found = there_and_back(codecs.Sign(scale=scale), x)
+  np.testing.assert_allclose(found, wanted * np.sign(x), 1e-6)
+
+
 def test_every_block_of_signs_has_its_scale():
   payload, found = there_and_back(codecs.Sign(8), X)
   assert [s.tolist() for s in payload.scales] == [[2.0], [4.0]]
