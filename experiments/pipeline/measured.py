@@ -110,7 +110,7 @@ PRESETS = {
     ),
     Config(
       kind="computing", forward_s=(), width=768, samples=256, layers=3,
-      bound=True,
+      bound=True, tables=_ALL,
     ),
   ],
   "quota": [

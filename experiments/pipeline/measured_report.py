@@ -12,6 +12,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import matplotlib.figure
 import measured
+import numpy as np
 import studies
 
 from jdist import cluster, pipeline, training
@@ -51,14 +52,22 @@ def every_table(rows: list[Row], ratio: str = "iteration_ratio") -> str:
   """Returns measured over simulated iterations of every table."""
   names = list(dict.fromkeys(row["table"] for row in rows))
   lines = []
-  for slow in dict.fromkeys(row["config"]["slow"] for row in rows):
-    own = [row for row in rows if row["config"]["slow"] == slow]
+  for title in dict.fromkeys(map(_devices, rows)):
+    own = [row for row in rows if _devices(row) == title]
     ratios = {row["table"]: f"{row[ratio]:.3f}" for row in own}
-    title = "equal" if slow == 1 else f"one at {100 * slow:.0f} %"
-    loads = [row["load"] for row in own]
+    loads = [x for row in own for x in np.ravel(row["load"])]
     load = f"{min(loads):.1f} to {max(loads):.1f}"
     lines.append((title, *map(ratios.__getitem__, names), load))
   return studies.table(f"devices | {' | '.join(names)} | load", lines)
+
+
+def _devices(row: Row) -> str:
+  """Returns how fast the devices of a row are."""
+  config = row["config"]
+  share = config.get("slow", config.get("quota", 1))
+  title = "equal" if share == 1 else f"one at {100 * share:.0f} %"
+  computes = config.get("kind") == "computing" and "quota" in config
+  return f"{title}, {_stages(row)}" if computes else title
 
 
 def split_table(rows: list[Row]) -> str:
@@ -305,7 +314,11 @@ def draw_adaptive(row: Row, path: pathlib.Path) -> None:
 def main() -> None:
   """Prints tables, and draws pictures."""
   rows = training.read_rows(measured.RESULTS)
-  print(f"{ratio_table(rows)}\n\n{machine(rows)}\n\n{timeline_table(rows)}")
+  sleeping, computing = (
+    [row for row in rows if row["config"]["kind"] == kind]
+    for kind in ("sleeping", "computing")
+  )
+  print(f"{ratio_table(sleeping)}\n\n{machine(rows)}\n\n{timeline_table(rows)}")
   folder = measured.RESULTS.parent
   runtimes = training.read_rows(folder / "measured_runtimes.jsonl")
   print(f"\n{runtime_table(runtimes)}")
@@ -318,7 +331,7 @@ def main() -> None:
   every = training.read_rows(folder / "every_table.jsonl")
   print(f"\n{every_table(every)}")
   quota = training.read_rows(measured.QUOTA)
-  print(f"\n{timeline_table(quota)}")
+  print(f"\n{every_table([*computing, *quota])}\n\n{timeline_table(quota)}")
   one = training.read_rows(folder / "one_program.jsonl")
   sleeping = [row for row in one if row["config"]["kind"] == "sleeping"]
   print(f"\n{every_table(sleeping, 'ratio')}")
