@@ -14,7 +14,7 @@ PyTree: TypeAlias = Any
 # An order of leaves: from the front, from the back, or by a key of their paths.
 Order: TypeAlias = Literal["front_first", "back_first"] | Callable[[str], Any]
 # They are odd, and a product with an odd number loses no bit modulo 2**32.
-_MULTIPLIERS = (0x9E3779B1, 0x85EBCA77)
+_MULTIPLIERS, _MIXERS = (0x9E3779B1, 0x85EBCA77), (0x7FEB352D, 0x846CA68B)
 
 
 def leaf_paths(tree: PyTree) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ def _left_out(tree: PyTree) -> Any:
 def fingerprint(tree: PyTree) -> jax.Array:
   """Hashes the bits of every leaf of one worker's tree.
 
-  The sum over a leaf's words of `word * (2 * position * multiplier + 1)`,
+  The sum over a leaf's words of a hash of `word + position * multiplier`,
   modulo 2**32, with two multipliers, uint32 [leaves, 2]: a changed word always
   changes it, and two leaves that differ otherwise agree with a chance of about
   2**-64.  It is a sum of integers, so neither sharding nor order matters.
@@ -149,9 +149,12 @@ def _hash(x: jax.Array) -> jax.Array:
     step = jnp.uint32(stride % 2**32)
     position += jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim) * step
     stride *= words.shape[dim]
-  return jnp.stack(
-    [
-      jnp.sum(words * (2 * position * jnp.uint32(m) + 1), dtype=jnp.uint32)
-      for m in _MULTIPLIERS
-    ]
-  )
+
+  def total(multiplier: int) -> jax.Array:
+    # Weighted words alone have equal sums for many pairs of positions.
+    x = words + (position + 1) * jnp.uint32(multiplier)
+    for factor in _MIXERS:
+      x = (x ^ (x >> 16)) * jnp.uint32(factor)
+    return jnp.sum(x ^ (x >> 16), dtype=jnp.uint32)
+
+  return jnp.stack([total(m) for m in _MULTIPLIERS])

@@ -428,6 +428,17 @@ def test_fingerprint_sees_both_parts_of_complex_numbers(changed):
   assert (one != other).all()
 
 
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "bfloat16", "float32"])
+def test_fingerprint_sees_which_two_entries_are_one(dtype):
+  """In every shape; of weights in even steps many pairs have the same sum."""
+  pairs = np.stack(np.triu_indices(40, 1), 1)
+  masks = np.zeros((len(pairs), 40), dtype)
+  np.put_along_axis(masks, pairs, 1, 1)
+  for shape in ((40,), (5, 8)):
+    rows = jax.vmap(collectives.fingerprint)([masks.reshape(-1, *shape)])
+    assert len({tuple(row) for row in rows[:, 0].tolist()}) == len(pairs)
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "int32"])
 def test_two_cpu_hosts_exchange_by_a_sum(monkeypatch, dtype):
   """Gloo would send the two messages one after the other."""
