@@ -66,8 +66,10 @@ def _devices(row: Row) -> str:
   config = row["config"]
   share = config.get("slow", config.get("quota", 1))
   title = "equal" if share == 1 else f"one at {100 * share:.0f} %"
-  computes = config.get("kind") == "computing" and "quota" in config
-  return f"{title}, {_stages(row)}" if computes else title
+  if config.get("kind") != "computing":
+    return title
+  # One program has all devices in its process.
+  return f"{title}, {_stages(row) if 'quota' in config else 'that compute'}"
 
 
 def split_table(rows: list[Row]) -> str:
@@ -333,8 +335,8 @@ def main() -> None:
   quota = training.read_rows(measured.QUOTA)
   print(f"\n{every_table([*computing, *quota])}\n\n{timeline_table(quota)}")
   one = training.read_rows(folder / "one_program.jsonl")
-  sleeping = [row for row in one if row["config"]["kind"] == "sleeping"]
-  print(f"\n{every_table(sleeping, 'ratio')}")
+  whole = [row for row in one if row["config"]["kind"] != "split"]
+  print(f"\n{every_table(whole, 'ratio')}")
   split = [row for row in one if row["config"]["kind"] == "split"]
   print(f"\n{split_table(split)}")
   adaptive = training.read_rows(folder / "measured_adaptive.jsonl")
