@@ -16,12 +16,7 @@ from jdist.storage import sealed_json
 
 @signatures.checked
 def append(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
-  """Appends values to a file, each as a line, in one write.
-
-  Raises:
-    OSError: If a line cannot be written, for instance because the disk is
-      full.
-  """
+  """Appends values to a file, each as a line, in one write."""
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   lines = [json.dumps(value) + "\n" for value in values]

@@ -474,6 +474,33 @@ def test_server_may_be_lost_again_while_it_restarts(losses, tmp_path):
   assert kinds == ["lost"] * losses + ["back"]
 
 
+@pytest.mark.parametrize("wrong", (("a",), NAMES))
+def test_run_ends_if_a_worker_fails_at_each_of_its_tasks(wrong):
+  """It says hello each time, but never pushes."""
+
+  class Failing(server.EmptyWorker):
+    def compute(self, header):
+      time.sleep(0.1)  # Until it has been seen.
+      raise TypeError("no such loss")
+
+  def work(name, channel):
+    learner = (Failing if name in wrong else server.EmptyWorker)()
+    server.WorkerLoop(channel, name, learner, depth=1).run()
+
+  engine = server.ThreadEngine()
+  try:
+    with pytest.raises(server.LostRunError, match="4 times before it pushed"):
+      _live_runs.run(
+        engine,
+        lambda plan: server.LiveServer(BSP, server.EmptyServer(100), plan),
+        {name: functools.partial(work, name) for name in NAMES},
+        10**6,
+        startup_s=20.0,
+      )
+  finally:
+    engine.stop()
+
+
 def test_server_continues_from_its_checkpoint(tmp_path):
   folder = str(tmp_path / "checkpoints")
   first = Hand(BSP, checkpoints=folder, marks=(8.0, 24.0), identity={"x": 1})

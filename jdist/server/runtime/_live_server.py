@@ -173,6 +173,7 @@ class LiveServer:
     return {
       "now_s": core.wall_s,
       "here": [name for name, box in core.boxes.items() if box.here],
+      "pushed": [name for name, box in core.boxes.items() if box.pushed],
       "finished": core.finished,
       "records": len(core.marks.records),
       "error": self._error,

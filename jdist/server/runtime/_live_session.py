@@ -67,8 +67,10 @@ class LiveSession:
     self.events: list[dict[str, Any]] = []
     self.payload = np.zeros(0, np.uint8)
     self._survive, self._gone = survive, set[str]()
-    # How often each worker was lost since it last said hello.
-    self._away: dict[str, int] = {}
+    self._away = set[str]()
+    # How often each worker was lost since it last pushed.  It may fail anew at
+    # each of its tasks.
+    self._losses: dict[str, int] = {}
     self._status: dict[str, Any] = {}
 
   def begin(
@@ -110,8 +112,10 @@ class LiveSession:
         # Lost workers first: the status then shows that they have left.
         self.engine.poll()
         status = self._ask_status()
-        for name in [x for x in self._away if x in status["here"]]:
-          del self._away[name]
+        for name in status["pushed"]:
+          self._losses.pop(name, None)
+        for name in self._away.intersection(status["here"]):
+          self._away.remove(name)
           self._add_event("back", name)
         self._on_status(status)
         if status["records"] > number:
@@ -185,12 +189,14 @@ class LiveSession:
       return  # It was sent home, and its process may end.
     if name in self._gone:
       return
-    self._away[name] = self._away.get(name, 0) + 1
-    if self._away[name] > _MAX_TRIES:
+    self._away.add(name)
+    self._losses[name] = self._losses.get(name, 0) + 1
+    if self._losses[name] > _MAX_TRIES:
       self._gone.add(name)
       if not self._survive or len(self._gone) == len(self._works):
         raise _engine.LostRunError(
-          f"{name} was lost {_MAX_TRIES} times before it returned: {reason}"
+          f"{name} was lost {self._losses[name]} times before it pushed "
+          f"anything: {reason}"
         )
       self._add_event("gone", name, reason)
       return

@@ -169,7 +169,7 @@ class ServerCore:
     box.empty()
     if self._links is not None:
       self._links.connect(item.worker)
-    box.here = True
+    box.here, box.pushed = True, False
     if self.delivery is not None:
       self.delivery.pardon(item.worker)
     # Tasks that are still on their way to the process before are dropped.
@@ -222,6 +222,7 @@ class ServerCore:
     if self.finished or header["life"] != box.life:
       return
     assert self.delivery is not None
+    box.pushed = True
     try:
       push = _push_of(item)
       accepted = self.delivery.accept(push, header["more"], item.payload)
