@@ -323,3 +323,25 @@ def test_codec_and_message_are_counted_from_the_last_push():
 def test_learner_refuses_what_a_server_cannot_keep(change, named):
   with pytest.raises(ValueError, match=f"`{named}` must"):
     runner(**change)
+
+
+def test_both_sides_begin_as_they_are_told():
+  found = syncer(model_state={"mean": jnp.array(3.0)})
+  assert found.model.model_state["mean"] == 3.0
+  learner = runner(optimizer=optax.sgd(lambda count: 1.0))
+  counts = jax.tree.leaves(begun(learner)._state.opt_state)
+  assert [int(x) for x in counts] == [0]
+
+
+def test_learners_of_every_seed_round_by_numbers_of_their_own():
+  steps = [
+    int(
+      server.FragmentRunner(
+        loss, optax.sgd(1.0), {"w": jnp.zeros(8)}, Numbers(), number=number,
+        num_workers=3, seed=seed, push_codec=FOUR_BITS,
+      )._push_states[0].step
+    )
+    for number in range(3)
+    for seed in range(5)
+  ]  # fmt: skip
+  assert len(set(steps)) == len(steps)

@@ -123,6 +123,12 @@ def test_qsr_sizes_rounds_of_a_warmup_by_the_rate_after_it():
     starts.append((step, length))
     step += length
   assert starts[0] == (0, 4) and starts[1] == (4, 4) and starts[2][1] >= 4
+  # After it each round has the rate of its own first step.
+  falls = intervals.qsr(
+    lambda t: jnp.where(t < 10, 0.1, 0.05), 0.2, 2, warmup_steps=6
+  )
+  for step, length in ((0, 4), (8, 4), (9, 4), (10, 16)):
+    assert int(falls.next((), jnp.array(step), None)[0]) == length
   # By the warm-up's own rate it would have been one round of 40,000 steps.
   naive = intervals.qsr(rate, 0.2, 2, warmup_steps=0)
   assert int(naive.next((), jnp.array(0), None)[0]) > 10_000
@@ -151,6 +157,8 @@ def test_adacomm_halves_where_the_rule_does_not_shrink():
 def test_adacomm_ends_at_single_steps_and_begins_at_its_maximum():
   # Two halves to one, of which there is no half.
   assert unfold(intervals.adacomm(2, 1), [1.0] * 4) == [2, 2, 2, 1, 1, 1]
+  # Half of an odd interval is rounded down.
+  assert unfold(intervals.adacomm(5, 1), [1.0] * 4) == [5, 5, 5, 2, 1, 1]
   # A value between half of the interval and the interval is taken.
   assert unfold(intervals.adacomm(8, 8), [4.0, 2.25]) == [8, 8, 8, 6]
   capped = intervals.adacomm(20, 1, form="capped")
