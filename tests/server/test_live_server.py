@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jdist import cluster, server, training
+from jdist.server.gradients import _learner
 from jdist.server.run import _run_checkpoints
 from jdist.server.runtime import (
   _delivery,
@@ -286,10 +287,37 @@ def test_push_without_its_header_is_refused(hand):
 def test_unknown_workers_are_refused(hand):
   by = hand(BSP)
   assert "no worker" in by.hello("c")["refused"]
-  with pytest.raises(ValueError, match="uint8"):
-    _envelope.unpack(np.zeros(3, np.float32))
+  for message in (np.zeros(3, np.float32), np.zeros((2, 8), np.uint8)):
+    with pytest.raises(ValueError, match="uint8"):
+      _envelope.unpack(message)
   with pytest.raises(ValueError, match="header"):
     _envelope.unpack(np.full(9, 255, np.uint8))
+  with pytest.raises(ValueError, match="no object"):
+    _envelope.unpack(_envelope.pack(["a", "list"]))
+
+
+def test_run_ends_once_all_workers_are_expelled():
+  class Refusing(server.EmptyServer):
+    def push(self, task, more, payload):
+      raise _learner.RefusedError("nan", "A push must be finite, got NaN.")
+
+  def work(name, channel):
+    server.WorkerLoop(channel, name, server.EmptyWorker(), depth=1).run()
+
+  engine = server.ThreadEngine()
+  try:
+    with pytest.warns(RuntimeWarning, match="refuse the pushes of all workers"):
+      result = _live_runs.run(
+        engine,
+        lambda plan: server.LiveServer(BSP, Refusing(100), plan),
+        {name: functools.partial(work, name) for name in NAMES},
+        10**6,
+        startup_s=20.0,
+      )
+  finally:
+    engine.stop()
+  assert result.summary["updates"] == 0
+  assert result.summary["refused"] == {"nan": 6}
 
 
 def test_messages_take_the_time_of_their_links(hand):
