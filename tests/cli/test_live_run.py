@@ -65,7 +65,7 @@ def test_permanently_lost_worker_ends_the_run_in_one_line(
   monkeypatch.setattr(_server_parts, "work", work)
   assert train() == 75
   error = capsys.readouterr().err
-  assert error.startswith("jdist: error: worker0 was lost 3 times before")
+  assert error.startswith("jdist: error: worker0 was lost 4 times before")
   assert "RuntimeError: There is no memory. The same command starts" in error
   assert error.count("\n") == 1
 
