@@ -88,7 +88,7 @@ def answer_of(connected, ours):
 
 @pytest.mark.parametrize("side", [b"caller", b"called"])
 def test_proof_of_the_listener_admits_no_caller(listener, side):
-  """Who has no key can only send back the proof of the other side."""
+  """Without a key one can only send back the proof of the other side."""
   found, address, admitted = listener
   with socket.create_connection(address) as connected:
     ours = bytes(32)

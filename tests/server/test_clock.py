@@ -1,4 +1,4 @@
-"""What the virtual clock counts, by hand: limits, failures and streams."""
+"""The virtual clock's counts by hand: limits, failures and streams."""
 
 import pytest
 

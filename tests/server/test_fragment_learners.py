@@ -259,7 +259,7 @@ def test_pushes_stay_until_they_are_merged(settled):
   assert learner._state.params["w"].item() == 7.0
   message = [[jnp.array(4.0)]]
   learner.receive(header(2, pulled=(0,), settled=[settled]), message)
-  # Of two pushes of 1/2 those that are not settled are kept on top.
+  # The pushes of 1/2 that are not settled are kept on top.
   assert learner._state.params["w"].item() == 4.0 - 0.5 * (1 - settled)
 
 

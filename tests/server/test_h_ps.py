@@ -258,7 +258,7 @@ def test_exchange_is_scaled_to_exact_messages_by_both_plans():
   state = rule.init("a")
   state.now_s = 4.0
   task = _server_state.Assignment(0, "a", 0, 8, push_plan=2, pull_plan=0)
-  # Of four seconds one was computed, and half of one waited for.
+  # One of four seconds was computed, and half of one waited for.
   rule.observe(state, task, server.Push("a", 0, 8, 1.0, waited_s=0.5))
   exact_s = 2.5 / ((1.0 + PLANS.share(2)) / 2)
   assert state.members["a"].exchange_s == pytest.approx(exact_s)

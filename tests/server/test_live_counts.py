@@ -1,4 +1,4 @@
-"""What a live server and a worker's loop count, and what they forget."""
+"""A live server and a worker's loop count, and forget."""
 
 import concurrent.futures
 import queue

@@ -398,7 +398,7 @@ def test_mark_has_the_means_since_the_one_before():
 
 
 def test_mark_has_the_mean_share_of_merges_since_the_one_before():
-  # Of each merge: when it was, members in it, and those that lived.
+  # Each merge has its time, its members, and those that lived.
   shares = [(0.5, 1, 1), (1.0, 1, 1), (1.5, 2, 4), (2.0, 1, 1), (2.5, 0, 0)]
   found = driver()
   found.state.shares = shares

@@ -68,8 +68,8 @@ class LiveSession:
     self.payload = np.zeros(0, np.uint8)
     self._survive, self._gone = survive, set[str]()
     self._away = set[str]()
-    # How often each worker was lost since it last pushed.  It may fail anew at
-    # each of its tasks.
+    # Losses of each worker since its last push.  A hello does not end them: it
+    # may fail anew at each of its tasks.
     self._losses: dict[str, int] = {}
     self._status: dict[str, Any] = {}
 

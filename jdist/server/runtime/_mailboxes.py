@@ -27,7 +27,7 @@ class Mailbox:
   waiting: concurrent.futures.Future[_engine.Message] | None = None
   # Whether its process is alive, as far as is known.
   here: bool = False
-  # Whether that process has pushed.
+  # True once that process has pushed.
   pushed: bool = False
 
   def put(self, message: _engine.Message) -> None:
