@@ -222,11 +222,7 @@ def import_extra(module: str, extra: str) -> Any:
 
 
 def check_extras(needed: Mapping[str, str]) -> None:
-  """Raises one ImportError for all modules that are not installed.
-
-  Args:
-    needed: The extra of each needed module.
-  """
+  """Raises one ImportError for missing modules, given the extra of each."""
   missing = dict(needed)
   for module in needed:
     # `find_spec` imports nothing but the parents, one of which may be missing.

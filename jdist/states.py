@@ -90,9 +90,6 @@ def declare(
     evaluates: The field with the parameters to evaluate, for instance an
       average of iterates; see `jdist.evaluation_params`.
 
-  Returns:
-    A decorator of the class.
-
   >>> from typing import NamedTuple
   >>> @declare(shared=("step",))
   ... class State(NamedTuple):

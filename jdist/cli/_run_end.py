@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 DIVERGED = 3
 AGAIN = 75
 TERMINATED = 143
+BEYOND = "not finite, or above 1,000"
 # Reasons of errors that pass: others may free a disk, a port or open files.
 _PASSING = (
   errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EADDRINUSE,
@@ -77,10 +78,9 @@ def check(options: Any, records: Any, saved: bool) -> None:
       "gradients are not finite."
     )
   raise DivergedError(
-    f"the loss is not finite, or above 1,000, since step {first} of "
-    f"{last.step} or before. Take a lower `--learning-rate`, "
-    f"{options.learning_rate:g} here, {remedies}"
-    f"{kept if saved else ''}"
+    f"the loss is {BEYOND}, since step {first} of {last.step} or before. "
+    f"Take a lower `--learning-rate`, {options.learning_rate:g} here, "
+    f"{remedies}{kept if saved else ''}"
   )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from jdist import cli, training
 from jdist.cli import _run_end
+from jdist.cli.report import _status
 from jdist.training import comparison
 
 pytest.importorskip("grain")
@@ -28,7 +29,12 @@ def test_diverged_run_exits_3_and_saves_only_finite_states(tmp_path, capsys):
   )
   with pytest.warns(RuntimeWarning, match="was not saved: the checkpoint of"):
     assert cli.main(words.split()) == 3
-  told = capsys.readouterr().err
+  lines, told = capsys.readouterr()
+  warned = [x for x in lines.splitlines() if x.startswith("Warning: the loss")]
+  assert warned == [
+    "Warning: the loss is not finite, or above 1,000, after step 2. Ctrl-C "
+    "ends the run."
+  ]
   assert f"States that are finite stay in {tmp_path / 'c'}." in told
   assert "jdist: diverged: the loss is not finite" in told
   assert "`--learning-rate`, 1e+30 here" in told
@@ -87,6 +93,25 @@ def test_run_that_was_never_finite_keeps_no_states(tmp_path, capsys):
   )
   assert told.startswith("jdist: diverged:") and "stay in" not in told
   assert not list((tmp_path / "c").iterdir())
+
+
+def test_step_without_a_finite_loss_is_told_once_and_at_once(tmp_path, capsys):
+  config = {"output": str(tmp_path), "method": "a", "learning_rate": 1.0}
+  config |= {"workers": 1, "seed": 0}
+  status = _status.Status(config, lambda path: "x", "run", "heading", 9)
+  good = training.Record(1, 1, 1.0, 1.0, {}, 1.0, 1.0)
+  for step, diverged in ((1, False), (2, True), (3, True), (4, False)):
+    capsys.readouterr()
+    status.step(good._replace(step=step, diverged=diverged), "")
+    told = capsys.readouterr().out
+    assert ("not finite, or above 1,000, after step 2." in told) == (step == 2)
+    status._write(page=False)
+    doing = json.loads((tmp_path / "status.json").read_text())["doing"]
+    assert ("the loss is not finite" in doing) == diverged
+  # A comparison tries rates that may diverge.
+  status._warned = False
+  status.step(good._replace(diverged=True), "", run="tuning ssgd 1")
+  assert not capsys.readouterr().out
 
 
 def test_tuning_never_chooses_a_diverged_rate(tmp_path, capsys):

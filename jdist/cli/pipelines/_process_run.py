@@ -232,7 +232,6 @@ class _Run:
     self._losses = []
     self.records.append(record)
     if self._first:
-      status.step(record, "")
       status.record(record)
       steps = self.budget.num_steps
       _workload.print_record(record, steps, self.workload.train)

@@ -50,6 +50,7 @@ class Status:
     self._link = _groups.LinkOptions(**{x: config[x] for x in fields})
     # JAX does not know the processes of a pipeline's stages.
     self._first = not (jax.process_index() or config.get("process_id"))
+    self._warned = not self._first
     # Real workers print events, which would tear the bar.
     self._shows_bar = self._first and config.get("driver") in (None, "clock")
     self._records: list[training.Record] = []
@@ -80,10 +81,17 @@ class Status:
     # Between steps the last figures stay.
     entries = {} if doing else {x: getattr(record, x) for x in _SHOWN}
     doing = f"{run} {doing or 'training'}"
+    if record.diverged and not run:  # A comparison's rates may diverge.
+      told = f"the loss is {_run_end.BEYOND}, after step {record.step}"
+      doing += f": {told}"
+      if not self._warned:
+        print(f"Warning: {told}. Ctrl-C ends the run.", flush=True)
+      self._warned = True
     self.note(**entries, doing=doing, step=before + record.step)
 
   def record(self, record: training.Record) -> None:
     """Adds an evaluation to the row of the run so far."""
+    self.step(record, "")
     self._records.append(record)
     self.note(row=self._row(self._records))
 

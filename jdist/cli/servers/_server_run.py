@@ -68,7 +68,6 @@ def _fit(parts: _server_parts.Parts, status: _status.Status) -> None:
     def show(record: training.Record) -> None:
       assert run.mark is not None
       shown.append(record.step)
-      status.step(record, "")
       for *_, living in run.mark.changes[-1:]:
         status.note(workers=living)
       status.record(record)
