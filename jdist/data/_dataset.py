@@ -86,7 +86,8 @@ class Dataset:
     """Returns samples as {"image": uint8 [*rows.shape, height, width,
     channels], "label": integers [*rows.shape]}.
     """
-    return {"image": self.images[rows], "label": self.labels[rows]}
+    # `take` needs a fourth of the time of an index for a few small images.
+    return {"image": self.images.take(rows, 0), "label": self.labels[rows]}
 
   def normalize(self, images: np.ndarray) -> Any:
     """Returns `(images - mean) / std` per channel, in float32.

@@ -58,12 +58,12 @@ def test_kept_gradient_is_in_two_updates_and_its_samples_count_once(
     compensation=compensation,
   )  # fmt: skip
   learner.decoded = True
-  gradients = np.float32([1.0, 2.0]), np.float32([4.0, 0.0])
+  gradients = jnp.array([1.0, 2.0]), jnp.array([4.0, 0.0])
   for task, (worker, gradient) in enumerate(zip("ab", gradients, strict=True)):
     learner.reply(server.Reply(worker, task, 0, 10 + task))
     pushed = learner._empty_push(0)._replace(grads=gradient)
     learner.push(task, {"loss": 1.0 + task}, pushed)
-  first, second = gradients
+  first, second = gradients = np.array(gradients)
   learner.apply(server.Apply((0,), (1.0,), (0,), frozenset({0})))
   expected = -first
   np.testing.assert_allclose(learner.model.params, expected)
@@ -76,6 +76,22 @@ def test_kept_gradient_is_in_two_updates_and_its_samples_count_once(
   assert learner.samples == 21 and not learner.tasks
   notes, _ = learner.save(whole=True)
   assert notes["pushes"] == notes["read"] == []
+
+
+def test_single_push_gives_its_memory_to_the_parameters():
+  learner = server.GradientServer(
+    optax.sgd(1.0), jnp.zeros(2), server.message_plans(), workers=["a"]
+  )
+  learner.decoded = True
+  learner.reply(server.Reply("a", 0, 0, 10))
+  gradient = jnp.array([1.0, 2.0])
+  where = gradient.unsafe_buffer_pointer()
+  pushed = learner._empty_push(0)._replace(grads=gradient)
+  learner.push(0, {"loss": 1.0}, pushed)
+  learner.apply(server.Apply((0,), (1.0,), (0,)))
+  params = learner.model.params
+  assert params.tolist() == [-1.0, -2.0]
+  assert params.unsafe_buffer_pointer() == where
 
 
 def test_halves_in_two_updates_move_as_much_as_one_update():

@@ -312,14 +312,13 @@ def received_push(
     RefusedError: If it has another size than a message of these kinds, or it
       or the loss is not finite.
   """
-  if isinstance(payload, np.ndarray):
-    try:
-      payload = tree_of_bytes(payload, kinds)
-    except ValueError as error:
-      # A worker with another model, or a stranger, must not stop the server.
-      raise _learner.RefusedError(
-        "shape", f"A push is refused: {error}"
-      ) from None
+  try:
+    payload = message_of(payload, kinds)
+  except ValueError as error:
+    # A worker with another model, or a stranger, must not stop the server.
+    raise _learner.RefusedError(
+      "shape", f"A push is refused: {error}"
+    ) from None
   pushed, finite = decode_push(codec)(payload, like)
   return pushed, finite_loss(more, finite)
 

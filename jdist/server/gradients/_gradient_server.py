@@ -247,13 +247,13 @@ class GradientServer(ServerLedger):
     ]
     # Exact parameters are encoded once for all workers that wait at a barrier.
     # The model is kept with them, since users may replace `model`.
-    self._exact: tuple[PyTree, PyTree] | None = None
+    self._exact: tuple[PyTree, PyTree] = (None, None)
     # Parameters as each worker has them, by its number.
     self._held: dict[int, PyTree] = {}
     # With compensation, the parameters that were sent for tasks still out.
     self._sent: dict[int, PyTree] = {}
     self._settled: dict[int, int] = {}
-    self._update = _update_program(optimizer, compensation)
+    self._updates = _update_programs(optimizer, compensation)
 
   @property
   def model(self) -> _learner.ServerModel:
@@ -299,8 +299,9 @@ class GradientServer(ServerLedger):
     if self._compensation:
       pushed = pushed._replace(read=model.params)
     for width, factors in _merge.forms(self.num_workers):
+      update = self._updates[factors is None and not self._compensation]
       jax.block_until_ready(
-        self._update(model, [pushed] * width, factors, np.float32(1.0))
+        update(model, [pushed] * width, factors, np.float32(1.0))
       )
 
   def reply(self, reply: _messages.Reply) -> tuple[dict[str, Any], Any]:
@@ -320,7 +321,7 @@ class GradientServer(ServerLedger):
       return None
     codec = self.plans.pull[plan]
     if codec is None:
-      if self._exact is None or self._exact[0] is not model:
+      if self._exact[0] is not model:
         self._exact = model, (model.params, model.model_state)
       self._keep(worker, model.params)
       return self._exact[1]
@@ -359,7 +360,10 @@ class GradientServer(ServerLedger):
       pushes, update.weights, parts, self.num_workers, self.model.params,
       self._compensation,
     )  # fmt: skip
-    self._model = self._update(self._model, pushes, factors, np.float32(loss))
+    # A single push that nobody uses again gives its memory to the parameters.
+    spent = factors is None and not update.kept and not self._compensation
+    move = self._updates[spent]
+    self._model = move(self._model, pushes, factors, np.float32(loss))
 
   def _settle(self, worker: int, task: int) -> None:
     self._settled[worker] = max(self._settled.get(worker, -1), task)
@@ -413,12 +417,11 @@ class GradientServer(ServerLedger):
 
 
 @functools.lru_cache(maxsize=16)
-def _update_program(
+def _update_programs(
   optimizer: optax.GradientTransformation, compensation: float
 ) -> Any:
   optimizer = transforms.lenient(optimizer)
 
-  @jax.jit
   def update(
     model: _learner.ServerModel,
     pushes: Sequence[Pushed],
@@ -441,4 +444,4 @@ def _update_program(
     found = params, opt_state, model_state
     return _learner.ServerModel(*(_packed.pack(*found) if packs else found))
 
-  return update
+  return jax.jit(update), jax.jit(update, donate_argnums=1)
