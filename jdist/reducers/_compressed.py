@@ -53,8 +53,8 @@ def compressed(
   **Not finite.**  A leaf (a row, in an all-to-all) that holds a NaN or an
   infinity at one worker, or in the sum, is NaN on all workers, whatever the
   codec does with it: a byte for each leaf is sent along.  The `sum` wire adds
-  payloads; if these hold chosen entries only, all of them are NaN.  Entries of
-  the owner's residual that would not be finite become zero.
+  payloads; if these hold chosen entries only, all of them are NaN.  The owner's
+  residual of a row that is not finite becomes zero.
 
   Args:
     codec: The encoding.  Its random numbers have their own key for each leaf,

@@ -194,6 +194,16 @@ def test_vmap_over_workers_equals_single_workers():
     np.testing.assert_array_equal(together.indices[i], find(x[i], 200).indices)
 
 
+@pytest.mark.parametrize("k", [3, 200])
+def test_one_large_entry_too_few_is_completed(k):
+  # Every threshold between the two magnitudes is reached by k - 1 entries.
+  x = np.full((1, LENGTH), 1e-3, np.float32)
+  x[0, -k + 1 :] = 1.0
+  found = find(x, k)
+  assert found.num_used.tolist() == [k]
+  np.testing.assert_array_equal(found.indices[0], largest_reference(x[0], k))
+
+
 def test_nothing_is_sorted():
   text = find.lower(jnp.zeros((1, LENGTH)), 200).compile().as_text()
   assert " sort(" not in text and "TopK" not in text

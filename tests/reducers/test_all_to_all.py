@@ -131,11 +131,32 @@ def test_owners_round_with_numbers_of_their_own():
   assert (mean[0] != mean[1]).any()
 
 
-def test_rows_and_workers_draw_numbers_of_their_own():
+@pytest.mark.parametrize(
+  ("draws", "num_keys"),
+  # Three rows of each worker, or three that all share, and three owners.
+  [("worker", 9 + 3), ("shared", 3 + 3)],
+)
+def test_rows_and_owners_draw_numbers_of_their_own(draws, num_keys):
   def keys(number):
     del number
-    found = _all_to_all._row_keys("worker", jax.random.key(0), 5, "worker")
-    return jax.random.key_data(found)
+    key = jax.random.key(0)
+    rows = _all_to_all._row_keys(draws, key, 5, "worker")
+    owner = _all_to_all._owner_key(draws, key, 5, "worker")
+    return jax.random.key_data(jnp.append(rows, owner))
 
   found = jax.vmap(keys, axis_name="worker")(jnp.arange(3))
-  assert len({tuple(x) for x in np.asarray(found).reshape(9, -1)}) == 9
+  assert len({tuple(x) for x in np.asarray(found).reshape(12, -1)}) == num_keys
+
+
+def test_row_that_is_not_finite_leaves_no_residual():
+  # Signs of magnitude 1 tell nothing of a NaN, and one of 0 is 1.
+  reducer = reducers.compressed(small.Signs())
+
+  def residual(x):
+    state = reducer.init(x, "worker")
+    found = reducer.reduce(x, state, jax.random.key(0), "worker")
+    return found.state.residual[0]
+
+  x = jnp.stack([jnp.ones(16), -jnp.ones(16).at[3].set(jnp.nan)])
+  found = jax.jit(jax.vmap(residual, axis_name="worker"))(x)
+  assert found.tolist() == [[0.0] * 8, [-1.0] * 8]

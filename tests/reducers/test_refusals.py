@@ -151,6 +151,11 @@ _SCALED = codecs.RandomK(0.1)
   ("path", lambda: reducers.Rule(EXACT, path=3), "a string"),
   ("min_size", lambda: reducers.Rule(EXACT, min_size="a"), "an int >= 0"),
   ("reducer", lambda: reducers.Rule(small.Rounded()), "must be"),
+  (
+    "reducer",
+    lambda: reducers.Chunked(reducers.Chunked(INT4)),
+    "it splits the tree itself",
+  ),
   ("outer", lambda: hosts(outer=small.Rounded()), "a `Reducer`"),
   ("inner", lambda: hosts(None), "a `Reducer`"),
   ("parts", lambda: hosts(parts=0), "an int >= 1, got 0"),
