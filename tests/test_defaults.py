@@ -9,7 +9,15 @@ import inspect
 
 import pytest
 
-from jdist import codecs, elastic, methods, reducers, server, transforms
+from jdist import (
+  channel,
+  codecs,
+  elastic,
+  methods,
+  reducers,
+  server,
+  transforms,
+)
 from jdist.cli import _commands
 from jdist.transforms import intervals
 
@@ -53,6 +61,10 @@ _DEFAULTS = {
   reducers.warm_up: {"final_ratio": 0.001},
   reducers.Chunked: {"max_bytes": 4 * 2**20, "multiple": 1},
   reducers.PowerSGD: {"rank": 2, "seed": 0, "factors": None},
+  # Whoever expects bytes says how many.
+  channel.Connection: {"max_body": 0},
+  channel.Listener: {"max_body": 0},
+  channel.call: {"max_body": 0},
   codecs.DCTTopK: {"chunk": 64},
   codecs.Quantize: {
     "bits": 8, "block": 256, "range": "max_abs", "rounding": "nearest",

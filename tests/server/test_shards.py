@@ -186,6 +186,20 @@ def test_leaves_belong_to_the_part_of_their_middle_byte(sizes, count, owners):
   assert [x["model_state"] for x in parts[:-1]] == [{}] * (count - 1)
 
 
+def test_bytes_of_a_coded_message_belong_to_the_parts_of_their_leaves():
+  # Leaves of 6, 4 and 4 entries in 8, 16 and 8 bits, and a scale of 32 bits.
+  codes, scales = [6, 4 * 2, 4], [4] * 3
+  one = whole(server.message_plans(plans=BITS))
+  model = one.model.params, one.model.model_state
+  found = _division.places(one.plans.push[1], model, server.divide(one, 2))
+  sizes = [sum(size for part, size in found if part == i) for i in range(2)]
+  # A byte for each leaf says that it is finite; statistics of 8 bytes are last.
+  assert sizes == [
+    sum(codes[:1] + scales[:1]) + 1,
+    sum(codes[1:] + scales[1:]) + 2 + 8,
+  ]
+
+
 @pytest.mark.parametrize("shards", (0, -1, 1.5, "2", None))
 def test_number_of_shards_is_checked_when_a_plan_is_made(shards):
   with pytest.raises(ValueError, match="`shards` must be"):
@@ -238,6 +252,29 @@ def test_lost_shard_is_an_error_of_the_coordinator():
     for task in range(1000):
       many.reply(server.Reply("x", task, 0, 8))
       time.sleep(0.01)
+
+
+def test_watcher_of_a_server_sees_that_a_shard_is_lost():
+  class Lost(Near):
+    def shard(self, number):
+      return Lost(self.servers)
+
+    def ask(self, method, *args):
+      raise _engine.LostServerError("It was killed.")
+
+  plan = server.LivePlan(workers=("x",), shards=2, channel=Lost([]))
+  protocol = server.ASP(batches=server.FixedBatches(8))
+  coordinator = server.LiveServer(protocol, whole(server.message_plans()), plan)
+  try:
+    coordinator.push({"kind": "hello", "worker": "x"})
+    coordinator.start()
+    with pytest.raises(_engine.LostServerError, match="It was killed"):
+      for _ in range(10):  # It is seen when the shard is told more.
+        coordinator.lost("x")
+        time.sleep(0.05)
+        assert coordinator.status()["error"] is None
+  finally:
+    coordinator.stop()
 
 
 def test_threads_train_with_shards_as_with_one_server(tmp_path):

@@ -57,6 +57,14 @@ def test_updates_of_integers_are_still_a_tree_like_the_parameters(updates):
     transforms.apply_updates([-2], updates)
 
 
+@pytest.mark.parametrize("nothing", [None, optax.MaskedNode(), jnp.zeros(2)])
+def test_anything_stands_for_the_update_of_an_integer(nothing):
+  params = {"n": jnp.int32(3), "w": jnp.ones(2)}
+  updates = {"n": nothing, "w": jnp.ones(2)}
+  found = transforms.apply_updates(params, updates)
+  assert found["n"] == 3 and found["w"].tolist() == [2.0, 2.0]
+
+
 @pytest.mark.parametrize("substrate", ["vmap", "mixed"])
 @pytest.mark.parametrize("name", ["local", "late outer", "msdpu"])
 def test_round_ends_under_a_conditional(name, substrate):
