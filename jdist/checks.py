@@ -336,7 +336,11 @@ def check_optimizer(
       f"`{name}` must be an Optax transformation, for instance "
       f"`optax.sgd(0.1)`, got {show(value)}."
     )
-  check_function(f"{name}.update", value.update, "updates, state, params", 3)
+  try:  # Arguments by name, as of `contrib.momo`, are left to a call.
+    inspect.signature(value.update).bind_partial(None, None, None)
+  except (TypeError, ValueError):
+    rule = f"`{name}.update` must be a function of updates, state, params"
+    raise ValueError(f"{rule}, got {show(value.update)}.") from None
   return value
 
 

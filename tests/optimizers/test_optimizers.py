@@ -2,6 +2,7 @@
 
 import pytest
 
+from jdist import checks
 from tests.optimizers import _cells, _page, _table
 
 SHOWN = _page.read()
@@ -21,6 +22,13 @@ DEFAULT = {
 def test_page_shows_every_cell():
   assert set(SHOWN) == set(CELLS)
   assert sum(outcome == "right" for outcome in SHOWN.values()) > 900
+
+
+@pytest.mark.parametrize("name", _table.OPTIMIZERS)
+def test_optimizer_of_the_page_is_one_to_every_door(name):
+  """Some have arguments by name, which only a call can miss."""
+  optimizer = _table.OPTIMIZERS[name]()
+  assert hasattr(checks.check_optimizer("optimizer", optimizer), "update")
 
 
 @pytest.mark.parametrize(

@@ -112,12 +112,10 @@ class ServerLedger(_learner.ServerLearner):
   def _take(
     self, update: _messages.Apply
   ) -> tuple[list[Task], list[Pushed], list[float], float]:
-    """Counts an update.
+    """Counts an update; returns tasks, pushes, parts of samples, the loss.
 
-    Returns:
-      Its tasks, pushes and their parts of all samples, in the protocol's order,
-      and the mean loss.  Sums of floats depend on the order, and equal runs
-      must end with equal bits, whatever the order of the pushes.
+    They are in the protocol's order: sums of floats depend on it, and equal
+    runs must end with equal bits, whatever the order of the pushes.
     """
     tasks = [self.tasks[task] for task in update.tasks]
     pushes = [self._pushes[task] for task in update.tasks]
