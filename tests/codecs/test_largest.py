@@ -204,6 +204,16 @@ def test_one_large_entry_too_few_is_completed(k):
   np.testing.assert_array_equal(found.indices[0], largest_reference(x[0], k))
 
 
+def test_too_many_entries_for_a_sampled_threshold_are_not_taken():
+  # 0.9 k entries are large, and with those behind them they are 1.6 k.
+  x = np.full((1, LENGTH), 1e-6, np.float32)
+  places = np.random.default_rng(0).permutation(LENGTH)
+  x[0, places[:320]], x[0, places[:180]] = 0.5, 1.0
+  found = find(x, 200, at_least=160)
+  assert found.num_used.tolist() == [180]
+  np.testing.assert_array_equal(found.indices[0, :180], np.sort(places[:180]))
+
+
 def test_nothing_is_sorted():
   text = find.lower(jnp.zeros((1, LENGTH)), 200).compile().as_text()
   assert " sort(" not in text and "TopK" not in text

@@ -129,6 +129,13 @@ def test_scales_differ_by_more_than_float32_can_divide():
   assert np.all(np.abs(found - x) <= 0.51 * steps)
 
 
+@pytest.mark.parametrize("ends", [(-3.4e38, 0), (0, 3.4e38), (-2e-37, 0)])
+def test_ends_on_one_side_of_zero_are_met(ends):
+  x = np.array(ends, np.float32)
+  codec = codecs.Quantize(2, 4, "min_max")
+  np.testing.assert_allclose(decode(codec, encode(codec, x), x), x, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
   ("codec", "value"),
   [

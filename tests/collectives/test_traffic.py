@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdist import collectives
-from jdist.collectives import _traffic
+from jdist.collectives import _axis, _traffic
 from jdist.profiling import _hlo
 
 Collective = _traffic.Collective
@@ -210,6 +210,28 @@ def test_collectives_over_other_axes_are_not_counted():
 
   (found,) = count(step, struct(4, 3)).collectives
   assert found == Collective("all-reduce", 48, 8)
+
+
+def test_collectives_on_each_device_of_a_worker_count_for_each():
+  def step(x):
+    spec = jax.sharding.PartitionSpec()
+    return jax.shard_map(
+      lambda x: collectives.mean(x, AXIS), in_specs=spec, out_specs=spec,
+      axis_names={"fsdp"}, check_vma=False,
+    )(x)  # fmt: skip
+
+  inner = {"fsdp": 3, "other": 5}
+  found = _traffic.traffic(
+    step, struct(10), axis=AXIS, num_workers=8, inner_axes=inner
+  )
+  assert found.bytes_per_step == 3 * 2 * 7 / 8 * 40
+
+
+def test_leaves_go_between_cpu_hosts_in_messages_of_25_mib(monkeypatch):
+  monkeypatch.setattr(_axis, "joins_cpu_hosts", lambda: True)
+  leaves = [struct(2**18, size) for size in (20, 5, 1)]
+  found = count(lambda *x: collectives.mean(x, AXIS), *leaves).collectives
+  assert [x.payload_bytes // 2**20 for x in found] == [25, 1]
 
 
 def mean_of_a_tree(x):

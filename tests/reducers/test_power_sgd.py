@@ -80,16 +80,17 @@ def test_zeros_and_nan_do_not_stay():
   np.testing.assert_allclose(means["dense"][:, 3], 1, atol=1e-5)
 
 
-def test_direction_that_overflows_is_not_kept():
+# The first product is finite and the second one is not, or already the first.
+@pytest.mark.parametrize("entry", [1e-3, 1.0])
+def test_direction_that_overflows_is_not_kept(entry):
   """A later round finds its mean again."""
-  q = jnp.full((12, 1), 1e-3)
+  q = jnp.full((12, 1), entry)
   reduced = reducers.PowerSGD(1).reduce(
     [jnp.full((20, 12), 3e38)],
     _power_sgd.PowerSGDState((q,)),
     jax.random.key(0),
     None,
   )
-  # The first product is finite, and the second one is not.
   assert not jnp.isfinite(reduced.mean[0]).any()
   np.testing.assert_array_equal(reduced.state.q[0], q)
 

@@ -28,15 +28,15 @@ class StopAgreement:
     self._num, self._id, self._send = num_processes, process_id, send
     # While the stop step is negotiated, no step is begun.
     self._changed, self._negotiates = threading.Condition(), False
-    self._step, self._stop_step, self._wanted = 0, 0, False
+    self._step, self._stop_step = 0, 0
     self._steps: dict[int, int] = {}
 
   def want(self) -> None:
-    """Begins the agreement, once, unless another process has."""
+    """Begins the agreement, unless there is one."""
     with self._changed:
-      if self._wanted or self._stop_step:
+      if self._stop_step:
         return
-      self._wanted = self._negotiates = True
+      self._negotiates = True
       if self._id:
         self._send({"stop": "wanted"})
       else:
