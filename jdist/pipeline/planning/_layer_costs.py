@@ -13,7 +13,7 @@ import numpy as np
 
 from jdist import checks, signatures, states
 from jdist.pipeline.planning._costs import LayerCost
-from jdist.pipeline.runtime._stages import apply_layer, LayerLike, make_inputs
+from jdist.pipeline.runtime._stages import apply_layer, Layers, make_inputs
 
 PyTree = Any
 CostSource = Literal["compiled", "lowered", "timed"]
@@ -43,7 +43,7 @@ class _Passes(NamedTuple):
 
 @signatures.checked
 def layer_costs(
-  layers: Sequence[LayerLike],
+  layers: Layers,
   microbatch: PyTree,
   *,
   inputs: str | Callable[..., Any] = "image",
@@ -92,7 +92,6 @@ def layer_costs(
   (['dense1', 'dense2'], 33280)
   """
   # Lowered programs hold no layer's name, so equal layers have equal texts.
-  layers = checks.check_list("layers", layers, "layers")
   checks.check_continuous("flops_per_s", flops_per_s, open_low=True)
   checks.check_continuous("bytes_per_s", bytes_per_s, open_low=True)
   key = jax.random.key(0)
@@ -140,7 +139,7 @@ def layer_costs(
 
 
 def _passes(
-  layer: LayerLike, x: PyTree, batch: PyTree, key: PyTree, *, first: bool
+  layer: Any, x: PyTree, batch: PyTree, key: PyTree, *, first: bool
 ) -> _Passes:
   """Lowers a layer's passes; the first layer's input has no gradient."""
   structure: Any = None
@@ -220,7 +219,7 @@ def _count(
 
 
 def _timed(
-  layers: Sequence[LayerLike],
+  layers: Layers,
   passes: Sequence[_Passes],
   x: PyTree,
   batch: PyTree,

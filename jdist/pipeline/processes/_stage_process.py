@@ -3,7 +3,7 @@
 import itertools
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -63,7 +63,7 @@ class StageProcess:
 
   def __init__(
     self,
-    stages: Sequence[_stages.LayerLike],
+    stages: _stages.Layers,
     loss: _traced_model.OutputLoss,
     table: Table,
     microbatch: signatures.Shapes,
@@ -271,11 +271,7 @@ class StageProcess:
   ) -> _device_part.ProcessState | None:
     """Restores the newest step that all processes have saved completely.
 
-    Every process must call it.
-
-    Args:
-      directory: The directory of `save`.
-      optimizer: The optimizer of the run.
+    Every process must call it, with the run's optimizer.
 
     Returns:
       The state, or None if nothing was saved.

@@ -1,7 +1,7 @@
 """A pipeline in one compiled program, over an axis of the workers' mesh."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -69,7 +69,7 @@ class OneProgram(signatures.Explained):
 
   def __init__(
     self,
-    stages: Sequence[_stages.LayerLike],
+    stages: _stages.Layers,
     loss: _traced_model.OutputLoss,
     table: Table,
     microbatch: signatures.Shapes,
@@ -160,9 +160,7 @@ class OneProgram(signatures.Explained):
   ) -> tuple[PyTree, PyTree]:
     """Turns a model's parameters and state into arrays `[devices, ...]`.
 
-    Args:
-      params: Nested dict of the whole model; by default the stages' own.
-      state: Nested dict of the whole model; by default the stages' own.
+    They are nested dicts of the whole model; by default the stages' own.
     """
     own = [_stages.part_of(params, x.params) for x in self.stages]
     states = [_stages.part_of(state, x.state) for x in self.stages]
@@ -232,10 +230,6 @@ class OneProgram(signatures.Explained):
 
     Stages and devices may be abstract, from `models.build(..., abstract=True)`
     and `profiling.gpu_target`.
-
-    Args:
-      team: Workers on a mesh that also has the stages' axis.
-      inner: The optimizer that `make_step` will receive.
     """
     self._check_mesh(team)
     return self._program.abstract_state(team, self._program.chain(inner))
@@ -316,11 +310,8 @@ class OneProgram(signatures.Explained):
     """Returns a function that drains one worker's pipeline.
 
     Call it at the end of a run or before a change of plan.  Afterwards the
-    pipeline is empty, and the next step begins at the newest parameters.
-
-    Args:
-      inner: The optimizer that `make_step` has received.
-      axis: The workers' axis.
+    pipeline is empty, and the next step begins at the newest parameters.  The
+    arguments are those that `make_step` has received.
     """
     update = training.make_update(self._program.optimizer(inner), axis=axis)
     device = functools.partial(self._program.drain, update, axis)

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeAlias
 
 import jax
 
@@ -39,6 +39,21 @@ class LayerLike(Protocol):
   def apply(self) -> Callable[..., tuple[Any, PyTree]]: ...
 
 
+def _check_layers(name: str, value: Any) -> None:
+  fields = "name", "params", "state", "apply"
+  listed = isinstance(value, Sequence) and not isinstance(value, str)
+  for x in value if listed else [value]:
+    if not all(hasattr(x, field) for field in fields):
+      raise ValueError(
+        f"`{name}` must be a list of layers with name, params, state and "
+        f"apply, as `models.Layer` has, got {checks.show(x)}. Cut a module as "
+        "a whole: `pipeline.cut(models.functional(module), ...)`."
+      )
+
+
+Layers: TypeAlias = Annotated[Sequence[LayerLike], _check_layers]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
   """Consecutive layers of a model as one layer.
@@ -62,9 +77,7 @@ class Stage:
 
 
 @signatures.checked
-def cut_layers(
-  layers: Sequence[LayerLike], cuts: int | Sequence[int]
-) -> tuple[Stage, ...]:
+def cut_layers(layers: Layers, cuts: int | Sequence[int]) -> tuple[Stage, ...]:
   """Cuts a model into stages.
 
   Args:
@@ -84,7 +97,6 @@ def cut_layers(
   >>> cut_layers(layers, [1])
   (Stage(a: 1 layers), Stage(b to c: 2 layers))
   """
-  layers = tuple(checks.check_list("layers", layers, "layers"))
   if isinstance(cuts, int):
     checks.check_int("cuts", cuts, 1)
     if cuts > len(layers):
@@ -103,7 +115,7 @@ def cut_layers(
   # Two layers that are meant to be different but share a key would silently
   # train one array, so this is checked before trees are merged.
   shared_paths(layers)
-  return tuple(_stage(layers[a:b]) for a, b in itertools.pairwise(edges))
+  return tuple(_stage(tuple(layers[a:b])) for a, b in itertools.pairwise(edges))
 
 
 def _stage(layers: tuple[LayerLike, ...]) -> Stage:

@@ -94,10 +94,10 @@ class TracedModel:
       rows = x.shape[axis : axis + 1] or (1,)
       if x.shape[:axis] != front or rows[0] % number:
         raise ValueError(
-          f"`{name}` must divide into the table's {number} micro-batches, each "
-          f"of workers {list(front)}, got an array of shape {list(x.shape)}. "
-          f"Take a multiple of {number} samples for each worker, or another "
-          "table."
+          f"`{name}` must divide into the table's {number} micro-batches for "
+          f"each of {front[0] if front else 1} workers, got an array of shape "
+          f"{list(x.shape)}. Take a multiple of {number} samples for each, or "
+          "another table."
         )
       shape = rows[0] // number, *x.shape[axis + 1 :]
       dtype = jax.dtypes.canonicalize_dtype(x.dtype)
@@ -122,7 +122,8 @@ def trace_model(
   """Checks a model for a table and traces the shapes of its results."""
   if len(stages) != table.num_stages:
     raise ValueError(
-      f"`stages` must be the table's {table.num_stages}, got {len(stages)}."
+      f"`stages` must be the table's {table.num_stages}, got {len(stages)}. "
+      f"Cut the layers by `cut_layers(layers, {table.num_stages})`."
     )
   if clip_norm is not None:
     clip_norm = checks.check_number("clip_norm", clip_norm, open_low=True)

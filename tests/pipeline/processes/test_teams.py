@@ -172,5 +172,5 @@ def test_stages_over_several_devices_match_whole_models(workers, table):
 def test_a_team_refuses_what_it_cannot_do():
   made = pipeline.make_table("1f1b", 2, _COUNT)
   batches = small.batches(1, 3, _training.MICRO * _COUNT)
-  with _refusals.refused("batches", "each of workers [2], got"):
+  with _refusals.refused("batches", "for each of 2 workers, got an array"):
     _train("ssgd", "equal", batches, made)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jdist import collectives, models, pipeline
 from jdist.pipeline.runtime import _grid
@@ -15,6 +16,7 @@ from tests import _refusals
 from tests.pipeline.runtime import _small_models as small
 
 _BATCH = {"x": jnp.ones((2, 8)), "y": jnp.ones((2, 8))}
+_MODEL = models.Model({"a": jnp.ones(1)}, {}, lambda p, s, x, *, train: (x, s))
 _CYCLE = "device F0 B0 F1 B1 U\ndevice F0 F1 B0 B1 U"
 
 
@@ -113,7 +115,11 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
   ("cuts", lambda: _cut([2, 2]), "grow"),
   ("cuts", lambda: _cut([0]), "grow"),
   ("cuts", lambda: _cut([4]), "grow"),
-  ("stages", lambda: _one_program(table=_TWO_STAGES), "the table's 2, got 4"),
+  (
+    "stages",
+    lambda: _one_program(table=_TWO_STAGES),
+    "the table's 2, got 4. Cut the layers by `cut_layers(layers, 2)`",
+  ),
   (
     "table",
     lambda: _one_program(table=pipeline.make_table("zb_h2", 4, 2)),
@@ -187,10 +193,25 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
     lambda: pipeline.cut_layers(_layers_with([jnp.eye(2)], [jnp.eye(2)]), 1),
     "nested dicts of parameters and state to be put together, got a list",
   ),
+  *(
+    (
+      "layers",
+      lambda x=x: pipeline.cut_layers(x, 1),
+      f"as `models.Layer` has, got {shown}. Cut a module as a whole: "
+      "`pipeline.cut(models.functional(module), ...)`",
+    )
+    for x, shown in (
+      ([jnp.eye(9)], "float32[9, 9]"),
+      ([*small.layers(), nnx.Linear(2, 2, rngs=nnx.Rngs(0))], "a Linear"),
+      ([_MODEL, _MODEL], "Model(1 parameters)"),
+      (_MODEL, "Model(1 parameters)"),
+      ("ab", "'ab'"),
+    )
+  ),
   (
-    "layers",
-    lambda: pipeline.cut_layers([jnp.eye(9)], 1),
-    "a list, got entries such as float32[9, 9]",
+    "stages",
+    lambda: _process(stages=[nnx.Linear(2, 2, rngs=nnx.Rngs(0))]),
+    "of layers with name, params, state and apply",
   ),
   (
     "layers",
