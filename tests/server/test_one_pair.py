@@ -11,7 +11,8 @@ import optax
 import pytest
 
 from jdist import cluster, codecs, reducers, server
-from jdist.server.gradients import _gradient_messages
+from jdist.server.clock import _pair_messages
+from jdist.server.gradients import _gradient_messages, _learner
 from jdist.server.runtime import _message_record
 from jdist.storage import plain_data
 from tests.server import _live_runs, _reference
@@ -290,6 +291,23 @@ def test_refused_worker_keeps_nothing_that_is_not_finite(
   log, params = ENGINES[engine](PROTOCOLS["asp"], tmp_path, **options)
   assert np.isfinite(params).all()
   assert sum(isinstance(message, server.Leave) for _, message in log) == 1
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_failed_machine_loses_its_messages(begins):
+  pair = _learner.Pair(
+    server.EmptyServer(8),
+    {x: server.EmptyWorker(stateless=False) for x in NAMES},
+  )
+  messages = _pair_messages.PairMessages(pair, NAMES)
+  for task, name in enumerate(NAMES):
+    reply = server.Reply(name, task, 0, 8)
+    messages.send(name, task, *pair.server.reply(reply))
+    if begins:
+      messages.begin(reply, discards=True)
+  messages.clear(NAMES[0])
+  notes, _ = messages.save()
+  assert [*notes["messages"]] == ["push 1" if begins else "pull 1"]
 
 
 def test_failed_machine_loses_its_residual_as_a_process_does():

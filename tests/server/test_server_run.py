@@ -197,6 +197,30 @@ def test_records_of_another_run_are_not_reused(tmp_path):
   assert again == [records[0]._replace(metrics={"x": 1.0})]
 
 
+def test_records_that_were_left_are_gone_before_the_first_of_a_run(tmp_path):
+  """A run that is killed after its first checkpoint would resume them."""
+  left, found = tmp_path / "records.json", []
+  left.write_text("[]")
+  fit(
+    4,
+    checkpoints=tmp_path,
+    evaluate=lambda _: found.append(left.exists()) or {},
+  )
+  assert found == [False]
+
+
+def test_models_of_earlier_marks_are_not_measured_after_a_resume(tmp_path):
+  fit(6, every=2, checkpoints=tmp_path)
+  (tmp_path / "records.json").unlink()
+  with pytest.warns(
+    RuntimeWarning, match="after update [24] was lost"
+  ) as given:
+    records = fit(
+      6, every=2, checkpoints=tmp_path, evaluate=lambda model: {"x": 1.0}
+    )
+  assert [x.step for x in records] == [6] and len(given) == 2
+
+
 def test_run_ends_when_all_machines_have_left_for_good(tmp_path):
   # Two and seven tasks of 0.1 s.
   machines = cluster.Cluster(

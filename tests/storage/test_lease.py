@@ -138,6 +138,23 @@ def test_run_of_another_machine_keeps_its_lease(quick, tmp_path):
     thread.join()
 
 
+def test_last_of_two_runs_that_find_a_dead_one_has_its_lease(
+  quick, monkeypatch, tmp_path
+):
+  (tmp_path / "lease.json").write_text("{}")
+  others, sleep = [lambda: _elsewhere(tmp_path, 0)], time.sleep
+
+  def settle(seconds):
+    if others and seconds == lease._SETTLE_S:
+      others.pop()()
+    sleep(seconds)
+
+  monkeypatch.setattr(lease.time, "sleep", settle)
+  with pytest.raises(ValueError, match="is in use by run one"):
+    lease.Lease(tmp_path, "two").claim()
+  assert json.loads((tmp_path / "lease.json").read_text())["run"] == "one"
+
+
 def test_suspended_run_notices_that_it_has_lost_the_lease(quick, tmp_path):
   found = lease.Lease(tmp_path, "two")
   found.claim()
