@@ -1,5 +1,6 @@
 """Random entries are unbiased, and equal for workers that share a key."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.codecs import _cast, _quantize, _random_k
+from jdist.codecs import _cast, _codec, _quantize, _random_k, _top_k
 
 RandomK = _random_k.RandomK
 
@@ -31,6 +32,37 @@ def test_mean_is_the_array(size, k, shared):
   deviation = found.std(0) / np.sqrt(trials)
   assert (np.abs(found.mean(0) - x) <= 5 * deviation + 1e-6).all()
   assert found.std() > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(_codec.Dense):
+  """All entries; its state counts the arrays that it has encoded."""
+
+  def init(self, like):
+    return jnp.zeros((), jnp.int32)
+
+  def encode(self, x, state=(), key=None):
+    return x, state + 1
+
+  def decode(self, payload, state, like):
+    return payload.reshape(like.shape)
+
+
+@pytest.mark.parametrize(
+  "codec",
+  [
+    RandomK(k=2, values=Counted()),
+    RandomK(k=2, values=Counted(), shared=False),
+    _top_k.TopK(k=2, values=Counted()),
+  ],
+  ids=["shared", "own", "top-k"],
+)
+def test_state_of_the_values_codec_is_kept(codec):
+  x = jnp.ones(6)
+  state = codec.init(x)
+  for _ in range(2):
+    _, state = codec.encode(x, state, jax.random.key(0))
+  assert jax.tree.leaves(state)[-1] == 2
 
 
 def test_strata_match_hand_computation():

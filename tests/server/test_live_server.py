@@ -502,6 +502,27 @@ def test_server_may_be_lost_again_while_it_restarts(losses, tmp_path):
   assert kinds == ["lost"] * losses + ["back"]
 
 
+def test_run_ends_if_a_worker_never_connects():
+  ended, engine = threading.Event(), server.ThreadEngine()
+
+  def work(channel):
+    server.WorkerLoop(channel, "a", server.EmptyWorker(), depth=1).run()
+
+  try:
+    with pytest.raises(server.LostRunError, match=r"^b did not connect within"):
+      _live_runs.run(
+        engine,
+        lambda plan: server.LiveServer(BSP, server.EmptyServer(100), plan),
+        {"a": work, "b": lambda channel: ended.wait(10)},
+        4,
+        "samples",
+        startup_s=0.2,
+      )
+  finally:
+    ended.set()
+    engine.stop()
+
+
 @pytest.mark.parametrize("wrong", (("a",), NAMES))
 def test_run_ends_if_a_worker_fails_at_each_of_its_tasks(wrong):
   """It says hello each time, but never pushes."""
