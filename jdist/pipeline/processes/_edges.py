@@ -120,7 +120,8 @@ class Edge:
     self, floats: list[Any], state: Any, known: list[Any], index: Any
   ) -> tuple[PyTree, Any]:
     if known:
-      floats = jax.tree.map(lambda x, k: x - k[index], floats, known)
+      known = [k[index] for k in known]
+      floats = jax.tree.map(lambda x, k: jnp.float32(x) - k, floats, known)
     return self._message.encode(floats, state)
 
   def _decoded(

@@ -67,6 +67,20 @@ def test_change_of_a_sample_by_hand():
   assert np.abs(known[[0, 3]] - x[[0, 3]]).max() < 0.01
 
 
+def test_what_is_known_of_narrow_outputs_has_their_small_changes():
+  like = jax.ShapeDtypeStruct((1, 4), jnp.bfloat16)
+  batch = {"index": jax.ShapeDtypeStruct((1,), jnp.int32)}
+  message = reducers.MessageCodec(codecs.Quantize(2, 4))
+  edge = _edge(message, like, ("index", 1), batch)
+  sender, numbers = edge.init("OUTPUT", 0), {"index": np.zeros(1, np.int32)}
+  x = jnp.asarray([[1.0, 0.3, 0.7, 0.2]], jnp.bfloat16)
+  for _ in range(12):
+    edge.encode("OUTPUT", x, sender, numbers)
+  (known,) = sender["known to OUTPUT"]
+  assert known.dtype == jnp.float32
+  np.testing.assert_allclose(known[0], x[0].astype(jnp.float32), atol=1e-3)
+
+
 @pytest.mark.parametrize("feedback", [None, reducers.ErrorFeedback()])
 def test_mean_error_of_a_constant_output_vanishes_with_feedback(feedback):
   message = reducers.MessageCodec(codecs.Quantize(2, 8), feedback)
