@@ -347,6 +347,34 @@ def test_processes_with_unlike_tables_raise():
   in_threads(2, work)
 
 
+def test_passes_that_may_read_other_versions_run_the_stage_again():
+  for name, recompute in (("paci", "stage"), ("2bw", "none")):
+    table = pipeline.make_table(name, 1, 2)
+    process = _training.process(small.layers((8, 8)), table, (8, 8))
+    assert process._part.programs[0].recompute == recompute
+
+
+def test_bytes_between_processes_go_both_ways_for_each_micro_batch():
+  table = pipeline.make_table("1f1b", 2, 4)
+
+  def work(process, _):
+    return process.edge_bytes
+
+  # Outputs of 12 numbers in float32, and their gradients.
+  found = _training.processes(small.layers((8, 4, 8)), table, work, (8, 8))
+  assert found == [2 * 4 * _MICRO * 4 * 4] * 2
+
+
+def test_timeline_begins_after_the_last_trace():
+  table = pipeline.make_table("1f1b", 1, 2)
+  process = _training.process(small.layers(), table, timeline=True)
+  state = process.init_state(_momentum())
+  batches = _training.of_first(small.batches(1, 1, _MICRO * 2))
+  for _ in range(2):
+    state, _ = process.run(state, batches)
+    assert len(process.trace()) == len(list(table))
+
+
 def test_timeline_has_every_action_of_all_processes():
   table = pipeline.make_table("1f1b", 2, 2)
   batches = _training.of_first(small.batches(2, 1, _MICRO * 2))

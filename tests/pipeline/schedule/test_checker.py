@@ -98,6 +98,13 @@ def test_limits_of_memory_are_checked():
   late = pipeline.make_table("2bw", 2, 4)
   with pytest.raises(ValueError, match="stage 0 keeps 2, and `max_versions`"):
     pipeline.check_table(late, max_versions=1)
+  # A later stage keeps more where it delays its weight parts.
+  table = pipeline.parse_table(
+    "device F0 I0 W0 F1 I1 W1 U\ndevice F0 I0 F1 I1 W0 W1 U"
+  )
+  assert pipeline.check_table(table).live == (1, 2)
+  with pytest.raises(ValueError, match="stage 1 keeps 2, and `max_live` is 1"):
+    pipeline.check_table(table, max_live=1)
 
 
 def _replay(table):

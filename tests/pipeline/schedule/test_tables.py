@@ -82,6 +82,13 @@ def test_zb_h1_delays_the_weight_part_of_stage_s_by_s_micro_batches():
   ]
 
 
+def test_zb_h1_of_one_micro_batch_has_its_weight_parts_at_the_end():
+  table = pipeline.make_table("zb_h1", 3, 1)
+  assert [[str(x) for x in order] for order in table.devices] == [
+    [f"{x}/{s}" for x in ("F0", "I0", "W0", "U")] for s in range(3)
+  ]
+
+
 @pytest.mark.parametrize("name", pipeline.TABLES)
 def test_every_table_can_run_in_all_sizes(name):
   for stages, microbatches in _sizes(name):
