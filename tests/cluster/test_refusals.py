@@ -26,6 +26,11 @@ OUTAGES = (cluster.Outage(1.0, 3.0), cluster.Outage(2.0))
   ),
   ("nodes", lambda: cluster.Cluster(()), "one at least"),
   ("links", lambda: cluster.Topology({("a", "a"): LINK}), "two ends"),
+  (
+    "links",
+    lambda: cluster.Topology({("a", "b"): LINK, ("b", "a"): LINK}),
+    "name a pair once, got 'b' and 'a' twice",
+  ),
   ("num_workers", lambda: cluster.ring_messages(0), "an int >= 1"),
   ("bandwidth_bits_per_s", lambda: cluster.Link(0), "in (0, inf]"),
   ("bandwidth_bits_per_s", lambda: cluster.Link(-1), "in (0, inf]"),

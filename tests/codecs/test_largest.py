@@ -168,6 +168,13 @@ def test_kernel_takes_entries_equal_to_the_key_up_to_a_place():
   assert places[1, :2].tolist() == [1, 4]
 
 
+def test_kernel_counts_all_entries_that_equal_the_guess():
+  x = jnp.zeros((1, 64)).at[0, jnp.array([5, 20, 40, 63])].set(-1.0)
+  found, right = _largest._by_kernel(x, keys(jnp.ones(1)), 4, 8, 4)
+  assert right and found.num_used.tolist() == [4]
+  assert found.indices.tolist() == [[5, 20, 40, 63]]
+
+
 def test_kernel_leaves_out_entries_beyond_the_capacity():
   x = some_rows("normal")
   threshold = keys(jnp.full(2, 2.0)), jnp.full(2, LENGTH)

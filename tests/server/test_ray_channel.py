@@ -5,6 +5,7 @@ import importlib
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import types
@@ -72,6 +73,27 @@ def test_lost_answer_ends_a_call(method, monkeypatch):
     call(*(("a", 1) if method == "pull" else ({"kind": "hello"},)))
   # It is not repeated: the server may have taken it.
   assert ray.calls == [method, "process"]
+
+
+@pytest.fixture
+def sigterm():
+  before = signal.getsignal(signal.SIGTERM)
+  yield
+  signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_process_exits_at_sigterm_unless_it_has_a_handler(own, sigterm):
+  handler = (lambda number, frame: None) if own else signal.SIG_DFL
+  signal.signal(signal.SIGTERM, handler)
+  with _ray_access.quiet_start():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray sets its own.
+  found = signal.getsignal(signal.SIGTERM)
+  if own:
+    assert found is handler
+  else:
+    with pytest.raises(SystemExit, match="143"):  # 128 + 15, as a shell says.
+      found(signal.SIGTERM, None)
 
 
 def test_late_answer_of_a_living_server_is_waited_for(monkeypatch):

@@ -66,7 +66,7 @@ def narrowed(
 
 @functools.lru_cache(maxsize=64)
 def _factors(weights: tuple[float, ...], parts: tuple[float, ...]) -> Any:
-  if weights == parts == (1.0,):
+  if weights == (1.0,):
     return None
   # An array of NumPy would be copied to the device in each update.
   return jnp.array([weights, parts], jnp.float32)
