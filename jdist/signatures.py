@@ -133,7 +133,10 @@ def explained(kind: _Door, whole: bool = False) -> _Door:
     if name.startswith("_") or hasattr(method, "plain"):
       continue
     # A wrapper is of `checked`, or of another module.
-    if hasattr(method, "__wrapped__"):
+    if isinstance(method, classmethod):
+      whole_of = _explained(method.__func__, whole)
+      setattr(kind, name, classmethod(whole_of))
+    elif hasattr(method, "__wrapped__"):
       method.plain = method
     elif inspect.isfunction(method):
       setattr(kind, name, _explained(method, whole))

@@ -220,11 +220,7 @@ class _Updates:
       self.hidden_steps = window if window > 0 else interval
 
   def seconds(self, step: Callable[[int], Any] | None = None) -> float:
-    """Returns an update's mean seconds in a round.
-
-    Args:
-      step: The computation of a step, which may hide messages.
-    """
+    """Returns an update's mean seconds in a round."""
     params, self.controls = self._params, []
     own = self._model_state
     started_s = time.perf_counter()

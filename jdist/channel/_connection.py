@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from jdist import checks
+
 _MAGIC = b"jdc1"
 _NONCE = 32
 # Magic, bytes of the note, bytes of the body.
@@ -104,6 +106,7 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
     host: The name or address of this machine, as the others see it.
     port: The port; 0 chooses a free one, which `socket.getsockname()` returns.
   """
+  checks.check_int("port", port, 0, 2**16 - 1)
   family = socket.AF_INET6 if ":" in host else socket.AF_INET
   return socket.create_server((host, port), family=family, backlog=128)
 

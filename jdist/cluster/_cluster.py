@@ -157,12 +157,6 @@ def load_cluster(
   Without links messages take no time.  If two links have the same ends, the
   later one counts, in whatever order it names them.
 
-  Args:
-    path: The file to read.
-
-  Returns:
-    The cluster and the profile, or None.
-
   Raises:
     ValueError: If the file is not TOML, has an unknown key, or a value is out
       of its range; the message names the file and the table.

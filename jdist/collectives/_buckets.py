@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist import checks
@@ -273,8 +274,8 @@ class Buckets:
     >>> [x.tolist() for x in Buckets.of(tree, max_bytes=12).pack(tree)]
     [[[1, 2, 3]], [[4, 5]], [[6, 7]]]
     """
+    self._check(jax.tree.leaves(tree), "tree")
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-    self._check(leaves, "tree")
     for leaf, dtype in zip(leaves, self.dtypes, strict=True):
       if leaf.dtype.name != dtype:
         raise ValueError(
@@ -311,10 +312,10 @@ class Buckets:
     """
     leaves, treedef = jax.tree.flatten(like)
     self._check(leaves, "like")
-    if len(buffers) != len(self.buckets):
+    if not hasattr(buffers, "__len__") or len(buffers) != len(self.buckets):
       raise ValueError(
         f"`buffers` must be one for each of the {len(self.buckets)} buckets, "
-        f"got {len(buffers)}."
+        f"got {checks.show(buffers)}."
       )
     # All buckets that are split alike are unpacked in one map over the shards,
     # because a leaf may have pieces in several of them.
@@ -325,10 +326,10 @@ class Buckets:
       rows = bucket.num_rows
       if bucket.axes:
         rows *= _shards.num_shards(bucket.axes)
-      if buffer.shape != (rows, bucket.row_size):
+      if np.shape(buffer) != (rows, bucket.row_size):
         raise ValueError(
           f"`buffers` must be shaped as `pack` makes them: bucket {i} has "
-          f"shape {(rows, bucket.row_size)}, got {buffer.shape}."
+          f"shape {(rows, bucket.row_size)}, got {np.shape(buffer)}."
         )
       of_axes.setdefault(bucket.axes, {})[i] = buffer
     out = [
@@ -363,7 +364,7 @@ class Buckets:
     }
 
   def _check(self, leaves: Sequence[Any], what: str) -> None:
-    shapes = tuple(tuple(leaf.shape) for leaf in leaves)
+    shapes = tuple(tuple(np.shape(leaf)) for leaf in leaves)
     if shapes != self.shapes:
       pairs = enumerate(itertools.zip_longest(shapes, self.shapes))
       leaf, (got, wanted) = next((i, p) for i, p in pairs if p[0] != p[1])

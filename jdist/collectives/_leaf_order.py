@@ -32,8 +32,9 @@ def leaf_paths(tree: PyTree) -> tuple[str, ...]:
 def check_order(order: Order) -> None:
   """Raises a ValueError unless `order` orders leaves."""
   named = isinstance(order, str) and order in ("front_first", "back_first")
-  # A type such as `str` is callable, and orders leaves by their paths.
-  if not named and not callable(order):
+  # A type such as `str` orders leaves by their paths.
+  takes = isinstance(order, type) or checks.is_function(order, 1)
+  if not named and not takes:
     raise ValueError(
       "`order` must be 'front_first', 'back_first' or a function of a leaf's "
       f"path, got {checks.show(order)}."

@@ -71,10 +71,10 @@ def make_mesh(
     names: The name of each axis, for instance `("worker", "fsdp")`.
     devices: The devices to use, by default all of the process.
   """
-  if len(shape) != len(names):
+  if not len(shape) == len(names) == len(set(names)):
     raise ValueError(
-      f"`shape` and `names` must have one entry an axis, got {tuple(shape)} "
-      f"and {tuple(names)}."
+      "`shape` and `names` must have one entry an axis, names once, got "
+      f"{tuple(shape)} and {tuple(names)}."
     )
   if devices is None:
     devices = jax.devices()

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jdist import signatures
+from jdist import checks, signatures
 from jdist.collectives import _axis
 
 _NAME = re.compile(r"jdist_phase_from_(\d+)_to_(\d+|end)")
@@ -147,6 +147,7 @@ def phases_in(name: str) -> tuple[Phase, ...]:
   )
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Collective:
   """One collective operation of one worker.
@@ -165,8 +166,8 @@ class Collective:
   """
 
   kind: Kind
-  payload_bytes: int
-  num_workers: int
+  payload_bytes: signatures.NonNegativeInt
+  num_workers: signatures.PositiveInt
   conditional: bool = False
   count: int = 1
   phase: Phase | None = None
@@ -283,6 +284,8 @@ def traffic(
   >>> traffic(step, gradient, axis="worker", num_workers=8).bytes_per_step
   7000.0
   """
+  checks.check_function("step", step, "its arguments", len(args))
+  checks.check_int("num_workers", num_workers, 1)
   names = (axis,) if isinstance(axis, str) else tuple(axis or ())
   if not names:
     return Traffic(())
@@ -323,6 +326,7 @@ def communicates(function: Callable[..., Any], *args: Any) -> bool:
   >>> found
   [True]
   """
+  checks.check_function("function", function, "its arguments", len(args))
   return _has_collective(jax.make_jaxpr(function)(*args).jaxpr)
 
 

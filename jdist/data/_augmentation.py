@@ -83,6 +83,8 @@ def compose(*augments: Augment) -> Augment:
   >>> jax.eval_shape(augment, images, jax.random.key(0))
   ShapeDtypeStruct(shape=(8, 32, 32, 3), dtype=uint8)
   """
+  for one in augments:
+    checks.check_function("augments", one, "images and a key", 2)
 
   def augment(images: jax.Array, key: jax.Array) -> jax.Array:
     for i, one in enumerate(augments):

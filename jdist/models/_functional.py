@@ -14,6 +14,7 @@ from jdist import signatures
 from jdist.models import _layered_network
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layer:
   """A layer of a network, for pipelines and other partitions of networks.
@@ -29,7 +30,7 @@ class Layer:
   name: str
   params: dict[str, Any]
   state: dict[str, Any]
-  apply: Callable[..., tuple[Any, dict[str, Any]]]
+  apply: signatures.Apply
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

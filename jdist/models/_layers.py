@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jdist import checks
 from jdist.models import _patches
 from jdist.models._layered_network import LayeredNetwork
 
@@ -125,10 +126,8 @@ def add_head(
 
   Their names are dense<number>, counted from `first`.
   """
-  if any(size < 1 for size in hidden_sizes):
-    raise ValueError(
-      f"`hidden_sizes` must be positive, got {tuple(hidden_sizes)}."
-    )
+  for size in hidden_sizes:
+    checks.check_int("hidden_sizes", size, 1)
   sizes = [in_features, *hidden_sizes, num_classes]
   num_layers = len(sizes) - 1
   # With leading zeros, names sort in the order of the layers.

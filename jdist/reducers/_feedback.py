@@ -83,10 +83,6 @@ class Feedback(signatures.Explained, abc.ABC):
     """Returns the error for a codec or reducer that is not contractive.
 
     Around it the residuals of a feedback that keeps the rest would grow.
-
-    Args:
-      name: The name of the argument.
-      compressor: The codec or reducer around which the feedback is.
     """
     return ValueError(
       f"`{name}` must leave out less than there is with {self}, which adds it "

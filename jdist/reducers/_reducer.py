@@ -43,7 +43,7 @@ class Bits(NamedTuple):
   sent: float
 
   @classmethod
-  def in_ring(cls, payload: int, num_workers: int) -> "Bits":
+  def in_ring(cls, payload: int, num_workers: signatures.PositiveInt) -> "Bits":
     """Counts an all-reduce, or two exchanges of rows.
 
     >>> Bits.in_ring(800, 4)

@@ -183,9 +183,6 @@ def largest_remainder(
     maximum: u, of each, or one for all; no bound if None.
     offsets: c, of each; 0 if None.
 
-  Returns:
-    As many integers as shares, with the sum `total`.
-
   Raises:
     ValueError: If a share is not positive, or the bounds allow no such sum.
 

@@ -93,6 +93,8 @@ class Driver:
 
     Without a learner no arrays are moved.
     """
+    given = "a state, a time and a message"
+    checks.check_function("protocol.receive", protocol.receive, given, 3)
     self.protocol, self._learner = protocol, learner
     self.state = protocol.init(here)
     self.nodes = {name: NodeTotals() for name in names}
@@ -205,7 +207,8 @@ class Driver:
       task = self._tasks.get(message.task)
       if task is not None:
         self.nodes[task.worker].iteration_s = now_s - task.start_s
-    for action in self.protocol.receive(self.state, now_s, message):
+    found = self.protocol.receive(self.state, now_s, message)
+    for action in found if isinstance(found, Iterable) else (found,):
       if isinstance(action, _messages.Reply):
         self._give(action, now_s)
       elif isinstance(action, _messages.Apply):
@@ -215,8 +218,13 @@ class Driver:
         if action.reason not in _NOT_OUT and action.task in self._tasks:
           self.nodes[self._tasks[action.task].worker].discarded += 1
           self._forget(action.task)
-      else:
+      elif isinstance(action, _messages.Timer):
         self.wait(action)
+      else:
+        raise ValueError(
+          "`protocol.receive` must return a list of actions, got "
+          f"{checks.show(action)} in it or in its place."
+        )
     if gone and isinstance(message, _messages.Expired):
       self._expired += 1
       if self._expired > 10 * len(self.nodes):

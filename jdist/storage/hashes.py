@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jdist import signatures
+from jdist import checks, signatures
 
 # Bytes at a time: an array that is mapped from a disk need not fit the memory.
 _PART = 1 << 24
@@ -26,8 +26,9 @@ class DamagedError(ValueError):
 
 def hash_bytes(data: Any) -> str:
   """Returns the SHA-256 of bytes, or of an array's bits without its type."""
-  whole = data if isinstance(data, bytes) else np.ascontiguousarray(data).data
-  return hashlib.sha256(whole).hexdigest()
+  if not isinstance(data, bytes):
+    data = np.ascontiguousarray(checks.check_array("data", data)).data
+  return hashlib.sha256(data).hexdigest()
 
 
 @signatures.checked

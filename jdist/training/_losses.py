@@ -157,6 +157,7 @@ def label_scores(
   return losses * jnp.where(wrong, jnp.nan, 1.0), hits, inside
 
 
+@signatures.explained
 def masked_mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
   """Averages [batch, ...] where `mask`, over its first axes, is not 0.
 
@@ -177,7 +178,9 @@ def masked_mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
   return total / count.astype(values.dtype)
 
 
-def cast(tree: PyTree, dtype: Any) -> PyTree:
+@signatures.explained
+@signatures.checked
+def cast(tree: PyTree, dtype: signatures.Dtype) -> PyTree:
   """Casts the floating leaves of a tree to another dtype.
 
   >>> cast({"w": jnp.ones(2), "n": jnp.array(1)}, jnp.bfloat16)["w"].dtype

@@ -41,6 +41,8 @@ def save_model(
   safetensors = checks.import_extra("safetensors.numpy", "export")
   failed = checks.import_extra("safetensors", "export").SafetensorError
   named = _named(params, {} if model_state is None else model_state)
+  if not jax.tree.leaves(params):
+    raise ValueError(f"`params` must have an array, got {checks.show(params)}.")
   # safetensors writes the memory of an array as it is, so that a transposed one
   # must be copied. `ascontiguousarray` would turn scalars into vectors.
   arrays = {name: np.asarray(x, order="C") for name, x in named.items()}
@@ -111,11 +113,7 @@ def load_model(
 
 @signatures.checked
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """Reads the metadata that `save_model` has written, texts and JSON values.
-
-  Args:
-    path: The path of the file.
-  """
+  """Reads the metadata that `save_model` has written, texts and JSON values."""
   safetensors = checks.import_extra("safetensors", "export")
   with _named_errors(path), safetensors.safe_open(path, "numpy") as file:
     header = file.metadata() or {}

@@ -73,6 +73,11 @@ def resize(
   template = _train_state.init_state(
     new, new_optimizer, first.params, first.model_state, laws=given
   )
+  made: Any = jax.tree.structure(template)
+  if jax.tree.structure(drained) != made:
+    raise ValueError(
+      "`new_optimizer` must be the method that made `state`, and is another."
+    )
   laws = states.find_laws(template)._replace(
     model_state=states.find_laws(first.model_state, "statistic", state.laws)
   )

@@ -97,7 +97,7 @@ def average_gradients(
     mean, state = compression.mean(sent, state, axis)
     return optax.tree.cast_like(mean, updates), state
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _anchor.transformation(init_fn, update_fn)
 
 
 def _suited(

@@ -37,9 +37,6 @@ def skip_nonfinite(
   the whole optimizer instead, each worker by itself, after which workers would
   end their rounds in different steps.
 
-  Args:
-    axis: The axis of the workers.
-
   Returns:
     A transformation.  `transforms.skipped` reads the count from a chain's
     state.

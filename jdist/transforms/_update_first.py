@@ -282,7 +282,7 @@ def update_first(
       return late, state
     return late, hold(updates, state, loss=loss)
 
-  made = UpdateFirst(init_fn, update_fn)
+  made = _anchor.transformation(init_fn, update_fn, UpdateFirst)
   made.begin, made.hold = begin, hold
   return made
 

@@ -49,9 +49,6 @@ def place(
     evaluations: The number of orders that the local search tries.
     seed: The seed of the local search.
 
-  Returns:
-    The plan, as `partition` makes it for the order.
-
   Raises:
     ValueError: If there are fewer layers or machines than stages, or no order
       has a partition that fits into memory.

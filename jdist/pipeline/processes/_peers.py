@@ -73,7 +73,7 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
 
   def __init__(
     self,
-    device: int,
+    device: signatures.NonNegativeInt,
     connections: dict[int, channel.Connection],
     *,
     timeout_s: signatures.PositiveFloat = 300.0,
@@ -124,11 +124,6 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
 
   def receive(self, source: int, tag: Tag, like: Any) -> Any:
     """Waits for a tree of NumPy's arrays.
-
-    Args:
-      source: The process that sends them.
-      tag: The tag of the message.
-      like: A tree of arrays, or of their shapes.
 
     Raises:
       ConnectionError: If the sending process has ended.

@@ -70,9 +70,6 @@ def check_table(
     max_live: The most micro-batches that a stage may keep.
     max_versions: The most versions of the parameters that a stage may keep.
 
-  Returns:
-    The needs of the table.
-
   Raises:
     ValueError: If a condition does not hold; the message draws the place.
   """

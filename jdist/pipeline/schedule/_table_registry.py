@@ -102,6 +102,7 @@ def make_table(
 
 def table_options(name: str) -> tuple[str, ...]:
   """Returns the names of a table's options."""
+  checks.check_choice("name", name, tuple(TABLES))
   # By convention a factory's keyword-only parameters are its options.
   parameters = inspect.signature(TABLES[name].factory).parameters.values()
   return tuple(x.name for x in parameters if x.kind == x.KEYWORD_ONLY)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import reducers, signatures, states, training, transforms
+from jdist import checks, reducers, signatures, states, training, transforms
 from jdist.server.gradients import _gradient_messages, _learner
 from jdist.server.gradients._merge import Pushed
 
@@ -86,8 +86,8 @@ class FragmentRunner:
     params: signatures.Numbers,
     samples: _learner.Samples | None,
     *,
-    number: int,
-    num_workers: int,
+    number: signatures.NonNegativeInt,
+    num_workers: signatures.PositiveInt,
     sizes: Sequence[int] | None = None,
     fragments: transforms.Fragments = 1,
     push_codec: reducers.MessageCodec | None = None,
@@ -101,6 +101,7 @@ class FragmentRunner:
         "`samples` must be a source of batches, got None. Only a learner that "
         "is given its local steps needs none."
       )
+    checks.check_int("number", number, 0, num_workers - 1)
     self._interval, self._mix = interval, mix
     inner = jax.eval_shape(optimizer.init, params)
     transforms.refuse_iterates(inner, "decoupled DiLoCo", "optimizer")

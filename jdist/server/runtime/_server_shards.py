@@ -26,11 +26,7 @@ from jdist.server.runtime import _engine
 
 
 class Shard:
-  """A server of a part of the parameters, which does what it is told.
-
-  Args:
-    arguments: Of its `GradientServer`.
-  """
+  """A server of a part of the parameters, which does what it is told."""
 
   def __init__(self, arguments: dict[str, Any]):
     self._learner = _gradient_server.GradientServer(**arguments)
@@ -133,12 +129,7 @@ class _Link:
 
 
 class ShardedServer(_gradient_server.GradientServer):
-  """The coordinator's learner: counts, and tells the shards what to do.
-
-  Args:
-    whole: The learner that is divided.
-    plan: Settings of the run, with the number of shards.
-  """
+  """The coordinator's learner: counts, and tells the shards what to do."""
 
   # No parameters are here, and none of their messages.
   decoded = True

@@ -1,5 +1,6 @@
 """The rows of a comparison, their means, and paired differences of variants."""
 
+import functools
 import math
 import os
 import pathlib
@@ -7,7 +8,7 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from jdist import signatures
+from jdist import checks, signatures
 from jdist.training import _results, _run_metadata
 
 Row: TypeAlias = dict[str, Any]  # A result by the names of its fields.
@@ -138,8 +139,8 @@ def _values(rows: Sequence[Row], value: Value) -> list[float]:
   if not rows:
     raise ValueError("`rows` must be one at least, got none.")
   if isinstance(value, str):
-    return [entry(row, value) for row in rows]
-  return [value(row) for row in rows]
+    value = functools.partial(entry, name=value)
+  return [checks.check_number("value", value(row)) for row in rows]
 
 
 @signatures.checked

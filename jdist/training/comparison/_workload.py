@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import collectives, data, models, signatures
+from jdist import checks, collectives, data, models, signatures
 from jdist.training import (
   _evaluation,
   _gradient,
@@ -88,12 +88,7 @@ class Workload:
   def hold_out(
     self, fraction: signatures.UnitFloat = 0.1, *, seed: signatures.Seed = 0
   ) -> "Workload":
-    """Replaces the test set by a random part of the training set.
-
-    Args:
-      fraction: The part of the training samples that is held out.
-      seed: The seed of the choice of samples.
-    """
+    """Replaces the test set by a random part of the training set."""
     # The training part stays sorted, so that it is split among workers like the
     # whole set.
     order = np.random.default_rng(seed).permutation(len(self.train))
@@ -197,6 +192,7 @@ class VariantPrograms:
 
   def init(self, model: models.Model, seed: int) -> _train_state.TrainState:
     """Returns the initial state of a model and a seed."""
+    checks.check_type("model", model, models.Model, "a `models.Model`")
     return _train_state.init_state(
       self.workload.workers, self.optimizer, model.params, model.state,
       seed=seed,

@@ -32,6 +32,7 @@ class CompiledStep:
     max_shapes: int,
   ):
     """Compiles nothing yet; batches may have `max_shapes` shapes."""
+    checks.check_function("step", step, "a state and a batch", 2)
     self.workers = workers
     self._max_shapes = max_shapes
     self._shapes: list[Any] = []
@@ -63,6 +64,8 @@ class CompiledStep:
     new, metrics = checks.check_pair("step", found, f"{rule} and a dict")
     checks.check_type("step(...)[1]", metrics, dict, "a dict of scalars")
     checks.check_form(f"`step` must return {rule}", new, state, exact=True)
+    for name in metrics:
+      checks.check_type("step(...)[1]", name, str, "a dict with names as keys")
     if missing := {"loss", "rounds"} - metrics.keys():
       raise ValueError(
         f"`step` must return the metrics `loss` and `rounds`, but {missing} "

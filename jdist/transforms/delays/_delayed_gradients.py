@@ -225,7 +225,7 @@ def delay_gradients(
       state.inner,
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _anchor.transformation(init_fn, update_fn)
 
 
 def _chosen(

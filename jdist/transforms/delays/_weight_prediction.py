@@ -133,7 +133,7 @@ def predict_weights(
       )
     return ahead
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return _anchor.transformation(init_fn, update_fn)
 
 
 def predicted_weights(state: PyTree, params: optax.Params) -> optax.Params:

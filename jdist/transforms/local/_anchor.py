@@ -8,6 +8,7 @@ after the cast to the dtype in which the worker holds them.
 """
 
 import collections
+import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -118,6 +119,29 @@ def check_params(params: Any, method: str) -> None:
     )
 
 
+def transformation(
+  init: Callable[..., Any],
+  update: Callable[..., Any],
+  kind: Any = optax.GradientTransformationExtraArgs,
+) -> Any:
+  """Makes a transformation whose errors name a state that is not its own."""
+
+  @functools.wraps(update)
+  def update_fn(
+    updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+  ) -> Any:
+    try:
+      return update(updates, state, params, **extra_args)
+    except Exception as error:
+      if not (isinstance(error, ValueError) and "`" in str(error)):
+        like = jax.eval_shape(init, updates if params is None else params)
+        rule = "`state` must be what `init` of this optimizer returned"
+        checks.check_form(rule, state, like)
+      raise
+
+  return kind(init, update_fn)
+
+
 def declares(name: str) -> Callable[[Any], bool]:
   """Returns a test of a flag that states declare, see `jdist.states`."""
   return lambda x: bool(getattr(type(x), name, False))
@@ -226,9 +250,6 @@ def only_floats(
   They are neither sent nor given a state, and their updates are zeros.  All
   methods of `jdist.methods` do this already.
 
-  Args:
-    optimizer: Any Optax chain.
-
   Returns:
     A transformation, equal to the bit where all leaves are floats.
 
@@ -238,7 +259,7 @@ def only_floats(
   >>> updates["steps"].item(), updates["w"].item()
   (0, -0.5)
   """
-  optimizer = optax.with_extra_args_support(optimizer)
+  optimizer = checks.check_optimizer("optimizer", optimizer)
 
   def part(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(
@@ -266,7 +287,7 @@ def only_floats(
       lambda p, u: u if is_trained(p) else jnp.zeros_like(p), like, found
     ), state
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return transformation(init_fn, update_fn)
 
 
 def by_fast(updates: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:

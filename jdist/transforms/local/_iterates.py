@@ -117,12 +117,7 @@ def _moves(state: Any) -> bool:
 
 
 def read(inner: PyTree, local: PyTree) -> tuple[jax.Array, ...]:
-  """Returns all that a round moves except the parameters.
-
-  Args:
-    inner: The inner optimizer's state.
-    local: The worker's parameters, float32.
-  """
+  """Returns all that a round moves except the parameters."""
   # A fast way out, as almost no optimizer has any.
   if not _anchor.contains(inner, _moves):
     return ()
@@ -136,13 +131,7 @@ def read(inner: PyTree, local: PyTree) -> tuple[jax.Array, ...]:
 def check_told(
   init: Callable[[PyTree], PyTree], params: PyTree, inner: PyTree
 ) -> None:
-  """Raises a ValueError for a copy of parameters whose law is not known.
-
-  Args:
-    init: Makes the inner optimizer's state.
-    params: The parameters.
-    inner: The state that `init` made.
-  """
+  """Raises a ValueError for a copy of parameters whose law is not known."""
   pair = isinstance(params, optax.LookaheadParams)
   if not pair and _anchor.contains(
     inner, lambda x: isinstance(x, optax.LookaheadState)

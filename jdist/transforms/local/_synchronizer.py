@@ -70,12 +70,7 @@ class Synchronizer:
     return dataclasses.replace(self, rule=rule, late=late)
 
   def init(self, params: optax.Params, inner: PyTree = ()) -> SyncState:
-    """Returns the state before the first step, on the anchor.
-
-    Args:
-      params: The parameters.
-      inner: The inner optimizer's state, which may hold iterates.
-    """
+    """Returns the state before the first step, on the anchor."""
     _iterates.check_told(self.optimizer.init, params, inner)
     anchor = jax.tree.map(_anchor.wide_copy, params)
     if rest := _iterates.read(inner, anchor):
