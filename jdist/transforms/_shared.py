@@ -36,9 +36,6 @@ def sharing(state: PyTree) -> Sharing:
   worker's own.  Optax's other wrappers are walked into but never trusted to
   keep the parameters equal.
 
-  Args:
-    state: The optimizer's state, or its shapes.
-
   >>> from jdist import transforms
   >>> optimizer = optax.chain(
   ...   optax.trace(0.9), transforms.average_gradients(None), optax.trace(0.9)
