@@ -21,8 +21,7 @@ from jdist import checks
 SPLITS = ("train", "test")
 _REMEDY = "To validate, hold back samples of train by index."
 Split = Annotated[
-  str,
-  functools.partial(checks.check_choice, choices=SPLITS, remedy=_REMEDY),
+  str, functools.partial(checks.check_choice, choices=SPLITS, remedy=_REMEDY)
 ]
 _CHUNK = 1000
 

@@ -11,12 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, codecs, collectives, signatures, states
-from jdist.reducers import (
-  _compressed,
-  _feedback,
-  _reducer,
-  _sharded,
-)
+from jdist.reducers import _compressed, _feedback, _reducer, _sharded
 
 PyTree: TypeAlias = Any
 

@@ -100,9 +100,7 @@ def _simulate(
 
 
 def _times(
-  table: pipeline.Table,
-  machines: cluster.Cluster,
-  options: _commands.Pipeline,
+  table: pipeline.Table, machines: cluster.Cluster, options: _commands.Pipeline
 ) -> pipeline.PipelineTimes:
   if options.costs is None:
     assert options.stages is not None

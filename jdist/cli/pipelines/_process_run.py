@@ -22,13 +22,7 @@ from jdist import (
   training,
   transforms,
 )
-from jdist.cli import (
-  _commands,
-  _methods,
-  _options,
-  _run_end,
-  _workload,
-)
+from jdist.cli import _commands, _methods, _options, _run_end, _workload
 from jdist.cli.pipelines import _pipeline_run
 from jdist.cli.report import _status
 from jdist.storage import array_files, numbered_files, sealed_json

@@ -89,9 +89,7 @@ def assemble(
   # Schedules count updates, of which a protocol that makes one of each gradient
   # has as many more in the same samples.
   budget = _methods.make_budget(
-    options,
-    options.learning_rate,
-    len(workload.train) / (batch_size * taken),
+    options, options.learning_rate, len(workload.train) / (batch_size * taken)
   )
   rounds = None
   if options.protocol is None:

@@ -89,8 +89,9 @@ def _layers(model: Any, inputs: Any) -> list[_stages.Stage]:
   except Exception as error:
     raise ValueError(
       "`inputs` must be a micro-batch for which `model.apply(params, state, "
-      f"inputs, train=True)` returns outputs and a state, got {inputs}: it "
-      f"raised {type(error).__name__}. Give arrays or their shapes."
+      f"inputs, train=True)` returns outputs and a state, got {inputs}. Give "
+      "arrays or their shapes, and keys of dropout in the state, as NNX has "
+      f"them: it raised {type(error).__name__}: {str(error).splitlines()[0]}"
     ) from error
   # The second trace opens what `jit` encloses.
   opened = jax.make_jaxpr(lambda *x: evaluate(closed, x, _OPENED))(*leaves)
@@ -112,21 +113,28 @@ def _layers(model: Any, inputs: Any) -> list[_stages.Stage]:
       begins.setdefault(begin, path)
     seen |= read or set()
   edges, found = [*begins, len(eqns)], list[_stages.Stage]()
-  updated: list[str] = []
-  for (start, name), stop in zip(begins.items(), edges[1:], strict=True):
+  updated, held = list[str](), {v for x in own for v in x.values()}
+  for (start, name), stop in reversed(
+    [*zip(begins.items(), edges[1:], strict=True)]
+  ):
     inside = [
       x for i, x in enumerate(eqns) if start <= i < stop or reads[i] is None
     ]
     made = {v for x in inside for v in x.outvars}
-    # Variables of the state that depend on no input are the first layer's.
-    updates = {
-      path: v
-      for path, v in new.items()
-      if v in made and (v in moving or not start)
-    }
     outputs = [ends[stop]] if stop < len(eqns) else y_out
-    updated += updates
+    updates = {path: v for path, v in new.items() if v in made & moving}
     wanted = variables([*outputs, *updates.values()])
+    needed(inside, wanted)
+    # State that no input moves, such as a count of random keys, is updated by
+    # the layer that reads the same leaves, and by the first one if none does.
+    for path, v in new.items():
+      if v in made - moving:
+        read = {v, own[1][path]}
+        needed(inside, read)
+        if not read.isdisjoint(wanted & held) or not (start or path in updated):
+          updates[path] = v
+    updated += updates
+    wanted |= variables(updates.values())
     chosen = needed(inside, wanted)
     kept = [{p: v for p, v in x.items() if v in wanted} for x in own]
     kept[1] |= {path: own[1][path] for path in updates}
@@ -145,9 +153,10 @@ def _layers(model: Any, inputs: Any) -> list[_stages.Stage]:
   if shared := [path for path in updated if users.count(path) > 1]:
     raise ValueError(
       "`model` must have a state of which each layer updates its own part, got "
-      f"{shared[0]} in several layers."
+      f"{shared[0]} in several layers. Give each layer a module of its own, "
+      "such as one `nnx.Dropout` for each."
     )
-  return found
+  return found[::-1]
 
 
 def _passed_on(

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 import jdist
-from jdist import collectives, pipeline, training
+from jdist import collectives, pipeline, states, training
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 
@@ -65,7 +65,9 @@ def train(pipe, chain, batches, workers=1, *, drained=False):
 def split(pipe, state, worker=0):
   """Returns the whole model's parameters and state of one worker."""
   parts = state.params, state.model_state
-  return pipe.split(*jax.tree.map(lambda x: np.asarray(x[worker]), parts))
+  return pipe.split(
+    *jax.tree.map(lambda x: np.asarray(states.key_words(x[worker])), parts)
+  )
 
 
 def unsplit(layers, chain, batches, count, workers=1, loss=None):
