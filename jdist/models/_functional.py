@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx, traverse_util
 
-from jdist import signatures
+from jdist import signatures, states
 from jdist.models import _layered_network
 
 
@@ -80,10 +80,11 @@ def functional(module: Callable[..., Any]) -> Model:
   With `train=True` an NNX module runs after its `train()` (statistics of this
   batch, dropout on), and else after its `eval()`. Every `nnx.Param` is a
   parameter, and every other variable is state, including random keys. A Linen
-  module is given `train` if it takes it; its "params" are the parameters, other
-  collections the state. An Equinox module, or another callable tree, is mapped
-  over the samples by `jax.vmap`; its arrays of floats, each once, are the
-  parameters, named by their paths.
+  module is given `train` and `deterministic` if it takes them; its "params" are
+  the parameters, other collections the state, and the keys that it is bound to,
+  of dropout for instance, too. An Equinox module, or another callable tree, is
+  mapped over the samples by `jax.vmap`; its arrays of floats, each once, are
+  the parameters, named by their paths.
 
   Modules whose `__call__` takes a `mask` get the `mask` [batch], 1 for samples
   and 0 for padding, so that batch normalization leaves padding out of its
@@ -93,7 +94,8 @@ def functional(module: Callable[..., Any]) -> Model:
   Args:
     module: A module that is called as `module(images)` or
       `module(images, mask=mask)`: of NNX, a Linen module with its variables,
-      `module.bind(variables)`, or an Equinox module. It is never changed.
+      `module.bind(variables, rngs=...)`, or an Equinox module. It is never
+      changed.
 
   Raises:
     ValueError: If a Linen module has no variables; from `apply`, when training
@@ -118,7 +120,10 @@ def functional(module: Callable[..., Any]) -> Model:
     train: bool,
     mask: jax.Array | None = None,
   ) -> tuple[jax.Array, dict[str, Any]]:
-    if mask is not None and train and state and "mask" not in takes:
+    statistics = any(  # Keys and counts are none.
+      jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(state)
+    )
+    if mask is not None and train and statistics and "mask" not in takes:
       raise ValueError(
         "`mask` must not be given in training to a module that has state but "
         f"no `mask` argument, got {type(module).__name__}: padding would "
@@ -152,10 +157,7 @@ def _nnx(module: nnx.Module) -> _Network:
     copy = nnx.merge(
       graph, _unflatten(params, params_paths), _unflatten(state, state_paths)
     )
-    if train:
-      copy.train()
-    else:
-      copy.eval()
+    (copy.train if train else copy.eval)()
     logits = copy(images, **options)
     return logits, _to_dict(nnx.state(copy), state_paths)
 
@@ -168,17 +170,28 @@ def _linen(module: linen.Module) -> _Network:
       "`module` must be bound to its variables where it is a Linen module, got "
       f"{type(module).__name__}. Give `module.bind(module.init(key, images))`."
     )
+  keys = {name: rng.as_jax_rng() for name, rng in module.scope.rngs.items()}
+  for name, key in keys.items():
+    keys[name] = key if states.is_key(key) else jax.random.wrap_key_data(key)
   module, variables = module.unbind()
-  takes_train = "train" in inspect.signature(module).parameters
+  takes = inspect.signature(module).parameters
 
   def run(
     params: Any, state: Any, images: Any, train: bool, options: Any
   ) -> Any:
-    options |= {"train": train} if takes_train else {}
-    variables = {"params": params, **state}
-    return module.apply(variables, images, mutable=list(state), **options)
+    flags = {"train": train, "deterministic": not train}
+    options |= {name: x for name, x in flags.items() if name in takes}
+    rest = dict(state)
+    keys = {n: jax.random.split(x) for n, x in rest.pop("rngs", {}).items()}
+    logits, new = module.apply(
+      {"params": params, **rest}, images, mutable=list(rest),
+      rngs={name: x[0] for name, x in keys.items()}, **options,
+    )  # fmt: skip
+    if keys and train:
+      return logits, {**new, "rngs": {name: x[1] for name, x in keys.items()}}
+    return logits, {**state, **new}
 
-  state = dict(variables)
+  state = dict(variables) | ({"rngs": keys} if keys else {})
   return state.pop("params", {}), state, run
 
 

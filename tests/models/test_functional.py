@@ -6,7 +6,8 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+import pytest
+from flax import linen, nnx
 
 from jdist import models
 from tests import _refusals
@@ -110,6 +111,53 @@ def test_dropout_key_advances_with_the_state():
   assert ((first == 0) != (second == 0)).any()
   still, _ = model.apply(model.params, state, x, train=False)
   assert (still != 0).all()
+
+
+class LinenDropout(linen.Module):
+  flag: str
+
+  @linen.compact
+  def __call__(self, x, **flags):
+    known = {"train": False, "deterministic": True} | flags
+    still = known[self.flag] ^ (self.flag == "train")
+    return linen.Dropout(0.5, deterministic=still)(x)
+
+
+class WithTrain(LinenDropout):
+  def __call__(self, x, train):
+    return super().__call__(x, train=train)
+
+
+class WithDeterministic(LinenDropout):
+  def __call__(self, x, deterministic):
+    return super().__call__(x, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize(
+  "module", [WithTrain("train"), WithDeterministic("deterministic")]
+)
+def test_keys_that_a_linen_module_is_bound_to_are_state(module, raw):
+  key = jax.random.PRNGKey(3) if raw else jax.random.key(3)
+  model = models.functional(module.bind({}, rngs={"dropout": key}))
+  x = jnp.ones((8, 8))
+  first, state = model.apply(model.params, model.state, x, train=True)
+  key = jax.random.split(jax.random.key(3))
+  wanted = module.apply({}, x, module.flag == "train", rngs={"dropout": key[0]})
+  np.testing.assert_array_equal(first, wanted)
+  chex.assert_trees_all_equal(
+    jax.random.key_data(state["rngs"]["dropout"]), jax.random.key_data(key[1])
+  )
+  second, _ = model.apply(model.params, state, x, train=True)
+  assert ((first == 0) != (second == 0)).any()
+  still, same = model.apply(model.params, state, x, train=False)
+  np.testing.assert_array_equal(still, x)
+  chex.assert_trees_all_equal(same, state)
+  # Keys are no statistics, which padding could enter.
+  masked, _ = model.apply(
+    model.params, model.state, x, train=True, mask=jnp.zeros(8)
+  )
+  np.testing.assert_array_equal(masked, first)
 
 
 def test_evaluation_does_not_change_the_state():
