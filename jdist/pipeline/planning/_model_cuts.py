@@ -89,10 +89,11 @@ def _layers(model: Any, inputs: Any) -> list[_stages.Stage]:
   except Exception as error:
     raise ValueError(
       "`inputs` must be a micro-batch for which `model.apply(params, state, "
-      f"inputs, train=True)` returns outputs and a state, got {inputs}. Give "
-      "arrays or their shapes, and keys of dropout in the state, as NNX has "
-      f"them: it raised {type(error).__name__}: {str(error).splitlines()[0]}"
+      f"inputs, train=True)` returns outputs and a state, got {inputs}, which "
+      f"raised {type(error).__name__}: {error}"
     ) from error
+  rule = "`model.apply` must return a state of the form that it is given"
+  checks.check_form(rule, after, shapes[1], exact=True)
   # The second trace opens what `jit` encloses.
   opened = jax.make_jaxpr(lambda *x: evaluate(closed, x, _OPENED))(*leaves)
   eqns, given = opened.jaxpr.eqns, list(opened.jaxpr.invars)
@@ -114,9 +115,8 @@ def _layers(model: Any, inputs: Any) -> list[_stages.Stage]:
     seen |= read or set()
   edges, found = [*begins, len(eqns)], list[_stages.Stage]()
   updated, held = list[str](), {v for x in own for v in x.values()}
-  for (start, name), stop in reversed(
-    [*zip(begins.items(), edges[1:], strict=True)]
-  ):
+  spans = [*zip(begins.items(), edges[1:], strict=True)]
+  for (start, name), stop in reversed(spans):
     inside = [
       x for i, x in enumerate(eqns) if start <= i < stop or reads[i] is None
     ]
@@ -129,9 +129,11 @@ def _layers(model: Any, inputs: Any) -> list[_stages.Stage]:
     # the layer that reads the same leaves, and by the first one if none does.
     for path, v in new.items():
       if v in made - moving:
-        read = {v, own[1][path]}
-        needed(inside, read)
-        if not read.isdisjoint(wanted & held) or not (start or path in updated):
+        leads = {v, own[1][path]}
+        needed(inside, leads)
+        if not leads.isdisjoint(wanted & held) or not (
+          start or path in updated
+        ):
           updates[path] = v
     updated += updates
     wanted |= variables(updates.values())

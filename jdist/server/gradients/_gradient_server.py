@@ -238,8 +238,7 @@ class GradientServer(ServerLedger):
       _gradient_messages.first_state(plans.pull[-1], params, first + i)
       for i in range(self.num_workers)
     ]
-    # Exact parameters are encoded once for all workers that wait at a barrier.
-    # The model is kept with them, since users may replace `model`.
+    # Exact parameters are encoded once for all workers at a barrier, by model.
     self._exact: tuple[PyTree, PyTree] = (None, None)
     # Parameters as each worker has them, by its number.
     self._held: dict[int, PyTree] = {}

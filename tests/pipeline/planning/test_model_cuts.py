@@ -263,6 +263,14 @@ def test_models_that_cannot_be_cut_are_refused(model, told):
     pipeline.cut(model, 2, jnp.ones((2, 4)))
 
 
+def test_a_state_of_another_form_is_refused():
+  model = models.Model(
+    {"w": jnp.eye(4)}, {}, lambda p, s, x, *, train: (x @ p["w"], {"n": 1.0})
+  )
+  with _refusals.refused("model.apply", "leaf n is float32[] and not missing"):
+    pipeline.cut(model, 1, jnp.ones((2, 4)))
+
+
 def test_a_micro_batch_of_another_size_is_refused():
   _, stages, *_ = _cut("plain")
   with _refusals.refused("microbatch", "got [(3, 8)] for [(2, 8)]"):
