@@ -40,6 +40,17 @@ def test_picture_has_a_row_for_each_resource(tmp_path):
   assert names[-6:-3] == ["a", "a-&gt;server", "b"]
 
 
+def test_picture_names_the_kinds_that_begin_before_its_end(tmp_path):
+  pytest.importorskip("matplotlib")
+  trace = cluster.Trace()
+  # More kinds of a user's own than there are colours.
+  for i in range(7):
+    trace.add("a", f"task {i}", i, i + 1.0, f"kind {i}")
+  path = cluster.plot_trace(trace, tmp_path / "trace.svg", end_s=6.0)
+  found = set(re.findall("<!-- (kind .) -->", path.read_text()))
+  assert found == {f"kind {i}" for i in range(6)}
+
+
 def test_trace_has_the_spans_that_begin_before_its_end():
   trace = cluster.Trace(until_s=2.0)
   for start in (0.0, 1.5, 2.0, 3.0):

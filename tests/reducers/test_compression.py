@@ -261,6 +261,18 @@ def test_random_numbers_change_by_step_and_seed_and_not_by_worker():
   assert not (one["a"] == other["a"]).any()
 
 
+def test_bits_of_a_reduction_are_told_to_those_who_count():
+  compression = reducers.Compression(codecs.Quantize(4, 8))
+  x = jnp.zeros(64)
+
+  def mean(x):
+    return compression.mean(x, compression.init(x, "worker"), "worker")
+
+  with reducers.reductions() as found:
+    jax.eval_shape(jax.vmap(mean, axis_name="worker"), jnp.zeros((4, 64)))
+  assert found == [compression.reducer.num_bits(x, 4)]
+
+
 def test_codec_is_accepted_as_reducer():
   codec = codecs.TopK(k=2)
   found = reducers.Compression(codec).reducer
