@@ -86,6 +86,27 @@ def test_statistics_tokens_and_keys_are_supported():
   assert all(x.forward_s > 0 and x.parameter_bytes == 4 for x in found)
 
 
+def test_saved_bytes_are_those_of_inputs_and_not_of_the_batch():
+  def masked(params, state, x, *, train, mask=None):
+    return x * params * mask, state
+
+  layers = [models.Layer(n, jnp.float32(2.0), {}, masked) for n in "ab"]
+  batch = {"x": jnp.ones(4), "mask": jnp.ones(4)}
+  found = pipeline.layer_costs(layers, batch, inputs="x", source="lowered")
+  # They save their inputs, and neither the mask nor the parameters.
+  assert [x.saved_bytes for x in found] == [4 * 4] * 2
+
+
+def test_working_bytes_are_the_most_of_both_passes():
+  def layer(params, state, x, *, train, mask=None):
+    return (x @ params) ** 2, state
+
+  own = models.Layer("a", jnp.ones((8, 64)), {}, layer)
+  (found,) = pipeline.layer_costs([own], {"x": jnp.ones((4, 8))}, inputs="x")
+  # The backward pass needs the gradient of the product, the forward pass none.
+  assert found.working_bytes >= 4 * 4 * 64
+
+
 def test_timed_layers_run_in_order():
   generator = np.random.default_rng(0)
   batch = {"image": generator.normal(size=(64, 8, 8, 1)).astype(np.float32)}

@@ -81,6 +81,13 @@ def test_machines_of_different_memory_are_both_tried():
   assert pipeline.place(layers, machines, num_stages=1).nodes == ("large",)
 
 
+def test_largest_machines_are_named_if_nothing_fits():
+  nodes = tuple(cluster.Node(f"n{x}", memory_bytes=x * 1e9) for x in (1, 3, 2))
+  layers = [_Cost(x, 1.0, 2.0, parameter_bytes=4e9) for x in "ab"]
+  with pytest.raises(ValueError, match="alone needs 12 GB, and 'n2' has 2 GB"):
+    pipeline.place(layers, cluster.Cluster(nodes), num_stages=2)
+
+
 @pytest.mark.parametrize("fits", [True, False])
 def test_tight_memory_leaves_few_orders_to_try(fits, monkeypatch):
   grow, tried = _placement._Search._grow, []

@@ -105,6 +105,8 @@ def test_gradients_are_as_large_as_the_outputs_they_are_of():
   found = _simulate(pipeline.make_table("naive", 3, 1), costs, machines)
   # The last stage's output is not sent, and nor is its gradient.
   assert found.makespan_s == 3 * (1 + 2) + 2 * (8 + 2)
+  several = _simulate(pipeline.make_table("gpipe", 3, 4), costs, machines)
+  assert several.edge_bytes == (4 * 8, 4 * 2)
 
 
 def test_memory_includes_versions_and_live_micro_batches():
