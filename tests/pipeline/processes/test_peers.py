@@ -158,6 +158,32 @@ def test_swapped_addresses_raise():
       _connect(2, swapped, TOKEN, listeners[2], 2.0)
 
 
+def test_second_process_of_a_number_is_turned_away():
+  listeners = [channel.listen() for _ in range(2)]
+  addresses = [*(x.getsockname()[:2] for x in listeners), ("127.0.0.1", 1)]
+  with (
+    concurrent.futures.ThreadPoolExecutor(3) as pool,
+    contextlib.ExitStack() as stack,
+  ):
+    first = pool.submit(_connect, 0, addresses, TOKEN, listeners[0])
+    key = channel.Identity("", TOKEN.encode()).key("pipeline 0")
+    until = time.monotonic() + 10
+    same = [
+      stack.enter_context(
+        contextlib.closing(
+          channel.call(addresses[0], key, until, (2, 0), "Device 0", max_body=8)
+        )
+      )
+      for _ in range(2)
+    ]
+    # Only the second of them is closed.
+    assert same[1].receive(until) is None
+    pool.submit(_connect, 1, addresses, TOKEN, listeners[1], 1.0)
+    peers = stack.enter_context(first.result())
+    peers.send(2, _TAG, [np.float32(3)])
+    assert same[0].receive(until).note == [*_TAG]
+
+
 def test_receive_raises_at_once_if_the_sender_has_ended():
   def work(peers):
     if peers.device == 1:

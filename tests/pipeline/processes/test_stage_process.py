@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jdist import models, pipeline, transforms
-from jdist.pipeline.processes import _segment
+from jdist.pipeline.processes import _device_part, _segment
 from jdist.pipeline.runtime import _stages
 from jdist.pipeline.schedule import _table
 from tests.pipeline.processes._threads import in_threads
@@ -345,6 +345,20 @@ def test_processes_with_unlike_tables_raise():
       )
 
   in_threads(2, work)
+
+
+@pytest.mark.parametrize(
+  ("name", "options"), [("zb_v", {}), ("interleaved", {"num_iterations": 2})]
+)
+def test_stages_of_a_device_have_no_barrier_where_iterations_overlap(
+  name, options
+):
+  table = pipeline.make_table(name, 2, 2, **options)
+  _device_part.check_barriers(table, 1, "`clip_norm`")
+  with pytest.raises(ValueError, match="`clip_norm` must be left out where a"):
+    _device_part.check_barriers(table, 2, "`clip_norm`")
+  flushed = pipeline.make_table("interleaved", 2, 2)
+  _device_part.check_barriers(flushed, 2, "`clip_norm`")
 
 
 def test_passes_that_may_read_other_versions_run_the_stage_again():
