@@ -1,6 +1,7 @@
 """Elastic methods with rounds: undisturbed, they are the collective ones."""
 
 import functools
+import signal
 import threading
 
 import chex
@@ -30,6 +31,20 @@ pytest.importorskip("simpy")
 NAMES, EACH, STEPS = ("a", "b", "c"), 4, 24
 # NumPy's: a process of Ray that imports this may still choose its devices.
 PARAMS = {"a": np.zeros((2, 2), np.float32), "b": np.zeros(4, np.float32)}
+
+
+@pytest.fixture(autouse=True)
+def _deadline():
+  """Ends a test whose run does not, with what it was doing."""
+
+  def late(number, frame):
+    raise TimeoutError("The run has not ended within 60 s.")
+
+  before = signal.signal(signal.SIGALRM, late)
+  signal.alarm(60)
+  yield
+  signal.alarm(0)
+  signal.signal(signal.SIGALRM, before)
 
 
 def rate(step):
@@ -160,8 +175,15 @@ def test_undisturbed_run_matches_the_collective_method(name):
 def live(found, own, updates, **options):
   """Runs in threads; returns the session, its model and its summary."""
   engine = server.ThreadEngine()
+
+  def whole(channel, name):
+    own(channel, name)
+    # Else the server would wait for it, and the test would never end.
+    if not engine.ask("status")["finished"]:
+      raise RuntimeError(f"{name} has ended before the run.")
+
   like = (PARAMS, {})
-  session = found.session(engine, own, model=like, shared=False, **options)
+  session = found.session(engine, whole, model=like, shared=False, **options)
   models = []
   try:
     server.ServerRun(session).fit(
