@@ -98,7 +98,6 @@ def resized():
     "a finite num",
   ),
   ("hidden_sizes", lambda: mlp("ab"), "an int >= 1"),
-  ("apply", lambda: models.Layer("a", {}, {}, lambda x: x), "with `train=`"),
   ("params", lambda: training.save_model("model", None), "an array"),
   ("resources", lambda: plot("x.png", ["b"]), "of the trace, got {'b'}"),
   ("path's suffix", lambda: plot("x.what", None), "'png'"),

@@ -14,7 +14,6 @@ from jdist import signatures, states
 from jdist.models import _layered_network
 
 
-@signatures.checked
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layer:
   """A layer of a network, for pipelines and other partitions of networks.
@@ -30,7 +29,7 @@ class Layer:
   name: str
   params: dict[str, Any]
   state: dict[str, Any]
-  apply: signatures.Apply
+  apply: Callable[..., tuple[Any, dict[str, Any]]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
