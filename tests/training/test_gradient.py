@@ -251,6 +251,21 @@ def test_micro_batches_and_workers_are_weighted_by_their_labels():
   )
 
 
+def test_labels_of_less_than_a_sample_keep_their_weight():
+  # One label of four counts, half a sample, and none in the first micro-batch.
+  batch = {
+    "tokens": np.array([[0, 1], [1, 0]]),
+    "targets": np.array([[-100, -100], [-100, 1]]),
+  }
+  params, key = np.zeros((2, 3), np.float32), jax.random.key(0)
+  gradient = training.make_gradient(tokens_loss, accumulate=2)
+  found = gradient(params, {}, batch, key)
+  assert found.samples == 0.5
+  np.testing.assert_allclose(found.loss, np.log(3), rtol=1e-6)
+  wanted = np.array([[1, -2, 1], [0, 0, 0]]) / 3
+  np.testing.assert_allclose(found.grads, wanted, atol=1e-6)
+
+
 def test_nonfinite_padding_is_ignored():
   values = jnp.array([1.0, jnp.inf, jnp.nan])
   assert training.masked_mean(values, jnp.array([1, 0, 0])) == 1
