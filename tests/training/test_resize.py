@@ -119,15 +119,18 @@ def test_means_of_large_numbers_keep_their_digits():
     np.testing.assert_allclose(row, 1 / 3, rtol=1e-6)
 
 
-def test_iterates_of_a_model_become_their_mean():
+@pytest.mark.parametrize(
+  ("law", "row"), [("iterate", 3), ("counter", 1), ("constant", 1)]
+)
+def test_given_law_of_a_model_leaf_decides_its_rows(law, row):
   old, params = team(2), {"w": np.zeros(400, np.float32)}
   state = training.init_state(
-    old, local(), params, {"mean": np.float32(0.0)}, laws={"mean": "iterate"}
+    old, local(), params, {"mean": np.float32(0.0)}, laws={"mean": law}
   )
   means = old.place(np.array([1.0, 5.0], np.float32))
   state = state._replace(model_state={"mean": means})
   found = training.resize(state, local(), old, team(3))
-  assert found.model_state["mean"].tolist() == [3.0] * 3
+  assert found.model_state["mean"].tolist() == [row] * 3
   assert found.laws == state.laws != ()
 
 
