@@ -363,6 +363,26 @@ def test_host_control_leaves_rounds_of_the_rest_to_the_device(name):
   chex.assert_trees_all_close(*ends, rtol=1e-6, atol=1e-6)
 
 
+def test_front_beside_its_anchor_is_not_moved_by_a_rest_on_its_own():
+  def late_alone(axis):
+    return methods.cocod(optax.sgd(0.1), 3, axis=axis)
+
+  def both(axis):
+    rest = methods.local_sgd(optax.sgd(0.1), 3, axis=axis)
+    return whole(late_alone(axis), axis, rest)
+
+  xs = targets(6, 2)
+  alone, _ = train(
+    late_alone, 2, [{k: x[k] for k in "ab"} for x in xs], "vmap",
+    {k: PARAMS[k] for k in "ab"},
+  )  # fmt: skip
+  seen, _ = train(both, 2, xs)
+  for (params, _), (wanted, _) in zip(seen, alone, strict=True):
+    for k in "ab":
+      np.testing.assert_allclose(params[k], wanted[k], rtol=1e-6, atol=1e-6)
+  assert not rows_equal(params["a"])
+
+
 # Draining.
 
 
