@@ -76,9 +76,9 @@ def from_plain(plain: Any, kind: Any, name: str = "value") -> Any:
   origin, args = typing.get_origin(kind), typing.get_args(kind)
   if origin in (types.UnionType, typing.Union):
     return _from_union(plain, args, name)
-  if kind in _SCALARS:
+  if kind in (None, *_SCALARS):
     # Some programs write 1.0 as 1; and Python counts True as an int.
-    allowed = (int, float) if kind is float else (kind,)
+    allowed = {float: (int, float), None: (types.NoneType,)}.get(kind, (kind,))
     _check(type(plain) in allowed, name, kind)
     return plain
   if origin in (list, tuple, collections.deque):

@@ -74,6 +74,14 @@ def test_values_of_other_types_are_refused(changed, rule):
     plain_data.from_plain(plain, State)
 
 
+def test_ordered_sets_are_dicts_of_none():
+  """Python keeps such a None in a container as it is written."""
+  found = plain_data.from_plain([["b", None], ["a", None]], dict[str, None])
+  assert list(found.items()) == [("b", None), ("a", None)]
+  with pytest.raises(plain_data.PlainDataError, match="must be a None"):
+    plain_data.from_plain({"a": 0}, dict[str, None])
+
+
 def test_scalars_of_numpy_are_saved_and_arrays_refused():
   assert plain_data.to_plain([np.float64(0.1), np.int32(3)]) == [0.1, 3]
   with pytest.raises(ValueError, match=r"got a ndarray\. Arrays are saved by"):
