@@ -5,6 +5,7 @@ right kind, and what it takes, returns or was made for is wrong.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -95,12 +96,11 @@ def resized():
   (
     "value",
     lambda: comparison.mean([{"a": 1}], lambda row: "a"),
-    "a finite num",
+    "a number, got 'a'",
   ),
   ("hidden_sizes", lambda: mlp("ab"), "an int >= 1"),
   ("params", lambda: training.save_model("model", None), "an array"),
-  ("resources", lambda: plot("x.png", ["b"]), "of the trace, got {'b'}"),
-  ("path's suffix", lambda: plot("x.what", None), "'png'"),
+  ("path's suffix", lambda: plot("x.what"), "'png'"),
 )
 def test_wrong_part_is_named(argument, call, rule, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
@@ -126,8 +126,20 @@ def mlp(sizes):
   return models.build("mlp", hidden_sizes=sizes, **kind)
 
 
-def plot(path, resources):
-  return cluster.plot_trace(TRACE, path, resources=resources)
+def plot(path, **options):
+  return cluster.plot_trace(TRACE, path, **options)
+
+
+def test_right_parts_of_other_kinds_are_taken(tmp_path):
+  spans = (cluster.Span("a", "task", i, i + 1) for i in range(2))
+  assert len(cluster.Trace(spans)) == 2
+  # A machine that has done nothing has a row, too.
+  plot(tmp_path / "x.PNG", resources=["idle", *TRACE.resources])
+  plot(tmp_path / "without")
+  assert len(list(tmp_path.iterdir())) == 2
+  for value in (math.inf, np.float32(np.inf), 3, np.int64(3)):
+    assert comparison.mean([{"a": value}] * 2, "a") == value
+  assert math.isnan(comparison.mean([{"a": math.nan}], "a"))
 
 
 _LATE = transforms.Delayed(1)

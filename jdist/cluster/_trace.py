@@ -43,7 +43,6 @@ class Span(NamedTuple):
 
 
 @signatures.explained
-@signatures.checked
 @dataclasses.dataclass
 class Trace:
   """Spans on resources, in the order in which they were added.
@@ -193,8 +192,6 @@ def plot_trace(
   rows = list(trace.resources if resources is None else resources)
   if not rows:
     raise ValueError("`trace` must have a span at least, got none.")
-  if unknown := set(rows) - set(trace.resources):
-    raise ValueError(f"`resources` must be of the trace, got {unknown}.")
   figure = matplotlib.figure.Figure(
     figsize=(11, 1.2 + 0.32 * len(rows)), layout="constrained"
   )
@@ -235,7 +232,7 @@ def plot_trace(
     figure.suptitle(title, x=0.01, ha="left")
   path = pathlib.Path(path)
   known = tuple(figure.canvas.get_supported_filetypes())
-  checks.check_choice("path's suffix", path.suffix[1:], known)
+  checks.check_choice("path's suffix", path.suffix[1:].lower() or "png", known)
   figure.savefig(path, dpi=150)
   return path
 

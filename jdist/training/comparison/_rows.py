@@ -140,7 +140,10 @@ def _values(rows: Sequence[Row], value: Value) -> list[float]:
     raise ValueError("`rows` must be one at least, got none.")
   if isinstance(value, str):
     value = functools.partial(entry, name=value)
-  return [checks.check_number("value", value(row)) for row in rows]
+  found = [value(row) for row in rows]  # Infinite where a run never came.
+  if wrong := [x for x in found if not checks.is_number(x)]:
+    raise ValueError(f"`value` must be a number, got {checks.show(wrong[0])}.")
+  return found
 
 
 @signatures.checked

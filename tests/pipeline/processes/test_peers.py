@@ -166,20 +166,23 @@ def test_second_process_of_a_number_is_turned_away():
     contextlib.ExitStack() as stack,
   ):
     first = pool.submit(_connect, 0, addresses, TOKEN, listeners[0])
-    key = channel.Identity("", TOKEN.encode()).key("pipeline 0")
+    identity = channel.Identity("", TOKEN.encode())
     until = time.monotonic() + 10
-    same = [
-      stack.enter_context(
-        contextlib.closing(
-          channel.call(addresses[0], key, until, (2, 0), "Device 0", max_body=8)
-        )
-      )
-      for _ in range(2)
-    ]
+
+    def call(device):
+      made = channel.call(
+        addresses[device], identity.key(f"pipeline {device}"), until, (2, 0),
+        f"Device {device}", max_body=8,
+      )  # fmt: skip
+      return stack.enter_context(contextlib.closing(made))
+
+    same = [call(0) for _ in range(2)]
     # Only the second of them is closed.
     assert same[1].receive(until) is None
-    pool.submit(_connect, 1, addresses, TOKEN, listeners[1], 1.0)
+    second = pool.submit(_connect, 1, addresses, TOKEN, listeners[1])
+    call(1)
     peers = stack.enter_context(first.result())
+    stack.enter_context(second.result())
     peers.send(2, _TAG, [np.float32(3)])
     assert same[0].receive(until).note == [*_TAG]
 
