@@ -332,7 +332,7 @@ def test_interrupted_run_leaves_no_processes(tmp_path):
   process.send_signal(signal.SIGINT)
   _, told = process.communicate(timeout=60)
   assert process.returncode == 130
-  assert told.splitlines()[-1].startswith("jdist: interrupted: the curve is")
+  assert told.splitlines()[-1].startswith("jdist: interrupted: its status is")
   time.sleep(1.0)
   assert left_behind() == before
 
