@@ -61,7 +61,7 @@ _DEFAULTS = {
   reducers.warm_up: {"final_ratio": 0.001},
   reducers.Chunked: {"max_bytes": 4 * 2**20, "multiple": 1},
   reducers.PowerSGD: {"rank": 2, "seed": 0, "factors": None},
-  # Whoever expects bytes says how many.
+  # A reader of bytes says how many it expects.
   channel.Connection: {"max_body": 0},
   channel.Listener: {"max_body": 0},
   channel.call: {"max_body": 0},

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from jdist import models
+from jdist import models, states
 from tests import _refusals
 
 P = jax.sharding.PartitionSpec
@@ -140,6 +140,7 @@ class WithDeterministic(LinenDropout):
 def test_keys_that_a_linen_module_is_bound_to_are_state(module, raw):
   key = jax.random.PRNGKey(3) if raw else jax.random.key(3)
   model = models.functional(module.bind({}, rngs={"dropout": key}))
+  assert states.is_key(model.state["rngs"]["dropout"])  # Folded by workers.
   x = jnp.ones((8, 8))
   first, state = model.apply(model.params, model.state, x, train=True)
   key = jax.random.split(jax.random.key(3))

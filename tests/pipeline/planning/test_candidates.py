@@ -77,7 +77,7 @@ def test_near_layouts_differ_by_a_cut_machines_or_a_stage():
   ]
   fewer = [(("b",), ()), (("a",), ())]
   assert [*_layouts.near_layouts(here, "abc", 4, 1)] == near + fewer
-  # Of two stages on each machine none is removed alone.
+  # Neither of two stages on a machine is removed alone.
   here = ("a",), (2,)
   assert [*_layouts.near_layouts(here, "a", 3, 2)] == [(("a",), (1,))]
 
