@@ -316,6 +316,19 @@ def test_joiner_continues_from_what_is_merged(name):
   assert joiner == other == 4 * (8 + late)
 
 
+def test_schedules_follow_the_run_after_all_workers_have_been_away():
+  """No member has made all steps; the one that returns begins where all are."""
+  out = {
+    x: {"outages": (cluster.Outage(0.2 + 0.4 * i, 0.5 + 0.4 * i),)}
+    for i, x in enumerate(NAMES)
+  }
+  pair, run = on_clock(rounds("diloco", quorum=0.5, grace=1.0), 12, **out)
+  changes = [x[2] for x in run.summary()["changes"]]
+  assert changes.count("left") == changes.count("returned") == len(NAMES)
+  for worker in pair.workers.values():
+    assert counts_of(worker) == [4 * 12]
+
+
 @pytest.mark.slow  # Compiles programs for two devices.
 def test_worker_may_be_sharded_over_devices():
   """One worker has two devices and shards its state, another has one."""

@@ -83,8 +83,8 @@ class FragmentSyncer(_gradient_server.ServerLedger):
     self.model_state = jax.tree.map(jnp.array, model_state)
     # The last push of a learner that is in each fragment, or -1.
     self._settled = [[-1] * len(self._fragments) for _ in workers]
-    # Local steps of decoded pushes: a learner that starts again continues
-    # its schedules from there.
+    # Where each learner's schedules are: it starts again where the run is, and
+    # counts the local steps of decoded pushes from there.
     self._steps = [0] * len(workers)
 
   @property
@@ -133,10 +133,11 @@ class FragmentSyncer(_gradient_server.ServerLedger):
         f"{len(self._fragments)} for a task of number {reply.fragment}."
       )
     worker, start = self._give(reply, reply.fragment)
+    if reply.pulled is None:
+      self._steps[worker] = max(self._steps)
     more = {
       "start": start,
       "settled": list(self._settled[worker]),
-      # A learner that joins or returns continues where the run is.
       "steps": max(self._steps),
     }
     if reply.pull_plan is None:
