@@ -35,6 +35,40 @@ def test_from_run_names_only_arguments_of_the_factory(name):
   assert set(registry[name].from_run) <= registry[name].arguments
 
 
+# Values of a run that methods take: 100 steps, 10 of them of the warm-up,
+# intervals of 4, a rate of 0.1 and a momentum of 0.9.
+_FROM_RUN = {
+  "post_local_sgd": {"switch_step": 50},
+  "scaffold": {"learning_rate": 1.0},
+  "streaming_diloco": {"fragments": 4, "delay_steps": 1},
+  "signsgd": {"momentum": 0.9},
+  "dgc": {"momentum": 0.9, "nesterov": True, "steps_per_phase": 10},
+  "muloco": {"weight_decay": 0.0},
+}
+# Other runs, in which a value differs.
+_CHANGED = [
+  ("post_local_sgd", {"num_steps": 9}, {"switch_step": 4}),
+  ("scaffold", {"optimizer": "adamw"}, {"learning_rate": 0.1}),
+  ("streaming_diloco", {"interval": 9}, {"fragments": 4, "delay_steps": 1}),
+  ("streaming_diloco", {"interval": 1}, {"fragments": 1, "delay_steps": 0}),
+  ("dgc", {"warmup_steps": 0}, {"steps_per_phase": None}),
+  ("muloco", {"weight_decay": 0.5}, {"weight_decay": 0.5}),
+]
+
+
+@pytest.mark.parametrize(
+  ("name", "changed", "wanted"),
+  [(name, {}, {}) for name in registry] + _CHANGED,
+)
+def test_arguments_follow_from_the_run(name, changed, wanted):
+  run = _RUN._replace(**changed)
+  found = {k: of(run) for k, of in registry[name].from_run.items()}
+  for key, value in found.items():
+    if callable(value):  # A schedule of the step.
+      found[key] = pytest.approx(float(value(3)), 1e-6)
+  assert found == {**_FROM_RUN.get(name, {}), **wanted}
+
+
 @pytest.mark.parametrize("name", sorted(set(registry) - _PREDICTED))
 def test_method_can_be_built_from_a_run_alone(name):
   registry[name].build(optax.sgd(0.1), _RUN, axis=None)
