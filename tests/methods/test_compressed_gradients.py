@@ -1,12 +1,13 @@
 """Methods that send fewer bytes, against NumPy, step by step."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from jdist import methods, transforms
+from jdist import methods, reducers, transforms
 from tests.methods._by_hand import descended, Exchange, sign
 from tests.transforms._rounds import random_targets, train
 
@@ -224,10 +225,12 @@ def test_signs_of_ties_and_zeros_are_votes_for_up():
   assert found[0].tolist() == [-1.0, 1.0, -1.0, -1.0]
 
 
-def test_leaves_of_one_dimension_keep_an_ordinary_momentum_in_dgc():
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_leaves_of_one_dimension_keep_an_ordinary_momentum_in_dgc(nesterov):
   targets = random_targets(10, WORKERS, 6)
-  found, _ = train(methods.dgc(SGD, 0.2, axis="worker"), targets)
-  momentum = optax.sgd(RATE, momentum=0.9)
+  optimizer = methods.dgc(SGD, 0.2, axis="worker", nesterov=nesterov)
+  found, _ = train(optimizer, targets)
+  momentum = optax.sgd(RATE, momentum=0.9, nesterov=nesterov)
   wanted, _ = train(methods.ssgd(momentum, axis="worker"), targets)
   np.testing.assert_allclose(found, wanted, 1e-5, 1e-6)
 
@@ -291,3 +294,11 @@ def test_powersgd_keeps_higher_ranks_as_residual():
   np.testing.assert_allclose(
     went_in, residual - params[:, 0] / RATE, 1e-3, 1e-4
   )
+
+
+@pytest.mark.parametrize(("seed", "used"), [(None, 0), (0, 0), (7, 7)])
+def test_powersgd_begins_with_the_directions_of_its_seed(seed, used):
+  w = jnp.zeros((6, 5))
+  state = methods.powersgd(SGD, axis=None, seed=seed).init(w)
+  wanted = reducers.PowerSGD(2, used).init(w, None)
+  chex.assert_trees_all_equal(state[0].reducer, wanted)
