@@ -72,6 +72,15 @@ def test_muloco_survives_two_bits():
   assert abs(distances(coarse)[0] - wanted) < 0.02 * start
 
 
+def test_weight_decay_of_muloco_is_that_of_matrices_and_vectors():
+  optimizer = methods.muloco(0.1, 4, axis=None, weight_decay=0.5)
+  w = {"matrix": jnp.eye(2), "vector": jnp.array([2.0, -4.0])}
+  rest = jax.tree.map(jnp.zeros_like, w)
+  updates, _ = jax.jit(optimizer.update)(rest, optimizer.init(w), w)
+  for name, x in w.items():
+    np.testing.assert_allclose(updates[name], -0.1 * 0.5 * x, 1e-6)
+
+
 def test_sparse_loco_converges_with_sparse_progress():
   sparse = methods.sparse_loco(SGD, 4, 0.25, axis="worker", chunk=64)
   found, start = distances(sparse)

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from jdist import methods, transforms
+from jdist.transforms import intervals
 from tests.methods._rounds import (
   check_rounds,
   check_same,
@@ -17,6 +18,7 @@ from tests.methods._rounds import (
   rounds_of,
   SGD,
 )
+from tests.transforms._rounds import random_targets, train
 
 
 def overlap(x, interval, alpha, mu):
@@ -99,3 +101,12 @@ def test_cocod_is_local_steps_one_round_late():
       MOMENTUM, 3, axis="worker", overlap=transforms.Delayed()
     ),
   )
+
+
+def test_means_of_msdpu_are_late_after_its_warm_up_only():
+  optimizer = methods.msdpu(
+    SGD, intervals.fixed(2), RATE, axis="worker", warmup_steps=3,
+    overlap=transforms.Delayed(),
+  )  # fmt: skip
+  params, _ = train(optimizer, random_targets(6, 2))
+  assert (params[:, 0] == params[:, 1]).tolist() == [True] * 3 + [False] * 3
