@@ -18,7 +18,8 @@ from jdist import (
   server,
   transforms,
 )
-from jdist.cli import _commands
+from jdist.cli import _commands, _groups
+from jdist.cli.servers import _server_options
 from jdist.transforms import intervals
 
 _DEFAULTS = {
@@ -85,37 +86,85 @@ _DEFAULTS = {
   elastic.Rounds: {
     "samples": 32, "quorum": 0.5, "grace": 1.0, "timeout_s": None, "seed": 0,
   },
+}  # fmt: skip
+# Options of the command line by the class that declares them, all but those
+# whose default is None.
+_OPTIONS = {
+  _groups.ModelOptions: {
+    "preset": "digits", "dataset": "digits", "model": "mlp", "dtype": "float32",
+  },
+  _groups.WorkerOptions: {
+    "workers": 8, "substrate": "auto", "batch_size": 128, "accumulate": 1,
+    "augment": False,
+  },
+  _groups.BudgetOptions: {
+    "epochs": 30.0, "optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.0,
+    "schedule": "cosine", "warmup_epochs": 1.0, "skip_nonfinite": False,
+  },
+  _groups.RoundOptions: {
+    "interval": 8, "interval_policy": "method", "growth_start": 1 / 3,
+    "overlap": False, "stream": False,
+  },
+  _groups.ResultOptions: {"host_rounds": True, "evaluate_every_epochs": 2.0},
+  _groups.CheckpointOptions: {"checkpoint_every_epochs": 2.0},
+  _groups.LinkOptions: {"bandwidth_mbit_per_s": 100.0, "latency_ms": 1.0},
+  _groups.CompilerOptions: {
+    "topology": "8xh200", "host_rounds": True, "pending": 0.33,
+    "tell_compiler": False,
+  },
+  _groups.RateOptions: {"latency_us": 2.0, "launch_us": 2.0},
+  _groups.StageOptions: {"table": "1f1b", "cuts": (), "delay_fix": "none"},
+  _server_options.ProtocolOptions: {
+    "parts": ("tasks", "pipeline", "bits"), "pipeline_from": 0.0,
+    "error_limit": 0.02,
+  },
+  _server_options.ServerOptions: {
+    "elastic": False, "cpus_per_worker": 1.0, "gpus_per_worker": 0.0,
+    "paced": True, "shards": 1, "owned": False,
+  },
   _commands.Train: {
-    "method": "msdpu", "learning_rate": 0.1, "seed": 0, "workers": 8,
-    "epochs": 30.0, "momentum": 0.9, "weight_decay": 0.0, "warmup_epochs": 1.0,
-    "interval": 8, "accumulate": 1, "evaluate_every_epochs": 2.0,
-    "checkpoint_every_epochs": 2.0, "batch_size": 128,
+    "method": "msdpu", "learning_rate": 0.1, "seed": 0,
+    "runtime": "one_program",
   },
   _commands.Compare: {
     "methods": ("ssgd", "local_sgd", "diloco", "msdpu"), "seeds": (0, 1, 2),
     "learning_rate": (0.1,), "grid_extensions": 2, "tuning_seeds": 1,
   },
-  _commands.Simulate: {
-    "protocols": ("bsp", "asp", "dbs"), "batch_size": 32, "interval": 8,
-    "seed": 0,
-  },
-  _commands.Pipeline: {
-    "batch_size": 256, "samples": 1, "max_delay": 0, "forward_s": 1.0,
-    "backward_s": 2.0, "output_bytes": 0.0, "parameter_bytes": 0.0,
-    "saved_bytes": 0.0, "optimizer_copies": 1.0,
+  _commands.Advise: {
+    "methods": (), "batch_size": 128, "interval": 8, "optimizer": "sgd",
+    "slowdown": 1.0, "limit_s": 60.0,
   },
   _commands.Overlap: {
-    "methods": ("msdpu",), "batch_size": 32, "length": 1024, "interval": 8,
+    "methods": ("msdpu",), "model": "resnet50", "batch_size": 32,
+    "length": 1024, "dtype": "bfloat16", "interval": 8,
   },
   _commands.Bytes: {
-    "methods": ("ssgd", "qsgd", "topk_sgd", "dgc", "powersgd"), "workers": 8,
-    "interval": 8, "steps": 10000, "warmup_steps": 0,
+    "methods": ("ssgd", "qsgd", "topk_sgd", "dgc", "powersgd"),
+    "model": "resnet18", "workers": 8, "interval": 8, "steps": 10000,
+    "warmup_steps": 0,
   },
-  _commands.Advise: {
-    "workers": None, "batch_size": 128, "interval": 8, "slowdown": 1.0,
-    "limit_s": 60.0,
+  _commands.Simulate: {
+    "cluster": "", "protocols": ("bsp", "asp", "dbs"), "batch_size": 32,
+    "interval": 8, "seed": 0,
+  },
+  _commands.Pipeline: {
+    "action": "draw", "tables": (), "sends": "buffered", "batch_size": 256,
+    "samples": 1, "max_delay": 0, "forward_s": 1.0, "backward_s": 2.0,
+    "output_bytes": 0.0, "parameter_bytes": 0.0, "saved_bytes": 0.0,
+    "optimizer_copies": 1.0,
+  },
+  _commands.Report: {"folder": ""},
+  _commands.Launch: {
+    "num_processes": 1, "restarts": 5, "backoff_s": 1.0, "name": "jdist",
+    "image": "jdist:latest", "claim": "jdist-checkpoints", "command": (),
   },
 }  # fmt: skip
+_GROUPS = [
+  one
+  for module in (_groups, _server_options, _commands)
+  for one in vars(module).values()
+  if dataclasses.is_dataclass(one) and one.__module__ == module.__name__
+]
 
 
 @pytest.mark.parametrize("codec", [codecs.TopK, codecs.RandomK])
@@ -134,3 +183,14 @@ def test_default_is_the_stated_one(door):
     found |= {x.name: x.default for x in dataclasses.fields(door)}
   stated = _DEFAULTS[door]
   assert {name: found[name] for name in stated} == stated
+
+
+@pytest.mark.parametrize("group", _GROUPS, ids=lambda x: x.__name__)
+def test_default_of_every_option_is_the_stated_one(group):
+  own = inspect.get_annotations(group)
+  found = {
+    x.name: x.default
+    for x in dataclasses.fields(group)
+    if x.name in own and x.default is not None
+  }
+  assert found == _OPTIONS.get(group, {})

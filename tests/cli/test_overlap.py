@@ -117,6 +117,12 @@ def test_every_model_has_a_batch(model):
   assert all(x.shape[0] == 3 for x in task.batch.values())
 
 
+def test_transformer_is_the_smallest_gpt_2():
+  task = _overlap_inputs.make_task(_commands.Overlap(model="transformer"))
+  # It has 50,257 tokens, a length of 1,024 and 12 layers of width 768.
+  assert models.num_params(task.model) == 124_439_808
+
+
 @pytest.mark.parametrize(
   ("topology", "options", "expected"),
   [
