@@ -1,5 +1,6 @@
 """The storm's measures, by hand, and its cuts; runs need Ray and minutes."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -79,3 +80,23 @@ def test_times_count_from_the_fault(monkeypatch):
   told = [x[2] for x in storm.returns([*faults, stop], changes)]
   assert told == [False, True, False, False]
   assert found["merge_gap_s"] == pytest.approx([1.0] * 12)
+
+
+def test_absences_on_the_clock_are_the_storms_faults(monkeypatch):
+  """A worker is away once at a time, and as often as workers of processes."""
+  _loading.enter("storm", monkeypatch)
+  storm = _loading.load("storm_run", "storm/run.py", monkeypatch)
+  preset = storm.PRESETS["clock"]
+  away = storm.outages(preset, 3)
+  assert storm.outages(preset, 3) == away != storm.outages(preset, 4)
+  assert list(away) == [f"worker{i}" for i in range(8)]
+  for own in away.values():
+    for one, after in itertools.pairwise(own):
+      assert one.end_s < after.start_s
+  found = [x for own in away.values() for x in own]
+  kills = [x for x in found if x.end_s - x.start_s == 10.0]
+  # 125 faults an hour for 55 minutes, of which 4 % are too short.
+  assert 85 < len(found) < 140 and 20 < len(kills) < 50
+  assert min(x.start_s for x in found) > preset.calm_s
+  calm = storm.PRESETS["clock-undisturbed"]
+  assert not any(storm.outages(calm, 3).values())
