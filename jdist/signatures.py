@@ -67,7 +67,7 @@ _WORDS: dict[Any, str] = {
   pathlib.Path: "a path",
   NoneType: "None",
   Callable: "a function",
-}
+} | dict.fromkeys((np.ndarray, jax.Array), "an array")
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct | jax.Array)
 # Arguments that are trees of arrays, or of their shapes, in all modules.
 _TREES = ("tree", "like", "params")
@@ -201,7 +201,7 @@ def _check(name: str, value: Any, hint: Any) -> Any:
       check(name, value)
   elif not _fits(value, hint):
     wanted, got = _words(hint), checks.show(value)
-    if wanted == got:  # The container is right, and an entry is not.
+    if wanted.startswith(got):  # The container is right, and an entry is not.
       got = f"entries such as {checks.show(next(iter(value)))}"
     raise ValueError(f"`{name}` must be {wanted}, got {got}.")
   elif kind in (typing.Union, UnionType):
@@ -297,18 +297,21 @@ def _words(hint: Any) -> str:
   if kind in (typing.Union, UnionType, typing.Literal):
     one = repr if kind is typing.Literal else _words
     *first, last = dict.fromkeys(map(one, of))
-    return f"{', '.join(first)} or {last}" if first else last
+    comma = "," * any(", each" in x for x in first)
+    return f"{', '.join(first)}{comma} or {last}" if first else last
   if kind is Callable and of and isinstance(of[0], list):
     return f"a function of {' and '.join(map(_words, of[0]))}"
   if kind in _WORDS:
     return _WORDS[kind]
   room, name = kind.__module__.split("."), kind.__name__
   if room[0] in ("builtins", "collections"):
-    if issubclass(kind, Mapping):
-      return "a dict"
     if not issubclass(kind, Iterable):
       return kind.__name__.lower()  # "hashable", for instance.
+    name = "dict" if issubclass(kind, Mapping) else "list"
+    one = of[-1] if name == "dict" and of else (*of, Any)[0]
     # An annotated type has its own one as the origin.
-    several = _SEVERAL.get(getattr(of[0], "__origin__", of[0]) if of else None)
-    return f"a list of {several}" if several else "a list"
+    if several := _SEVERAL.get(getattr(one, "__origin__", one)):
+      return f"a {name} of {several}"
+    vague = one is Any or (kind is tuple and of[-1] is not Ellipsis)
+    return f"a {name}" if vague else f"a {name}, each entry {_words(one)}"
   return f"a `{'.'.join((*room[1:2], name))}`{vars(kind).get('made_by', '')}"

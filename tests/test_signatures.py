@@ -2,7 +2,8 @@
 
 import decimal
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -209,6 +210,30 @@ def test_every_entry_of_a_list_is_checked():
     run([1, 0])
   with pytest.raises(ValueError, match="`sizes` must be a list of ints, got 1"):
     run(1)
+
+
+def test_error_describes_the_entries_of_a_container():
+  @signatures.checked
+  def run(
+    laws: Mapping[str, Literal["a", "b"]] | None = None,
+    nodes: Sequence[decimal.Decimal] = (),
+    pair: tuple[decimal.Decimal, str] = (_ONE, ""),
+    parts: Mapping[str, int] | None = None,
+  ):
+    del laws, nodes, pair, parts
+
+  laws = re.escape("a dict, each entry 'a' or 'b', or None, got {'m': 'c'}")
+  with pytest.raises(ValueError, match=f"`laws` must be {laws}"):
+    run(laws={"m": "c"})
+  with pytest.raises(ValueError, match="a list, each entry a `Decimal`, got"):
+    run(nodes=[1])
+  # A long list is not shown, but its first entry is.
+  with pytest.raises(ValueError, match="`Decimal`, got entries such as 1"):
+    run(nodes=[1] * 300)
+  with pytest.raises(ValueError, match="`pair` must be a list, got"):
+    run(pair=[1, ""])
+  with pytest.raises(ValueError, match="a dict of ints or None, got"):
+    run(parts={"a": 1.5})
 
 
 def test_none_is_taken_before_another_type_that_fits_anything():

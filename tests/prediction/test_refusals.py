@@ -95,7 +95,7 @@ def evaluate(of=None, network=None, samples=None, images=0, **options):
   ("cuts", lambda: collect(cuts=[]), "of different depths"),
   ("cuts", lambda: collect(cuts=[_tiny.cut()] * 2), "of different depths"),
   ("cuts", lambda: collect(cuts=[_tiny.cut(1), LENET]), "of one network"),
-  ("cuts", lambda: collect(cuts=_tiny.cut()), "a list, got Cut("),
+  ("cuts", lambda: collect(cuts=_tiny.cut()), "each entry a `prediction.Cut`"),
   ("cuts", lambda: collect(cuts=["a"]), "got ['a']"),
   *(
     ("steps", lambda x=x: collect(steps=x), "increasing")

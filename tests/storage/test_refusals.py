@@ -53,7 +53,7 @@ def test_invalid_directories_raise(argument, call, rule):
       ("directory", lambda x: array_files.save_arrays(x, {}, {"what": "x"})),
     )
   ),
-  ("arrays", lambda: array_files.tree_of(None, {}), "a dict, got None"),
+  ("arrays", lambda: array_files.tree_of(None, {}), "each entry an array, got"),
   ("body", lambda: array_files.save_arrays("x", {}, None), "a dict, got None"),
 )
 def test_what_is_no_path_is_refused(argument, call, rule):

@@ -59,9 +59,6 @@ def predict_weights(
     b2: The decay of Adam's second moment, to hold it in the predicted steps;
       None lets it decay, as under gradients of zero.
 
-  Returns:
-    A transformation with the updates of `optimizer`.
-
   Raises:
     ValueError: If an argument is out of its range; at `init`, if `steps` does
       not fit the parameters, or `optimizer` averages or has rounds.
