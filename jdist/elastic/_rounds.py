@@ -259,7 +259,7 @@ class Rounds:
     Args:
       engine: `server.ThreadEngine()` or `server.RayEngine(...)`.
       work: What a worker does with its connection and its name, by `work` or
-        `loop`.
+        `loop`; once it returns, the others continue without the worker.
       record: a file for all messages, which `server.replay` reads.
       shared: Whether all workers take from one stream of samples.
       **options: Those of `server.LiveSession`.

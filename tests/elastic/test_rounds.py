@@ -174,16 +174,8 @@ def test_undisturbed_run_matches_the_collective_method(name):
 
 def live(found, own, updates, **options):
   """Runs in threads; returns the session, its model and its summary."""
-  engine = server.ThreadEngine()
-
-  def whole(channel, name):
-    own(channel, name)
-    # Else the server would wait for it, and the test would never end.
-    if not engine.ask("status")["finished"]:
-      raise RuntimeError(f"{name} has ended before the run.")
-
-  like = (PARAMS, {})
-  session = found.session(engine, whole, model=like, shared=False, **options)
+  engine, like = server.ThreadEngine(), (PARAMS, {})
+  session = found.session(engine, own, model=like, shared=False, **options)
   models = []
   try:
     server.ServerRun(session).fit(
@@ -277,18 +269,57 @@ def test_disturbed_run_is_replayed_to_the_same_bits(name, tmp_path):
   assert delivery.summary()["merges"] == summary["merges"]
 
 
-def test_survivors_go_on_without_a_worker_that_is_lost_for_good():
-  # Longer than a busy machine delays a survivor; the lost one is not awaited.
-  found = rounds("local_sgd", quorum=0.5, grace=10.0)
+class FailingRunner(server.FragmentRunner):
+  """Says hello, and fails at its task."""
+
+  def compute(self, header):
+    raise RuntimeError("There is no memory.")
+
+
+def leaves_after(steps, found, channel, name):
+  """A loop of one's own that ends before the run."""
+  loop = found.loop(channel, name)
+  for _, state in zip(range(steps), loop, strict=False):
+    loop.advance(state.params, state.opt_state, 0.0)
+
+
+# What worker b does, and the reason that is given.
+LOST = {
+  "fails before it has joined": (lambda *args: 1 / 0, "division by zero"),
+  "fails at each of its tasks": (
+    lambda found, channel, name: server.WorkerLoop(
+      channel, name,
+      found.runner(name, loss, Samples(), kind=FailingRunner), depth=1,
+    ).run(),
+    "There is no memory.",
+  ),
+  "returns before it has joined": (lambda *args: None, "its work returned"),
+  "leaves its loop": (functools.partial(leaves_after, 6), "its work returned"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", LOST)
+def test_survivors_go_on_without_a_worker_that_is_lost_for_good(way):
+  """The server forgets it, so that a quorum of all can be reached."""
+  found, (work, reason) = rounds("local_sgd", grace=10.0), LOST[way]
 
   def own(channel, name):
     if name == "b":
-      raise RuntimeError("There is no memory.")
-    found.work(channel, name, loss, Samples())
+      work(found, channel, name)
+    else:
+      found.work(channel, name, loss, Samples())
 
   session, _, summary = live(found, own, 4)
   assert session.events[-1]["kind"] == "gone"
+  assert reason in session.events[-1]["reason"]
+  if "returned" in reason:
+    assert len(session.events) == 1
   assert summary["merges"][-1][1:] == (2, 2)
+
+
+def test_run_ends_if_the_work_of_all_workers_returns():
+  with pytest.raises(server.LostRunError, match=r"[abc]: its work returned"):
+    live(rounds("local_sgd"), lambda channel, name: None, 4)
 
 
 def counts_of(runner):

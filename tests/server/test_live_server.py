@@ -454,7 +454,9 @@ class Killed(server.ThreadEngine):
   def serve(self, make):
     super().serve(make)
     self.starts += 1
-    for name, work in self.works.items():  # `stop` has sent them home.
+    # `stop` has sent the workers home, which a killed server does not.
+    self.on_lost(self._call)
+    for name, work in self.works.items():
       super().spawn(name, work)
 
   def ask(self, method, *args, timeout_s=60.0):
@@ -546,6 +548,32 @@ def test_run_ends_if_a_worker_fails_at_each_of_its_tasks(wrong):
         10**6,
         startup_s=20.0,
       )
+  finally:
+    engine.stop()
+
+
+def test_run_ends_if_the_work_of_a_worker_returns_before_it():
+  """Another session on the engine does not hear of it."""
+  engine = server.ThreadEngine()
+
+  def work(name, channel, early=()):
+    if name not in early:
+      server.WorkerLoop(channel, name, server.EmptyWorker(), depth=1).run()
+
+  def fit(**options):
+    return _live_runs.run(
+      engine,
+      lambda plan: server.LiveServer(BSP, server.EmptyServer(100), plan),
+      {name: functools.partial(work, name, **options) for name in NAMES},
+      20,
+      startup_s=20.0,
+    )  # fmt: skip
+
+  try:
+    with pytest.raises(server.LostRunError, match=r"^b: its work returned"):
+      fit(early=("b",))
+    for _ in range(2):
+      assert fit().events == []
   finally:
     engine.stop()
 

@@ -32,6 +32,9 @@ class LostRunError(RuntimeError):
   """Raised when a run has lost a part without which it cannot continue."""
 
 
+# The reason of a worker that is lost because its work has ended, without error.
+RETURNED = "its work returned before the server had stopped it"
+
 # A header that JSON can hold, and a payload, uint8 [bytes].
 Message = tuple[dict[str, Any], np.ndarray]
 # Builds a server in its process, from a channel to others.
@@ -75,7 +78,7 @@ class Engine(Interface):
     """
 
   def on_lost(self, call: Callable[[str, str], None]) -> None:
-    """Has `call(name, reason)` called when a worker is lost."""
+    """Has `call(name, reason)` called when a worker is lost or `RETURNED`."""
 
   def poll(self) -> None:
     """Looks for lost workers, and calls the function of `on_lost`."""
@@ -106,13 +109,16 @@ class ThreadEngine:
 
   def spawn(self, name: str, work: Callable[[Channel], None]) -> None:
     """Starts a worker."""
+    lost = self._lost  # A thread may end after its session.
 
     def run() -> None:
+      reason = RETURNED
       try:
         work(_ThreadChannel(self))
       # Also a SystemExit, by which a test or a user's code may end a worker.
       except BaseException as error:
-        self._lost.append((name, f"{type(error).__name__}: {error}"))
+        reason = f"{type(error).__name__}: {error}"
+      lost.append((name, reason))
 
     self._threads[name] = threading.Thread(target=run, daemon=True)
     self._threads[name].start()
@@ -124,7 +130,7 @@ class ThreadEngine:
 
   def on_lost(self, call: Callable[[str, str], None]) -> None:
     """Has `call(name, reason)` called when a worker is lost."""
-    self._call = call
+    self._call, self._lost = call, []
 
   def poll(self) -> None:
     """Reports the workers that were lost."""

@@ -175,6 +175,7 @@ class LiveServer:
       "here": [name for name, box in core.boxes.items() if box.here],
       "pushed": [name for name, box in core.boxes.items() if box.pushed],
       "finished": core.finished,
+      "expelled": [x for x in core.boxes if delivery and delivery.expelled(x)],
       "records": len(core.marks.records),
       "error": self._error,
       "resumed": None if found is None else found[0]["updates"],

@@ -185,25 +185,25 @@ class LiveSession:
       time.sleep(_POLL_S)
 
   def _on_lost(self, name: str, reason: str) -> None:
-    if self._status.get("finished"):
-      return  # It was sent home, and its process may end.
-    if name in self._gone:
+    status, returned = self._ask_status(), reason == _engine.RETURNED
+    sent_home = status["finished"] or (returned and name in status["expelled"])
+    if sent_home or name in self._gone:
       return
     self._away.add(name)
     self._losses[name] = self._losses.get(name, 0) + 1
-    if self._losses[name] > _MAX_TRIES:
+    # Whose work has returned does not want to continue.
+    for_good = returned or self._losses[name] > _MAX_TRIES
+    if for_good:
       self._gone.add(name)
       if not self._survive or len(self._gone) == len(self._works):
-        raise _engine.LostRunError(
-          f"{name} was lost {self._losses[name]} times before it pushed "
-          f"anything: {reason}"
-        )
-      self._add_event("gone", name, reason)
-      return
-    self._add_event("lost", name, reason)
+        how = f" was lost {self._losses[name]} times before it pushed anything"
+        how = "" if returned else how
+        raise _engine.LostRunError(f"{name}{how}: {reason}")
+    self._add_event("gone" if for_good else "lost", name, reason)
     # The server must forget the old process before the new one says hello.
     self.engine.ask("lost", name)
-    self.engine.spawn(name, self._works[name])
+    if not for_good:
+      self.engine.spawn(name, self._works[name])
 
   def _add_event(self, kind: str, worker: str, reason: str = "") -> None:
     at_s = time.monotonic()

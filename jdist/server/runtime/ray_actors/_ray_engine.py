@@ -269,7 +269,7 @@ class RayEngine:
     self._call = call
 
   def poll(self) -> None:
-    """Reports workers whose call has failed; a stopped one has returned."""
+    """Reports workers whose call has failed or returned."""
     ray = self._ray
     # Spares start once all workers run, which they would only slow down.
     began = len(self._workers) == self._num > 0
@@ -283,9 +283,7 @@ class RayEngine:
         continue
       try:
         ray.get(call)
-        del self._workers[name]
-        self._idle[name] = actor
-        continue
+        reason = _engine.RETURNED
       except ray.exceptions.ActorUnavailableError:
         # Its connection was cut, and the process lives: it works on.
         self._workers[name] = (actor, actor.work.remote(None))
@@ -297,6 +295,8 @@ class RayEngine:
           f"{type(error.cause).__name__}: {_ray_actors.one_line(error.cause)}"
         )
       self._call(name, reason)
+      if reason == _engine.RETURNED:
+        self._idle[name], _ = self._workers.pop(name)
 
   def stop(self) -> None:
     """Ends all actors, the cluster if it was started here, and its files."""
