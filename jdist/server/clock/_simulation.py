@@ -123,7 +123,7 @@ class Simulation(_driver.Driver):
     for node in machines.nodes:
       self._plan_outages(node)
     for name in here:
-      self._after(0.0, self._ready, name, 0)
+      self._after(0.0, self.deliver, _messages.Pull(name))
 
   @property
   def now_s(self) -> float:
@@ -197,11 +197,6 @@ class Simulation(_driver.Driver):
     self._after(timer.after_s, self.deliver, _messages.Expired(timer.task))
 
   # The course of a task, each step once the one before has happened.
-
-  def _ready(self, name: str, life: int) -> None:
-    # The machine may have failed since this event was scheduled.
-    if life == self._lives[name]:
-      self.deliver(_messages.Pull(name))
 
   def send(
     self, reply: _messages.Reply, more: dict[str, Any], payload: Any
