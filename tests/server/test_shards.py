@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import server
+from jdist import codecs, reducers, server
 from jdist.server.gradients import _division, _gradient_messages
 from jdist.server.runtime import _engine, _server_shards
 from tests.server import _live_runs
@@ -21,6 +21,7 @@ PARAMS = {
   "a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4), "c": jnp.zeros((2, 2)),
 }  # fmt: skip
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
+CAST = reducers.MessageCodec(codecs.Cast("bfloat16"))
 BITS = server.BitPlans(bits=((32,) * 3, (8, 16, 8)), sizes=(6, 4, 4))
 
 
@@ -98,6 +99,7 @@ def push_of(plans, plan, number):
   "options",
   [
     pytest.param({}, id="exact"),
+    pytest.param({"push_codec": CAST}, id="cast"),
     pytest.param({"plans": BITS}, id="bits", marks=pytest.mark.slow),
   ],
 )

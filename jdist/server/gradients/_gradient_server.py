@@ -81,11 +81,6 @@ class ServerLedger(_learner.ServerLearner):
   def push(self, task: int, more: dict[str, Any], payload: Any) -> None:
     """Decodes a push, or refuses it."""
     kind = self.tasks[task].kind
-    if self.decoded and not isinstance(payload, np.ndarray):
-      # What a message decodes to has been checked with its loss.
-      self._losses[task] = _gradient_messages.finite_loss(more, True)
-      self._pushes[task] = payload
-      return
     self._pushes[task], self._losses[task] = _gradient_messages.received_push(
       *self._kind(kind), more, payload, self._like(kind)[0]
     )
