@@ -6,6 +6,7 @@ deliberate: here, in the docstring and in the CHANGELOG.
 
 import dataclasses
 import inspect
+import math
 
 import pytest
 
@@ -14,6 +15,7 @@ from jdist import (
   codecs,
   elastic,
   methods,
+  pipeline,
   reducers,
   server,
   transforms,
@@ -86,6 +88,53 @@ _DEFAULTS = {
   elastic.Rounds: {
     "samples": 32, "quorum": 0.5, "grace": 1.0, "timeout_s": None, "seed": 0,
   },
+  elastic.Rounds.session: {"record": None, "shared": True},
+  elastic.Rounds.syncer: {"shared": True},
+  server.FragmentRunner: {
+    "sizes": None, "fragments": 1, "push_codec": None, "seed": 0, "interval": 1,
+    "mix": None,
+  },
+  server.FragmentSyncer: {
+    "outer": None, "fragments": 1, "push_codec": None, "shared": True,
+  },
+  pipeline.Footprint: {
+    "optimizer_copies": 1.0, "versions": 1, "in_flight": 1, "recompute": False,
+    "input_bytes": 0.0,
+  },
+  pipeline.OneProgram: {
+    "inputs": "image", "late_sends": True, "clip_norm": None, "axis": "stage",
+  },
+  pipeline.OneProgram.init_state: {"seed": 0},
+  pipeline.OneProgram.times: {"between_s": 0.0, "all_wait": False},
+  pipeline.StageProcess: {
+    "inputs": "image", "recompute": "none", "clip_norm": None,
+    "timeline": False, "team": None, "edges": None, "edge_samples": None,
+  },
+  pipeline.StageProcess.init_state: {"seed": 0},
+  pipeline.StageProcess.save: {"keep": 3},
+  pipeline.StageTimes: {
+    "forward": 1.0, "backward": 1.0, "weight": 1.0, "send": 0.0,
+  },
+  pipeline.Table: {"num_iterations": 1, "window": 1, "weights": "delayed"},
+  pipeline.check_table: {
+    "sends": "buffered", "max_live": None, "max_versions": None,
+  },
+  pipeline.connect: {"connect_s": 60.0, "timeout_s": 300.0},
+  pipeline.layer_costs: {
+    "inputs": "image", "source": "compiled", "flops_per_s": 1e12,
+    "bytes_per_s": math.inf, "repeats": 5,
+  },
+  pipeline.ours: {"window": None, "num_iterations": 8, "max_live": None},
+  pipeline.partition: {"footprint": None, "num_microbatches": 1},
+  pipeline.place: {"num_microbatches": 1, "evaluations": 300, "seed": 0},
+  pipeline.plan: {
+    "samples": 1, "recompute": (False, True), "max_delay": 0,
+    "optimizer_copies": 1.0, "input_bytes": 0.0,
+  },
+  pipeline.simulate: {"optimizer_copies": 1.0},
+  pipeline.stage_times: {"send_factor": 1.0, "split": False},
+  pipeline.zb_h2: {"num_iterations": 8, "max_live": None, "max_saved": None},
+  pipeline.zb_v: {"num_iterations": 8, "max_live": None, "max_saved": None},
 }  # fmt: skip
 # Options of the command line by the class that declares them, all but those
 # whose default is None.
@@ -173,7 +222,7 @@ def test_one_in_a_hundred_entries_is_sent_by_default(codec):
   assert codecs.DCTTopK().k == 32 and codecs.DCTTopK(chunk=4).k == 16
 
 
-@pytest.mark.parametrize("door", _DEFAULTS, ids=lambda x: x.__name__)
+@pytest.mark.parametrize("door", _DEFAULTS, ids=lambda x: x.__qualname__)
 def test_default_is_the_stated_one(door):
   found = {
     name: argument.default
