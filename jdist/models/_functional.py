@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx, traverse_util
 
-from jdist import signatures, states
+from jdist import checks, signatures, states
 from jdist.models import _layered_network
 
 
@@ -97,8 +97,8 @@ def functional(module: Callable[..., Any]) -> Model:
       changed.
 
   Raises:
-    ValueError: If a Linen module has no variables; from `apply`, when training
-      passes a mask to a module that has state but takes no mask.
+    ValueError: If a Linen module has no variables, or another takes more than
+      a sample; from `apply`, if one with state but no mask is trained with one.
 
   >>> model = functional(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
   >>> logits, _ = model.apply(model.params, {}, jnp.ones((4, 3)), train=False)
@@ -195,6 +195,11 @@ def _linen(module: linen.Module) -> _Network:
 
 
 def _tree(module: Any) -> _Network:
+  if not checks.is_function(module, 1):
+    raise ValueError(
+      "`module` must need nothing but a sample unless it is of NNX or Linen, "
+      f"got {type(module).__name__}. Write others as a `models.Model`."
+    )
   leaves, names = jax.tree.leaves(module), dict[int, str]()
   for path, x in jax.tree_util.tree_leaves_with_path(module):
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact):

@@ -3,6 +3,7 @@
 import functools
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -337,3 +338,12 @@ def test_module_without_state_ignores_a_mask():
   plain, _ = model.apply(*arguments, train=True)
   np.testing.assert_array_equal(masked, plain)
   assert state == {}
+
+
+def test_tree_that_needs_more_than_a_sample_is_refused():
+  class Stateful(eqx.Module):
+    def __call__(self, x, state):
+      return x, state
+
+  with _refusals.refused("module", "need nothing but a sample unless"):
+    models.functional(Stateful())

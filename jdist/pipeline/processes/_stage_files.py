@@ -37,13 +37,8 @@ def save_stages(
 ) -> None:
   """Saves a process's stages; returns when all processes have saved theirs.
 
-  Args:
-    directory: The directory of the run.
-    part: This process's part of the pipeline.
-    state: The state between two runs of the table.
-    exchange: The number of this exchange between the processes.
-    keep: The number of steps to keep.
-    ours: Whether this run has restored from the directory or saved to it.
+  `exchange` numbers this exchange between the processes, and `ours` says
+  whether this run has restored from the directory or saved to it.
   """
   later = [x for x in _steps(directory) if x > state.step]
   theirs = [
@@ -83,7 +78,7 @@ def restore_stages(
 ) -> _device_part.ProcessState | None:
   """Returns a process's stages of the newest step that all processes have.
 
-  `like` is a state of the same shapes; see `save_stages` for the rest.
+  `like` is a state of the same shapes; `exchange` is as in `save_stages`.
   """
   steps = [x for x in _steps(directory) if _is_whole(directory, x, part)]
   own = np.full(_MAX_STEPS, -1)
