@@ -117,6 +117,17 @@ def test_every_model_has_a_batch(model):
   assert all(x.shape[0] == 3 for x in task.batch.values())
 
 
+@pytest.mark.parametrize("timelines", [False, True])
+def test_timelines_are_named_where_there_are_some(
+  timelines, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  _output.finish(tmp_path, _commands.Overlap(), timelines=timelines)
+  told = capsys.readouterr().out
+  assert f"Rows: {tmp_path / 'rows.jsonl'}" in told
+  assert (f": {tmp_path}/*.json" in told) is timelines
+
+
 def test_transformer_is_the_smallest_gpt_2():
   task = _overlap_inputs.make_task(_commands.Overlap(model="transformer"))
   # It has 50,257 tokens, a length of 1,024 and 12 layers of width 768.

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jdist import data, models
+from jdist.models import _lenet, _resnet
 from tests.models import _variants
 from tests.models._variants import build, leaves_of, variants
 
@@ -154,6 +156,38 @@ def test_weights_start_with_the_stated_deviation(name, options):
     bound = 5 / math.sqrt(2 * kernel.size)
     assert abs(float(np.std(kernel)) / std - 1) < bound, path
     assert abs(float(np.mean(kernel))) < 5 * std / math.sqrt(kernel.size)
+
+
+@pytest.mark.parametrize(
+  "name, conv, scale",
+  [("resnet8", "conv1", 3**-0.5), ("resnet50", "conv2", 16**-0.25)],
+)
+def test_fixups_scale_is_of_blocks_and_of_their_convolutions(name, conv, scale):
+  options = {"norm": "none"} | ({"width": 8} if name == "resnet50" else {})
+  params = build(name, options, (32, 32, 3)).params
+  last = [x for x in params if "block1" in x][-1]
+  kernel = params[last][conv]["kernel"]
+  std = scale * math.sqrt(2 / math.prod(kernel.shape[:-1]))
+  assert abs(float(np.std(kernel)) / std - 1) < 5 / math.sqrt(2 * kernel.size)
+
+
+def test_shortcut_without_parameters_takes_every_second_pixel():
+  block = _resnet._Block(
+    2, 3, bottleneck=False, strides=2, norm="none", num_groups=1,
+    shortcut_size=None, num_blocks=1, rngs=nnx.Rngs(0),
+  )  # fmt: skip
+  x = np.arange(1.0, 33.0, dtype=np.float32).reshape(1, 4, 4, 2)
+  # The convolutions add zeros at first.
+  y = np.asarray(block(jnp.asarray(x), None))
+  np.testing.assert_array_equal(y[..., :2], x[:, ::2, ::2])
+  assert not y[..., 2].any()
+
+
+def test_odd_border_of_lenet_is_larger_below_and_to_the_right():
+  padded = np.asarray(_lenet._pad_to_32(jnp.ones((1, 27, 29, 1))))[0, :, :, 0]
+  rows, columns = np.nonzero(padded)
+  assert (rows.min(), rows.max()) == (2, 28)
+  assert (columns.min(), columns.max()) == (1, 29)
 
 
 DEEP = [

@@ -50,6 +50,17 @@ def test_values_and_gradients_equal_those_of_xla(
   chex.assert_trees_all_close(mine, xla, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("size", [(6, 5), (9, 4)])
+def test_strided_windows_are_those_of_xla(size):
+  images, kernel = _draw(1, *size, 1), _draw(3, 3, 1, 2)
+  numbers = ("NHWC", "HWIO", "NHWC")
+  mine, xla = (
+    convolve(images, kernel, (2, 2), "SAME", dimension_numbers=numbers)
+    for convolve in (_patches.convolve, jax.lax.conv_general_dilated)
+  )
+  np.testing.assert_allclose(mine, xla, rtol=1e-4, atol=1e-4)
+
+
 def test_bfloat16_stays_bfloat16():
   images, kernel = (
     _draw(*shape, dtype=jnp.bfloat16) for shape in ((2, 6, 6, 3), (3, 3, 3, 4))

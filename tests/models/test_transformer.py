@@ -102,6 +102,23 @@ def test_rotary_positions_count_distances_only():
   np.testing.assert_array_equal(q[0], x[0, 0, 0])
 
 
+def test_second_of_two_rotary_speeds_is_a_hundredth():
+  x = jnp.tile(jnp.array([1.0, 1.0, 0.0, 0.0]), (1, 4, 1, 1))
+  place = np.arange(4.0)
+  angles = np.stack([place, place / 100], axis=1)
+  wanted = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+  found = _transformer._rotate(x)[0, :, 0]
+  np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["tokens", "positions"])
+def test_embeddings_start_with_the_deviation_of_gpt_2(name):
+  table = build(width=64).params[f"layer0_{name}"]["table"]
+  # Five relative errors of the deviation of as many draws.
+  bound = 5 / (2 * table.size) ** 0.5
+  assert abs(np.std(table) / 0.02 - 1) < bound
+
+
 def test_tied_logits_use_token_embeddings():
   model = build(tied=True, num_layers=1)
   assert not any("dense" in name for name in model.params)

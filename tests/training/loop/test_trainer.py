@@ -398,6 +398,19 @@ def test_evaluation_that_is_not_finite_says_that_a_run_diverged(
   assert records[-1].diverged is bool(np.isnan(loss))
 
 
+def test_run_is_watched_until_it_ends(monkeypatch):
+  seen = []
+
+  def evaluate(state):
+    del state
+    seen.append("jdist-watchdog" in {x.name for x in threading.enumerate()})
+    return {}
+
+  _Fake(monkeypatch).fit(2, evaluate=evaluate)
+  assert seen and all(seen)
+  assert "jdist-watchdog" not in {x.name for x in threading.enumerate()}
+
+
 def test_second_call_continues_training():
   team = _tiny.team("vmap")
   trainer = _tiny.trainer(team, "local_sgd")
