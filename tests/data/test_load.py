@@ -118,6 +118,15 @@ def test_statistics_are_those_of_the_train_split(name):
   np.testing.assert_allclose(dataset.std, std, rtol=1e-6)
 
 
+def test_statistics_count_every_image_of_every_chunk(monkeypatch):
+  monkeypatch.setattr(_prepare, "_CHUNK", 2)
+  images = np.random.default_rng(0).integers(0, 256, (5, 2, 3, 2), np.uint8)
+  mean, std = _prepare.measure(images)
+  pixels = images.reshape(-1, 2).astype(float)
+  np.testing.assert_allclose(mean, pixels.mean(0), 1e-12)
+  np.testing.assert_allclose(std, pixels.std(0), 1e-12)
+
+
 def test_both_splits_are_normalized_by_the_train_split():
   train, test = data.load("digits"), data.load("digits", "test")
   assert (train.mean, train.std) == (test.mean, test.std)

@@ -61,6 +61,19 @@ def test_strided_windows_are_those_of_xla(size):
   np.testing.assert_allclose(mine, xla, rtol=1e-4, atol=1e-4)
 
 
+def test_precision_is_that_of_the_product():
+  numbers = ("NHWC", "HWIO", "NHWC")
+
+  def run(images, kernel):
+    return _patches.convolve(
+      images, kernel, (1, 1), "SAME", precision="highest",
+      dimension_numbers=numbers,
+    )  # fmt: skip
+
+  program = jax.jit(run).lower(_draw(1, 4, 4, 1), _draw(3, 3, 1, 2)).as_text()
+  assert "precision = [HIGHEST, HIGHEST]" in program
+
+
 def test_bfloat16_stays_bfloat16():
   images, kernel = (
     _draw(*shape, dtype=jnp.bfloat16) for shape in ((2, 6, 6, 3), (3, 3, 3, 4))
