@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -208,9 +209,56 @@ def test_table_counts_bytes_from_the_method_that_sends_most():
   assert " 8 " in second and "1.0x" in second and " 400 " in second
 
 
-@pytest.mark.parametrize(("present", "trials"), [(0, 3), (2, 1), (9, 1)])
+def test_diverged_run_has_no_value_in_the_table():
+  row = {
+    "seed": 0, "bits_per_token": None, "test_loss": None, "rounds": 3,
+    "sent_bytes": 1e6, "samples_per_s": 1.0, "learning_rate": 0.1,
+  }  # fmt: skip
+  options = types.SimpleNamespace(
+    seeds=[0], methods=["ssgd"], dataset="d", model="m", workers=4
+  )
+  made = pytest.importorskip("rich.console")
+  console = made.Console(file=io.StringIO(), width=200)
+  _compare._print_table(console, {"ssgd": [row]}, options)
+  table = console.file.getvalue()
+  assert re.search(r"ssgd \(1 diverged\) +│ +nan ", table)
+
+
+def test_bar_is_extended_by_trials_that_tuning_adds(monkeypatch):
+  totals, before = [], []
+  prepared = types.SimpleNamespace(
+    peak=0.1,
+    budget=types.SimpleNamespace(num_steps=5),
+    run=lambda seed, label, **given: before.append(label.keywords["before"]),
+  )
+  monkeypatch.setattr(_compare._workload, "Prepared", lambda *given: prepared)
+  monkeypatch.setattr(comparison, "summarize", lambda records: {})
+  status = types.SimpleNamespace(
+    bar=types.SimpleNamespace(extend=totals.append),
+    note=lambda **entries: None,
+    step=lambda *given, **options: None,
+  )
+  workload = types.SimpleNamespace(hold_out=lambda: None)
+  options = types.SimpleNamespace(workers=2)
+  fit = _compare._Fit(options, workload, None, status, 2)
+  for seed in range(3):
+    fit(comparison.Trial("comparison", "ssgd", 0.1, seed))
+  assert totals == [10, 10, 15]
+  assert before == [0, 5, 10]
+
+
+@pytest.mark.parametrize(
+  ("present", "rates", "trials"),
+  [
+    (0, "0.1", 3),
+    (2, "0.1", 1),
+    (9, "0.1", 1),
+    # Three runs after two of each rate.
+    (0, "0.1 0.2 --tuning-seeds 2", 7),
+  ],
+)
 def test_bar_of_a_comparison_counts_rows_that_are_there(
-  present, trials, tmp_path, monkeypatch
+  present, rates, trials, tmp_path, monkeypatch
 ):
   seen = []
 
@@ -222,8 +270,8 @@ def test_bar_of_a_comparison_counts_rows_that_are_there(
   monkeypatch.setattr(comparison, "compare", begun)
   monkeypatch.setattr(comparison.Rows, "__len__", lambda self: present)
   words = ["compare", *_ROUNDS, "--methods", "local_sgd", "--seeds", "3", "4"]
-  words += ["5", "--learning-rate", "0.1", "--output", str(tmp_path)]
-  assert cli.main(words) == 130
+  words += ["5", "--learning-rate", *rates.split()]
+  assert cli.main([*words, "--output", str(tmp_path)]) == 130
   assert seen == [trials]
 
 

@@ -1,5 +1,6 @@
 """`jdist overlap`, with the compiler for GPUs and without."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -105,6 +106,11 @@ def test_report_of_a_forecast_has_a_line_for_each_collective(capsys):
   row = _overlap_report.row(_commands.Overlap(), found)
   assert row["hidden_share"] == row["meeting"]["hidden_share"] == 1.0
   assert row["messages"][0]["kernels"] == 4
+  # Of eight steps the last one alone sends.
+  silent = dataclasses.replace(step, collectives=())
+  found = dataclasses.replace(found, between=silent)
+  row = _overlap_report.row(_commands.Overlap(), found)
+  assert row["mean_wire_bytes"] == step.wire_bytes / 8 > 0
 
 
 def test_forms_name_methods_of_the_registry():
@@ -126,6 +132,15 @@ def test_timelines_are_named_where_there_are_some(
   told = capsys.readouterr().out
   assert f"Rows: {tmp_path / 'rows.jsonl'}" in told
   assert (f": {tmp_path}/*.json" in told) is timelines
+
+
+def test_donated_memory_counts_once():
+  sizes = {"argument": 8, "output": 7, "alias": 6, "temp": 5}
+  memory = types.SimpleNamespace(
+    **{f"{name}_size_in_bytes": x for name, x in sizes.items()}
+  )
+  program = types.SimpleNamespace(memory_analysis=lambda: memory)
+  assert _overlap_inputs.memory_bytes(program) == 8 + 7 - 6 + 5
 
 
 def test_transformer_is_the_smallest_gpt_2():
