@@ -155,7 +155,7 @@ _BAD = [
     "`--optimizer` must be left out for dgc, which does not use it",
   ),
   ("train --checkpoint-every-epochs 1", "without `--checkpoints`, got 1.0"),
-  ("train --steps 9 --epochs 3", "`--epochs` must be left out with `--steps`"),
+  ("train --steps 9 --epochs 3", "`--epochs` must be left out with `--steps 9"),
   (
     "train --method local_sgd --growth-start 0.5",
     "`--growth-start` must be left out for local_sgd, which does not use it: "

@@ -77,14 +77,18 @@ def test_late_pipeline_on_a_text_resumes(text, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-  "rates", ["0.1", pytest.param("0.1 0.2", marks=pytest.mark.slow)]
+  "rates",
+  [
+    "0.1",
+    pytest.param("0.1 0.2 --grid-extensions 0", marks=pytest.mark.slow),
+  ],
 )
 def test_methods_are_tuned_and_compared_on_a_text(
   rates, text, tmp_path, capsys
 ):
   words = (
     f"compare --methods ssgd --steps 4 --seeds 0 1 --text {text} "
-    f"--learning-rate {rates} --grid-extensions 0 {_SMALL}"
+    f"--learning-rate {rates} {_SMALL}"
   )
   row, out = _run(words, tmp_path / "a", capsys)
   assert "test windows of 8 bytes" in out and "16 windows a step" in out
@@ -104,7 +108,7 @@ def test_methods_are_tuned_and_compared_on_a_text(
     ("--dataset tiny_shakespeare", "`--model` must be transformer for a text"),
     ("--model transformer", "must be one for images with digits, got tran"),
     ("--text TEXT --dataset mnist", "`--dataset` must be left out with `--te"),
-    ("--text none.txt", "`--text` must be a file, got 'none.txt'"),
+    ("--text none.txt", "`--text` must be a file with bytes, got"),
     ("--text TEXT --model transformer --augment", "`--augment` must be left"),
     ("--text TEXT --model transformer --alpha 1", "`--alpha` must be left out"),
     ("--window-length 9", "`--window-length` must be left out with images"),
