@@ -48,9 +48,9 @@ class Evaluator:
         with `update_first`; by default the state is evaluated as it is.
 
     Raises:
-      ValueError: If there are no batches; at the first evaluation, if a label
-        is no class, or if the last step's update is pending and `optimizer` is
-        not given.
+      ValueError: If no sample counts; at the first evaluation, if a label is no
+        class, or if the last step's update is pending and `optimizer` is not
+        given.
     """
     axis = workers.axis
     inputs_of = _losses.model_inputs(
@@ -63,12 +63,19 @@ class Evaluator:
         raise ValueError(f"`batches` must be {wanted}, got {checks.show(x)}.")
       return np.asarray(x)[list(workers.local_workers)]
 
-    own = [jax.tree.map(rows, batch) for batch in batches]
+    own, counts = [], False
+    for batch in batches:
+      own.append(jax.tree.map(rows, batch))
+      # Of all workers: a process may have padding alone.
+      counts = counts or bool(np.any(_labels.counted(batch)))
     self._batches = list(map(workers.place, own))
     labels = [_labels.labels_of(x)[_labels.counted(x)] for x in own]
     extremes = [f(x) for x in labels if x.size for f in (np.min, np.max)]
-    if not self._batches:
-      raise ValueError("`batches` must hold at least one batch, got none.")
+    if not counts:
+      raise ValueError(
+        "`batches` must hold at least one batch with a sample that counts, got "
+        "none. Labels of -100 and masks of 0 leave samples out."
+      )
 
     def prepare(state: _train_state.TrainState) -> Any:
       params, opt_state = state.params, state.opt_state

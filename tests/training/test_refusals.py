@@ -209,6 +209,16 @@ def updated(gradient):
   ("stream_steps[0]", lambda: _programs.Programs((True,)), "an int >= 1"),
   ("stream_steps[0]", lambda: _programs.Programs((2.0,)), "an int >= 1"),
   ("batches", lambda: evaluator([]), "at least one batch"),
+  *(
+    (
+      "batches",
+      lambda label=label, mask=mask: evaluator(
+        [{"label": np.array([[label]]), "mask": np.array([[mask]])}]
+      ),
+      "a sample that counts",
+    )
+    for label, mask in ((-100, 1.0), (0, 0.0))
+  ),
   ("keep", lambda: kept(0), "an int >= 1, got 0"),
   ("step", lambda: save(-1), "an int >= 0"),
   ("metadata", lambda: save(1, metadata={"a": jnp.ones(1)}), "a value of JSON"),

@@ -42,9 +42,6 @@ def move_layers(
     after: The one with the new cuts, of the same layers, table and peers.
     optimizer: The optimizer of the state.
 
-  Returns:
-    The state for `after.run`.
-
   Raises:
     ValueError: If the layers differ, or a leaf of the optimizer's state belongs
       to no parameter and is no count.

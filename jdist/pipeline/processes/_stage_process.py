@@ -271,10 +271,8 @@ class StageProcess:
   ) -> _device_part.ProcessState | None:
     """Restores the newest step that all processes have saved completely.
 
-    Every process must call it, with the run's optimizer.
-
-    Returns:
-      The state, or None if nothing was saved.
+    Every process must call it, with the run's optimizer.  It returns None if
+    nothing was saved.
 
     Raises:
       ValueError: If the stages are cut differently or belong to another model
