@@ -1,5 +1,6 @@
 """Models that are one function, cut where one array is passed on."""
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -275,3 +276,28 @@ def test_a_micro_batch_of_another_size_is_refused():
   _, stages, *_ = _cut("plain")
   with _refusals.refused("microbatch", "got [(3, 8)] for [(2, 8)]"):
     stages[0].apply(stages[0].params, {}, jnp.ones((3, 8), int), train=True)
+
+
+def test_a_mask_is_refused():
+  """The trace had none: the samples that it leaves out would count."""
+  _, stages, _, batch, _ = _cut("plain")
+  with _refusals.refused("microbatch", "and without a mask"):
+    stages[0].apply(
+      stages[0].params, {}, batch["tokens"][:2], train=True, mask=jnp.ones(2)
+    )
+
+
+def test_inputs_and_outputs_may_be_trees():
+  def apply(params, state, x, *, train):
+    del train
+    y = jnp.tanh(x["a"] * params["w"] + x["b"])
+    return {"sum": y * params["v"], "parts": (y, -y)}, state
+
+  model = models.Model({"v": jnp.float32(3.0), "w": jnp.ones(())}, {}, apply)
+  inputs = {"a": jnp.ones(2), "b": jnp.zeros(2)}
+  x = inputs
+  for stage in pipeline.cut(model, 2, inputs):
+    x, _ = stage.apply(stage.params, {}, x, train=True)
+  wanted, _ = model.apply(model.params, {}, inputs, train=True)
+  assert jax.tree.structure(x) == jax.tree.structure(wanted)
+  chex.assert_trees_all_close(x, wanted, rtol=1e-6)

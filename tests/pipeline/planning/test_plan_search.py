@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import random
+import types
 
 import pytest
 
@@ -367,3 +368,24 @@ def test_hundred_plans_are_near_the_best_of_all_choices():
   # A plan may take up to half a percent for less memory.
   assert sorted(ratios)[len(ratios) // 2] < 1.001 and max(ratios) < 1.05
   assert sum(wanted) == len(ratios) > 90
+
+
+@pytest.mark.parametrize(
+  ("place_s", "wanted"),
+  [
+    # With 24 and more, every second one is tried, with 32 every third one.
+    (float, [32, 29, 27, 25, *range(23, 0, -1)]),
+    # A number that is no faster than a larger one is left out.
+    (lambda number: 1.0, [32]),
+    (lambda number: 1.0 if number > 20 else 0.5, [32, 20]),
+  ],
+)
+def test_numbers_of_stages_that_are_tried(place_s, wanted):
+  names = tuple(f"n{i}" for i in range(32))
+  problem = types.SimpleNamespace(
+    machines=types.SimpleNamespace(names=names), wanted=None, costs=[0.0] * 40,
+    batch_size=8, busy_s=lambda number, recompute: 0.1,
+    place_s=lambda number, recompute: place_s(number),
+  )  # fmt: skip
+  search = _plan_search._Search(problem, None)
+  assert [x[0] for x in search._stages(False)] == wanted
