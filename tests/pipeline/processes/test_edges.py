@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jdist import codecs, pipeline, reducers, states
-from jdist.pipeline.processes import _edges
+from jdist.pipeline.processes import _edges, _segment
 from tests import _refusals
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
@@ -110,14 +110,17 @@ def test_edges_of_other_numbers_draw_other_random_numbers():
 
 
 def test_integers_cross_as_they_are():
-  value = {"ids": jnp.arange(3), "x": jnp.array([7.0, 1.0])}
+  value = {
+    "ids": jnp.arange(3), "there": jnp.array([True, False, True]),
+    "x": jnp.array([7.0, 1.0]), "y": jnp.array([5, 4, 3]),
+  }  # fmt: skip
   edge = _edge(INT4, value)
   sent = edge.encode("OUTPUT", value, edge.init("OUTPUT", 0), None)
   found = edge.decode("GRADIENT", sent, {}, None)
-  assert found["ids"].tolist() == [0, 1, 2] and found["x"].tolist() == [
-    7.0,
-    1.0,
-  ]
+  assert jax.tree.map(lambda x: x.tolist(), found) == {
+    "ids": [0, 1, 2], "there": [True, False, True],
+    "x": [7.0, 1.0], "y": [5, 4, 3],
+  }  # fmt: skip
 
 
 def _train(table, batches, *, edges=None, folder=None, resume=False, **options):
@@ -207,10 +210,18 @@ def test_wrong_edges_raise():
     make(edges=INT4, edge_samples=("index", 5))
 
 
-@pytest.mark.parametrize("wrong", [-1, 2])
-def test_sample_numbers_beyond_the_last_are_refused(wrong):
+@pytest.mark.parametrize("last", [-1, 0, 1, 2])
+def test_sample_numbers_beyond_the_last_are_refused(last, monkeypatch):
+  class Segment:
+    def __init__(self, part, updates, state, batches, timeline):
+      self.state = state
+
+    def run(self):
+      return self.state, ["ran"]
+
+  monkeypatch.setattr(_segment, "Segment", Segment)
   table = pipeline.make_table("1f1b", 1, 2)
-  batch = _batches(1, table)[0] | {"index": np.array([0, 1, 1, wrong])}
+  batch = _batches(1, table)[0] | {"index": np.array([0, 1, 1, last])}
   micro = jax.tree.map(lambda x: x[: len(x) // 2], batch)
   process = pipeline.StageProcess(
     pipeline.cut_layers(small.layers(small.UNLIKE), 1),
@@ -218,5 +229,8 @@ def test_sample_numbers_beyond_the_last_are_refused(wrong):
     edge_samples=("index", 2),
   )  # fmt: skip
   state = process.init_state(optax.sgd(0.1))
+  if last in (0, 1):
+    assert process.run(state, [batch]) == (state, ["ran"])
+    return
   with _refusals.refused("batches", "from 0 to 1 in 'index', the `edge_"):
     process.run(state, [batch])

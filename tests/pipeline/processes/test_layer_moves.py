@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import models, pipeline
+from jdist import codecs, models, pipeline, reducers
 from jdist.pipeline.processes import _peers
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
@@ -129,6 +129,26 @@ def test_tied_parameters_move_to_each_stage_that_has_them():
     # have the tied matrix already.
     shapes = [[x.shape for x in arrays] for arrays in sent]
     assert shapes == ([] if device == 0 else [[(6, 6), (6, 6)]])
+
+
+def test_feedback_of_edges_begins_anew_where_layers_have_moved():
+  """The outputs between the new stages have other shapes."""
+
+  def work(peers):
+    edges = reducers.MessageCodec(codecs.Quantize(4), reducers.ErrorFeedback())
+    first, second = (
+      _training.process(
+        small.layers(_SIZES), _OURS, _SIZES, cuts=cuts, peers=peers, edges=edges
+      )
+      for cuts in ([1], [3])
+    )
+    state = first.init_state(_optimizer())
+    state = pipeline.move_layers(state, first, second, _optimizer())
+    chex.assert_trees_all_equal(
+      state.edges, second.init_state(_optimizer()).edges
+    )
+
+  in_threads(2, work)
 
 
 def _all_leaves():

@@ -102,7 +102,8 @@ def _alone(dtype=jnp.float32, cuts=1):
 def test_old_steps_are_removed_and_narrow_dtypes_kept(tmp_path):
   process = _alone(jnp.bfloat16)
   assert process.restore(tmp_path / "none", _optimizer()) is None
-  state = process.init_state(_optimizer())
+  # The key is the run's, not that of `restore`'s own first state.
+  state = process.init_state(_optimizer(), seed=3)
   for batch in _batches(jnp.bfloat16)[:3]:
     state, _ = process.run(state, [batch])
     process.save(tmp_path, state, keep=2)
@@ -163,3 +164,31 @@ def test_saving_after_incomplete_later_steps_keeps_the_new_step(
   resumed.save(tmp_path, state, keep=1)
   assert _saved(tmp_path) == ["step_00000002"]
   assert resumed.restore(tmp_path, _optimizer()).step == 2
+
+
+def test_process_without_files_does_not_begin_anew(tmp_path):
+  """Else it would begin with the others at step 0, over their files."""
+
+  def work(peers):
+    process = _process(peers)
+    process.save(tmp_path, process.init_state(_optimizer()))
+    if peers.device:
+      shutil.rmtree(tmp_path / "step_00000000" / "stage_001")
+    return process.restore(tmp_path, _optimizer())
+
+  with pytest.raises(ValueError, match=r"have whole, got \[\[0\], \[\]\]"):
+    in_threads(2, work)
+
+
+def test_restored_run_replaces_a_later_step_that_is_damaged(tmp_path):
+  process = _alone()
+  state = process.init_state(_optimizer())
+  for step in (1, 2):
+    process.save(tmp_path, state._replace(step=step))
+  path = next((tmp_path / "step_00000002" / "stage_000").glob("*.npy"))
+  path.write_bytes(path.read_bytes()[:-1])
+  resumed = _alone()
+  with pytest.warns(UserWarning, match="Stage 0 of step 2 is damaged"):
+    state = resumed.restore(tmp_path, _optimizer())
+  resumed.save(tmp_path, state)
+  assert _saved(tmp_path) == ["step_00000001"]
