@@ -7,8 +7,10 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import pipeline, training, transforms
+from jdist import models, pipeline, training, transforms
+from jdist.pipeline.processes import _stage_updates
 from jdist.pipeline.runtime import _chain_check, _device_state, _traced_model
+from tests import _refusals
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
 
@@ -83,3 +85,57 @@ def test_bytes_of_a_tick_are_those_of_the_largest_output():
     layers, pipeline.make_table("1f1b", 3, 2), (8, 8)
   )
   assert pipe.sent_bytes == _training.MICRO * 6 * 4
+
+
+def test_norm_of_narrow_gradients_is_that_of_their_wide_squares():
+  # In bfloat16 the square of 1.0078125 = 1 + 2**-7 would lose its 2**-14.
+  x = jnp.full(2, 1 + 2.0**-7, jnp.bfloat16)
+  found = _traced_model.squared_norm({"x": x})
+  assert found == 2 * (1 + 2.0**-7) ** 2
+
+
+@pytest.mark.parametrize("runtime", ["one program", "process"])
+def test_run_begins_with_the_given_parameters_and_state(runtime):
+  layers = small.layers((4, 4), statistics=True)
+  params, state = (
+    jax.tree.map(lambda x: x + 1.0, tree) for tree in small.merged(layers)
+  )
+  table = pipeline.make_table("1f1b", 1, 2)
+  if runtime == "one program":
+    pipe = _training.one_program(layers, table, (4, 4))
+    team = _training.team_of(pipe)
+    begun = pipe.init_state(team, optax.sgd(0.1), params, state)
+    found = _training.split(pipe, begun)
+  else:
+    process = _training.process(layers, table, (4, 4))
+    begun = process.init_state(optax.sgd(0.1), params, state)
+    found = process.gather(begun)
+  chex.assert_trees_all_equal(found, (params, state))
+
+
+def test_layers_of_a_stage_see_their_own_parameters_only():
+  """A layer may add up all that it is given, as weight decay does."""
+
+  def total(params, state, x, **_):
+    return x + sum(jax.tree.leaves(params)), state
+
+  layers = [
+    models.Layer(n, {n: jnp.float32(i)}, {}, total) for i, n in enumerate("abc")
+  ]
+  (stage,) = pipeline.cut_layers(layers, 1)
+  found, _ = stage.apply(stage.params, {}, jnp.float32(10.0), train=True)
+  assert found == 10.0 + 0.0 + 1.0 + 2.0
+
+
+def test_optimizer_whose_state_changes_its_form_is_refused():
+  """The next iteration would fail deep inside, or compile again."""
+  growing = optax.GradientTransformation(
+    lambda _: jnp.zeros(()), lambda updates, state, params=None: (updates, ())
+  )
+  (stage,) = pipeline.cut_layers(small.layers((4, 4)), 1)
+  program = _stage_updates.UpdateProgram(growing, [stage], 1)
+  grads = jax.tree.map(jnp.ones_like, stage.params)
+  with _refusals.refused("optimizer.update", "must keep its state's form"):
+    program.update(
+      grads, program.init(stage.params), stage.params, {}, jnp.ones(())
+    )
