@@ -251,6 +251,12 @@ def test_beginning_forgets_pushes_and_takes_statistics():
   np.testing.assert_array_equal(learner._state.anchor[0], 2.0)
 
 
+def test_fragment_without_numbers_is_received_without_bytes():
+  learner = begun(runner(w=np.zeros(0, np.float32)))
+  learner.receive(header(2, pulled=(0,)), None)
+  assert learner._state.params["w"].shape == (0,)
+
+
 @pytest.mark.parametrize("settled", (-1, 0, 1))
 def test_pushes_stay_until_they_are_merged(settled):
   learner = begun(runner())
@@ -295,6 +301,16 @@ def test_whole_checkpoint_continues_a_learner():
     each.receive(header(1, pulled=(0,)), [[jnp.array(7.0)]])
     assert each._state.params["w"].item() == 6.5
   chex.assert_trees_all_equal(again._state, learner._state)
+
+
+def test_progress_survives_the_rounding_of_narrow_parameters():
+  """256 - 0.5 is 256 in bfloat16; the half is part of the next push."""
+  learner = begun(runner(w=jnp.asarray(1.0, jnp.bfloat16)))
+  params = {"w": jnp.asarray(0.5, jnp.bfloat16)}
+  state = learner._state._replace(params=params)
+  state = learner.merged(state, {0: [jnp.array(256.0)]}, {0: []})
+  assert state.params["w"].astype(jnp.float32) == 256.0
+  assert learner.push_of(state, 0)[2][0].item() == 0.5
 
 
 def test_mixture_replaces_what_was_not_pushed():
