@@ -144,6 +144,26 @@ def test_16_bit_arrays_are_recovered(name, dtype):
   assert np.all(np.isfinite(_table.decoded(name, jnp.asarray(ends, dtype))))
 
 
+# One line of each kind that decodes in its own way.
+_DECODERS = ["int4", "sign", "top", "top cosines", "random"]
+# An array that is sent unchanged has the receiver's dtype.
+_OTHERS = [name for name in TABLE if name != "dense"]
+
+
+@pytest.mark.parametrize("name", _thinned.some(_OTHERS, _DECODERS, QUICK))
+def test_finite_entries_stay_finite_in_narrow_arrays(name):
+  """A receiver's array may be narrower than what was encoded."""
+  codec, like = TABLE[name].codec, jnp.zeros(_table.SIZE, jnp.float16)
+
+  @jax.jit
+  def narrowed(x):
+    payload, state = codec.encode(x, codec.init(x), jax.random.key(0))
+    return codec.decode(payload, state, like)
+
+  found = narrowed(jnp.asarray(1e6 * _table.normal(), jnp.float32))
+  assert found.dtype == jnp.float16 and jnp.isfinite(found).all()
+
+
 @every_line
 def test_scalars_and_empty_arrays(name):
   codec = TABLE[name].codec
