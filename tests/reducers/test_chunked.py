@@ -42,6 +42,21 @@ def test_chunk_equals_its_own_reduction(reducer):
     np.testing.assert_allclose(shares["w"][:, :, here], share, 1e-6, 1e-6)
 
 
+def test_rows_of_a_tree_of_several_dtypes_are_under_their_names():
+  tree = {
+    "a": jnp.arange(5.0), "b": jnp.arange(6, 9, dtype=jnp.bfloat16),
+    "c": jnp.full((2, 2), 9.0),
+  }  # fmt: skip
+  parts = reducers.Chunked(reducers.Exact(), max_bytes=1 << 10, multiple=2)
+  rows = parts.pack(tree)
+  assert {name: x.dtype for name, x in rows.items()} == {
+    "float32": jnp.float32, "bfloat16": jnp.bfloat16
+  }  # fmt: skip
+  assert rows["bfloat16"].reshape(-1)[:3].tolist() == [6.0, 7.0, 8.0]
+  assert rows["float32"].shape[0] == 2 and rows["float32"].sum() == 10 + 36
+  chex.assert_trees_all_equal(parts.unpack(rows, tree), tree)
+
+
 @pytest.mark.parametrize("name", ["int4", "top k", "none"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nothing_is_lost(name, dtype):
