@@ -39,6 +39,26 @@ PROTOCOLS = {
 }
 
 
+def test_every_public_protocol_has_its_name():
+  """A line that is missing would take a protocol from the command line."""
+  rules = {
+    rule
+    for rule in vars(server).values()
+    if isinstance(rule, type) and issubclass(rule, server.Protocol)
+  }
+  named = {
+    "asp": server.ASP, "bsp": server.BSP, "dbs": server.dbs,
+    "decoupled_diloco": server.DecoupledDiLoCo, "fedbuff": server.fedbuff,
+    "h_ps": server.h_ps, "n_softsync": server.NSoftsync,
+    "ringmaster": server.Ringmaster, "ssp": server.SSP,
+  }  # fmt: skip
+  assert named == server.PROTOCOLS
+  # H-PS is made by a function, and ASP is the base class under its name.
+  assert rules - {server.HPS} == {
+    rule for rule in named.values() if isinstance(rule, type)
+  }
+
+
 def test_every_named_protocol_is_tested():
   tried = {type(protocol) for protocol in PROTOCOLS.values()}
   made = {
