@@ -78,6 +78,23 @@ def test_server_steps_by_optimizers_that_take_few_arguments():
     assert abs(np.asarray(learn(sam).model.params["w"])).max() > 0
 
 
+@pytest.mark.parametrize("wanted", ["loss", "value"])
+def test_server_gives_its_optimizer_the_loss(wanted):
+  """Optimizers of Optax ask for it by either name."""
+  seen = []
+
+  def update(grads, state, params=None, **more):
+    jax.debug.callback(lambda x: seen.append(float(x)), more[wanted])
+    return jax.tree.map(lambda x: -0.1 * x, grads), state
+
+  optimizer = optax.GradientTransformationExtraArgs(
+    lambda params: optax.EmptyState(), update
+  )
+  learner = learn(optimizer, updates=2)
+  jax.effects_barrier()
+  assert seen == pytest.approx([x for _, x in learner.server.losses], rel=1e-6)
+
+
 def test_workers_draw_by_keys_of_their_own():
   drawn = []
 
