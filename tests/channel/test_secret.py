@@ -5,6 +5,7 @@ import concurrent.futures
 import pytest
 
 from jdist import channel
+from jdist.channel import _identity
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +34,22 @@ def test_given_secret_and_run_id_are_used(home, monkeypatch):
     monkeypatch.setenv(name, value)
   assert channel.identity() == channel.Identity("7", b"given")
   assert not list(home.iterdir())
+
+
+def test_run_id_is_given_or_drawn_once_and_then_that_of_the_joined_run(
+  monkeypatch,
+):
+  ids = []
+  monkeypatch.setattr(_identity, "_run_ids", ids)
+  drawn = channel.run_id()
+  assert len(drawn) == 12 and drawn == channel.run_id()
+  # A process has its own id before it hears that of the run.
+  for other in ("7", "8"):
+    channel.adopt(other)
+    assert channel.run_id() == other
+  ids.clear()
+  monkeypatch.setenv("JDIST_RUN_ID", "given")
+  assert channel.run_id() == "given"
 
 
 def test_home_that_cannot_keep_a_secret_names_the_remedy(home):
