@@ -62,6 +62,11 @@ def test_message_flows_over_all_links_at_once(sharing):
   assert found == pytest.approx(8 + 1)
 
 
+@pytest.mark.parametrize("sharing", ["first_come", "fair"])
+def test_message_to_its_own_sender_takes_no_time(sharing):
+  assert arrivals(two(sharing), [(2, "a", "a", 3)]) == [2]
+
+
 def test_without_a_topology_messages_take_no_time():
   assert arrivals(None, [(2, "a", "b", 1e9)]) == [2]
 

@@ -173,6 +173,10 @@ def test_kernel_counts_all_entries_that_equal_the_guess():
   found, right = _largest._by_kernel(x, keys(jnp.ones(1)), 4, 8, 4)
   assert right and found.num_used.tolist() == [4]
   assert found.indices.tolist() == [[5, 20, 40, 63]]
+  # Slots that are not used hold the last index, so that all are ascending.
+  found, right = _largest._by_kernel(x, keys(jnp.ones(1)), 3, 8, 6)
+  assert right and found.num_used.tolist() == [4]
+  assert found.indices.tolist() == [[5, 20, 40, 63, 63, 63]]
   # Each of two rows must have enough.
   x = jnp.concatenate([x, jnp.zeros_like(x)])
   assert not _largest._by_kernel(x, keys(jnp.ones(2)), 4, 8, 4)[1]

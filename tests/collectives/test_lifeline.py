@@ -321,6 +321,26 @@ def test_strangers_change_nothing_and_are_refused(team):
     assert process.stderr.read() == ""
 
 
+def test_missing_process_is_told_with_the_number_of_strangers(team):
+  waiting = team.start(0, 2, timeout_s=5)
+  for _ in range(2):
+    connected = None
+    while connected is None:
+      assert waiting.poll() is None
+      with contextlib.suppress(ConnectionRefusedError):
+        connected = socket.create_connection(("127.0.0.1", team.port))
+    with connected:
+      connected.sendall(b"GET / HTTP/1.1\r\n" * 1000)
+      # It is closed once it is counted.
+      with contextlib.suppress(ConnectionError):
+        connected.recv(1)
+  assert waiting.wait(timeout=60) == 4
+  assert (
+    "within 5 s. 2 connections without the secret of the run were refused. "
+    "Start every process"
+  ) in waiting.stdout.read()
+
+
 def test_taken_port_is_told_from_wrong_address(team):
   with socket.create_server(("127.0.0.1", team.port)):
     taken = team.start(0, 2)
