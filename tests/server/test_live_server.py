@@ -428,6 +428,7 @@ def test_failed_worker_is_noticed_and_spawned_again():
     result = run(protocol, 10**6, works={"b": work}, seconds=0.02, until=until)
   kinds = [(x["kind"], x["worker"]) for x in result.events]
   assert kinds.count(("lost", "b")) == 2 and kinds[-1] == ("back", "b")
+  assert result.summary["events"] == result.events
   assert result.summary["nodes"]["b"]["updates"] > 0
   assert "repeated" not in result.summary["discarded"]
 
