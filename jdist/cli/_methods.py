@@ -325,7 +325,9 @@ def make_budget(
       peak / 10, peak, warmup, max(length, warmup + 1), peak / 100
     )
   else:
-    schedule = optax.schedules.warmup_constant_schedule(peak / 10, peak, warmup)
+    # Without a warm-up Optax's schedule stays at its first value.
+    first = peak / 10 if warmup else peak
+    schedule = optax.schedules.warmup_constant_schedule(first, peak, warmup)
   return run_of(options, length, warmup, schedule, math.ceil(steps_per_epoch))
 
 

@@ -348,3 +348,24 @@ def test_messages_between_stages_are_not_scaled():
   """A scaled entry of an activation is no activation."""
   options = types.SimpleNamespace(edge_codec="random_k", ratio=0.5)
   assert not _methods.edge_codec(options).scaled
+
+
+@pytest.mark.parametrize(
+  ("schedule", "warmup_epochs", "rates"),
+  [
+    ("constant", 0.0, [0.2, 0.2, 0.2]),
+    ("constant", 1.0, [0.02, 0.2, 0.2]),
+    # Halfway to a hundredth.
+    ("cosine", 0.0, [0.2, 0.101, 0.002]),
+    ("cosine", 1.0, [0.02, 0.2, 0.002]),
+  ],
+)
+def test_rate_begins_at_its_peak_without_a_warm_up(
+  schedule, warmup_epochs, rates
+):
+  options = _groups.Common(
+    steps=4, schedule=schedule, warmup_epochs=warmup_epochs
+  )
+  run = _methods.make_budget(options, 0.2, 2.0)
+  found = [float(run.learning_rate(step)) for step in (0, 2, 4)]
+  assert found == pytest.approx(rates, rel=1e-5)
