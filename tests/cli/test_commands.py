@@ -123,6 +123,23 @@ def test_same_command_resumes_a_run(tmp_path, capsys):
   assert rows[2]["test_loss"] == rows[0]["test_loss"]
 
 
+def test_tensorboard_is_given_the_rate_of_the_run(tmp_path, monkeypatch):
+  given = {}
+
+  def stop(directory, **options):
+    given.update(options, directory=directory)
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(training, "MetricsWriter", stop)
+  words = ["train", *_TINY, "--method", "ssgd", "--tensorboard", "board"]
+  words += ["--learning-rate", "0.2", "--schedule", "constant"]
+  monkeypatch.chdir(tmp_path)
+  assert cli.main(words) == 130
+  assert given["directory"] == "board"
+  assert given["settings"]["method"] == "ssgd"
+  assert float(given["learning_rate"](3)) == pytest.approx(0.2)
+
+
 @pytest.mark.smoke
 def test_train_makes_a_new_directory_by_default(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)

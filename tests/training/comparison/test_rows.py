@@ -91,7 +91,7 @@ def test_tuning_rows_may_have_their_own_file(tmp_path):
   assert again.find(tuning)["accuracy"] == 0.25
   # In a single file they are of the comparison.
   single = comparison.Rows(tmp_path / "rows.jsonl", {})
-  assert single.find(_TRIAL)["accuracy"] == 0.5
+  assert single.find(_TRIAL)["accuracy"] == 0.5 and len(single) == 1
 
 
 def test_spread_is_that_of_a_sample():
