@@ -46,8 +46,7 @@ class DivergedError(Exception):
 def passes(error: BaseException | None) -> bool:
   """Returns whether the same command may succeed later, after an error.
 
-  So it is unless the options are wrong: when another process was lost, or a
-  disk was full, or a port taken.
+  It may where another process was lost, a disk was full or a port was taken.
   """
   while error is not None:
     # Libraries pass on a system's reason in their own errors' texts.
