@@ -1,6 +1,7 @@
 """Modules of NNX, Linen and Equinox as pure functions."""
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -71,7 +72,9 @@ _Network: TypeAlias = tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]
 
 
 @signatures.checked
-def functional(module: Callable[..., Any]) -> Model:
+def functional(
+  module: Callable[..., Any], state: Any = None, *, seed: signatures.Seed = 0
+) -> Model:
   """Turns a module into a pure function of its parameters and state.
 
     apply(params, state, images, *, train, mask=None) -> (logits, state)
@@ -83,7 +86,8 @@ def functional(module: Callable[..., Any]) -> Model:
   the parameters, other collections the state, and the keys that it is bound to,
   of dropout for instance, too. An Equinox module, or another callable tree, is
   mapped over the samples by `jax.vmap`; its arrays of floats, each once, are
-  the parameters, named by their paths.
+  the parameters, named by their paths. With `train=False` it runs in
+  `eqx.nn.inference_mode`, and without a `key` unless it requires one.
 
   Modules whose `__call__` takes a `mask` get the `mask` [batch], 1 for samples
   and 0 for padding, so that batch normalization leaves padding out of its
@@ -95,6 +99,8 @@ def functional(module: Callable[..., Any]) -> Model:
       `module(images, mask=mask)`: of NNX, a Linen module with its variables,
       `module.bind(variables, rngs=...)`, or an Equinox module. It is never
       changed.
+    state: The `eqx.nn.State` of an Equinox module that takes one.
+    seed: The seed of the keys of an Equinox module that takes a `key`.
 
   Raises:
     ValueError: If a Linen module has no variables, or another takes more than
@@ -105,9 +111,16 @@ def functional(module: Callable[..., Any]) -> Model:
   >>> logits.shape
   (4, 2)
   """
-  kinds = {linen.Module: _linen, nnx.Module: _nnx, object: _tree}
+  given = () if state is None else (state,)
+  tree = functools.partial(_tree, given=given, seed=seed)
+  kinds = {linen.Module: _linen, nnx.Module: _nnx, object: tree}
   make = next(f for kind, f in kinds.items() if isinstance(module, kind))
-  first, state, run = make(module)
+  if given and make is not tree:
+    raise ValueError(
+      "`state` must be None for a module of Flax, which holds its own, got "
+      f"{checks.show(state)}. Give NNX modules alone, and Linen modules bound."
+    )
+  first, variables, run = make(module)
   # Modules without a mask, as users have them, must work as they are.
   takes = inspect.signature(module).parameters
 
@@ -132,7 +145,7 @@ def functional(module: Callable[..., Any]) -> Model:
     options = {"mask": mask} if "mask" in takes else {}
     return run(params, state, images, train, options)
 
-  network = first, state, apply
+  network = first, variables, apply
   if not isinstance(module, _layered_network.LayeredNetwork):
     return Model(*network, (Layer("network", *network),))
   parts = {
@@ -194,25 +207,58 @@ def _linen(module: linen.Module) -> _Network:
   return state.pop("params", {}), state, run
 
 
-def _tree(module: Any) -> _Network:
-  if not checks.is_function(module, 1):
+def _tree(module: Any, given: tuple[Any, ...], seed: int) -> _Network:
+  takes = inspect.signature(module).parameters
+  keyed = ["key"] if "key" in takes else []
+  required = bool(keyed) and takes["key"].default is inspect.Parameter.empty
+  if not checks.is_function(module, 1 + len(given), *keyed):
     raise ValueError(
-      "`module` must need nothing but a sample unless it is of NNX or Linen, "
-      f"got {type(module).__name__}. Write others as a `models.Model`."
+      "`module` must be a function of a sample and of the given `state`, got "
+      f"{type(module).__name__} and state={checks.show(*given or [None])}. "
+      "Give both results of `eqx.nn.make_with_state` to one with a state, and "
+      "write others as a `models.Model`."
     )
-  leaves, names = jax.tree.leaves(module), dict[int, str]()
+  leaves, form = jax.tree.flatten(module)
+  ends, names = list[str](), dict[int, str]()
   for path, x in jax.tree_util.tree_leaves_with_path(module):
+    ends.append(jax.tree_util.keystr(path[-1:]))
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact):
       names.setdefault(id(x), jax.tree_util.keystr(path))
+  axis = dict(zip(ends, leaves, strict=True)).get(".axis_name")
+  held, held_form = jax.tree.flatten(given)
+  numbers = list(map(str, range(len(held))))
 
   def run(
     params: Any, state: Any, images: Any, train: bool, options: Any
   ) -> Any:
-    own = [params[names[id(x)]] if id(x) in names else x for x in leaves]
-    whole = jax.tree.unflatten(jax.tree.structure(module), own)
-    return jax.vmap(whole)(images), state
+    def own(x: Any, end: str) -> Any:
+      if id(x) in names:
+        return params[names[id(x)]]
+      # As `eqx.nn.inference_mode` does, which fails on a static flag.
+      return (end == ".inference" and not train) or x
 
-  return {names[id(x)]: x for x in leaves if id(x) in names}, {}, run
+    called = jax.tree.unflatten(form, map(own, leaves, ends))
+    before = jax.tree.unflatten(held_form, [state[n] for n in numbers])
+    new = dict(state)
+    options = {name: x for name, x in options.items() if x is not None}
+    if "rngs" in state and (train or required):
+      key, after = jax.random.split(state["rngs"]["key"])
+      options["key"] = jax.random.split(key, len(images))
+      new |= {"rngs": {"key": after}} if train else {}
+
+    def one(x: Any, options: Any) -> Any:
+      found = called(x, *before, **options)
+      if not before:
+        return found, None
+      return checks.check_pair("module", found, "logits, state")
+
+    mapped = jax.vmap(one, out_axes=(0, None), axis_name=axis)
+    logits, after = mapped(images, options)
+    return logits, new | dict(zip(numbers, jax.tree.leaves(after), strict=True))
+
+  keys = {"rngs": {"key": jax.random.key(seed)}} if keyed else {}
+  state = keys | dict(zip(numbers, held, strict=True))
+  return {names[id(x)]: x for x in leaves if id(x) in names}, state, run
 
 
 _Path = tuple[Any, ...]

@@ -115,12 +115,7 @@ class Cut:
     )
 
   def split(self, tree: PyTree) -> tuple[PyTree, PyTree]:
-    """Splits one worker's parameters into front and rear.
-
-    Raises:
-      ValueError: If the tree is of another network; it names the first leaf
-        that differs.
-    """
+    """Splits one worker's parameters into front and rear."""
     found = self._checked("tree", tree)
     return _pick(found, self.front), _pick(found, self.rear)
 
@@ -242,11 +237,6 @@ def cut(
     name: The network's name in messages.
     order: The names of all modules that hold arrays in the order of execution,
       for networks whose names do not sort so, such as normalizations in Linen.
-
-  Raises:
-    ValueError: If an argument is out of range, the network has fewer than two
-      layers, a leaf is not a floating array, or the names do not give the
-      order.
 
   >>> from jdist import models
   >>> cut(models.build("lenet", input_shape=(28, 28, 1), num_classes=10), 2)

@@ -149,9 +149,6 @@ class ParameterSet:
 
     Returns:
       float32 [done, num_front], mapped from the disk and read only.
-
-    Raises:
-      ValueError: If the samples are of another network or cut.
     """
     # An equal cut of a network with another name has the same fronts.
     same = [mine.fingerprint == cut.fingerprint for mine in self.cuts]

@@ -113,11 +113,7 @@ class Checkpoints:
     self._finishing: concurrent.futures.Future[None] | None = None
 
   def claim(self) -> None:
-    """Leases the directory for this run until `close`, as `save` does.
-
-    Raises:
-      ValueError: If another run that is alive has leased it.
-    """
+    """Leases the directory for this run until `close`, as `save` does."""
     if self._is_first:
       self._lease.claim()
 

@@ -24,10 +24,6 @@ def proximal(
   Args:
     strength: mu >= 0; 0 adds nothing.
 
-  Raises:
-    ValueError: If `strength` is out of its range; at trace time, outside
-      `local_steps`.
-
   References:
     Li et al., FedProx (arXiv 1812.06127), equation 2.
 

@@ -345,5 +345,5 @@ def test_tree_that_needs_more_than_a_sample_is_refused():
     def __call__(self, x, state):
       return x, state
 
-  with _refusals.refused("module", "need nothing but a sample unless"):
+  with _refusals.refused("module", "given `state`"):
     models.functional(Stateful())

@@ -72,9 +72,6 @@ class Simulation(_driver.Driver):
         `GradientLearner(...)`; None simulates time alone.
       trace: Timeline that the simulation fills.
       detection_s: Seconds after which the server notices a failure.
-
-    Raises:
-      ValueError: If a machine's memory does not hold its first batch.
     """
     self._environment = _driver.environment()
     here = [node.name for node in machines.nodes if node.available(0.0)]

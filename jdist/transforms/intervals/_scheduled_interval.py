@@ -177,10 +177,6 @@ def qsr(
     warmup_steps: The number of local steps in which the rate rises, required
       for a schedule that rises at its beginning.  0 takes every rate as it is.
 
-  Raises:
-    ValueError: If an argument is wrong, or the rate rises at first and
-      `warmup_steps` is not given.
-
   References:
     Gu et al., A Quadratic Synchronization Rule for Distributed Deep Learning
     (arXiv 2310.14423); the warm-up in section 2.

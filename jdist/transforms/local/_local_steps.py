@@ -74,10 +74,6 @@ def local_steps(
     A transformation; `update` needs `params`, and takes `loss=` (this worker's,
     float32 scalar) when the interval policy needs it.
 
-  Raises:
-    ValueError: If an argument is of another kind, or two of them cannot be
-      combined; at trace time, when `params`, or a needed `loss`, is missing.
-
   >>> import jax.numpy as jnp
   >>> optimizer = local_steps(optax.sgd(0.1), 2, axis=None)
   >>> w = jnp.array(1.0)
