@@ -66,6 +66,13 @@ class Advice:
   link: cluster.Link
   slowdowns: Sequence[float] = (1.0,)
 
+  def __post_init__(self) -> None:
+    if not all(x.interval >= 1 for x in self.costs.values()) or not self.costs:
+      raise ValueError(
+        "`costs` must be of one or more methods with an interval >= 1, got "
+        f"{dict(self.costs)}."
+      )
+
   @property
   def slowdown(self) -> float:
     """The seconds of the slowest machine in those of this one."""

@@ -157,7 +157,7 @@ class BudgetOptions:
   """Learning rate after the linear warm-up."""
 
   warmup_epochs: float = option(1.0, within=NOT_NEGATIVE)
-  """Epochs of the learning rate's warm-up."""
+  """Epochs of the learning rate's warm-up, at most half of the run."""
 
   skip_nonfinite: bool = False
   """Replace the gradients of a step by zeros where a worker's are not finite;

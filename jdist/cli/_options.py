@@ -169,7 +169,9 @@ def _check_within(name: str, value: float, within: str) -> None:
   # Comparisons with NaN are false, so that NaN is never within a range.
   low, high = map(float, within[1:-1].split(","))
   above = low < value if within[0] == "(" else low <= value
-  if above and (value < high if within[-1] == ")" else value <= high):
+  # Products of larger values, where no limit is named, would overflow.
+  below = value < 2**31 if high == math.inf else value < high
+  if above and (below or (within[-1] == "]" and value == high)):
     return
   rule = f"in {within}"
   if within == _groups.SEED:
@@ -177,6 +179,7 @@ def _check_within(name: str, value: float, within: str) -> None:
   elif high == math.inf:
     rule = "positive" if within[0] == "(" else f"at least {low:g}"
     rule += " and finite" if value == math.inf else ""
+    rule += " and below 2**31" if 2**31 <= value < math.inf else ""
   raise ValueError(f"`{word(name)}` must be {rule}, got {value}.")
 
 

@@ -64,6 +64,7 @@ class Trace:
 
   def __post_init__(self) -> None:
     self.spans = list(self.spans)
+    checks.check_continuous("until_s", self.until_s)
 
   def add(
     self,

@@ -82,6 +82,7 @@ class Workload:
 
   def steps(self, epochs: signatures.PositiveFloat) -> int:
     """Converts epochs to steps, at least one."""
+    checks.check_number("epochs", epochs, high=2.0**31)
     # A fraction of an epoch of a small set may round to no step at all.
     return max(1, round(epochs * self.steps_per_epoch))
 
@@ -93,6 +94,11 @@ class Workload:
     # whole set.
     order = np.random.default_rng(seed).permutation(len(self.train))
     cut = max(1, int(len(order) * fraction))
+    if cut >= len(order):
+      raise ValueError(
+        "`fraction` must leave samples for training, got "
+        f"{fraction} of {len(order)}. Give a smaller one."
+      )
     return dataclasses.replace(
       self,
       train=self.train.select(np.sort(order[cut:])),

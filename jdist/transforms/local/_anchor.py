@@ -467,10 +467,6 @@ def pull_to_anchor(
     learning_rate: The inner optimizer's learning rate, a number or a schedule
       of the local step.
 
-  Raises:
-    ValueError: If an argument is out of its range; at trace time, when it is
-      not inside `local_steps`.
-
   References:
     Ju et al., multi-step delayed parameter update (2025, doi
     10.11918/202407052) names a parameter correction against drift and gives
