@@ -113,6 +113,7 @@ def functional(
   """
   given = () if state is None else (state,)
   tree = functools.partial(_tree, given=given, seed=seed)
+  kinds: dict[Any, Callable[[Any], _Network]]
   kinds = {linen.Module: _linen, nnx.Module: _nnx, object: tree}
   make = next(f for kind, f in kinds.items() if isinstance(module, kind))
   if given and make is not tree:
