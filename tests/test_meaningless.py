@@ -2,6 +2,7 @@
 
 import functools
 import math
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +39,8 @@ def costs(interval):
   ("until_s", lambda: cluster.Trace(until_s=math.nan), "in [0, inf]"),
   ("until_s", lambda: cluster.Trace(until_s=-1.0), "in [0, inf]"),
   ("costs", lambda: advice.Advice({}, _LINK), "one or more methods"),
+  ("costs", lambda: advice.Advice({"a": 3}, _LINK), "a dict"),
+  ("link", lambda: advice.Advice({"a": costs(1)}, 1e9), "Link"),
   ("costs", lambda: advice.Advice({"a": costs(0)}, _LINK), "interval >= 1"),
   ("--epochs", lambda: within("epochs", 1e300, "(0, inf)"), "below 2**31"),
   ("--steps", lambda: within("steps", 2**31, "[1, inf)"), "at least 1 and bel"),
@@ -80,8 +83,10 @@ def test_traces_end_at_any_time_or_never(until_s):
 
 @pytest.mark.parametrize("interval", [1, 8, np.int64(4), True, 2.5])
 def test_advice_takes_any_interval_from_one(interval):
-  found = advice.Advice({"a": costs(interval)}, _LINK)
-  assert found.exposed_s("a") >= 0
+  known = types.MappingProxyType({"a": costs(interval)})
+  for slowdowns in ((), [2], np.ones(2), jnp.ones(2)):
+    found = advice.Advice(known, _LINK, slowdowns)
+    assert found.exposed_s("a") >= 0
 
 
 @pytest.mark.parametrize(

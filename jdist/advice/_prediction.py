@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdist import checks, cluster
+from jdist import checks, cluster, signatures
 
 _LEFT_OUT = 0.1
 # Logarithms of bits a second, between which all links lie.
@@ -44,6 +44,7 @@ class MethodCosts(NamedTuple):
     return self.send_ratio * link.send_s(self.round_bytes, self.round_messages)
 
 
+@signatures.checked
 @dataclasses.dataclass(frozen=True)
 class Advice:
   r"""The predicted times of methods for one model, machine and link.
@@ -76,7 +77,7 @@ class Advice:
   @property
   def slowdown(self) -> float:
     """The seconds of the slowest machine in those of this one."""
-    return max(1.0, *self.slowdowns)
+    return max([1.0, *self.slowdowns])
 
   @property
   def base(self) -> str:
