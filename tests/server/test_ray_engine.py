@@ -434,3 +434,19 @@ def test_training_on_ray_is_recorded_and_resumed(tmp_path):
   assert first["clock"] == "wall" and first["accuracy"] > 0.7
   assert set(first["staleness"]["counts"]) == {"0", "1"}
   assert second["samples"] == first["samples"]
+
+
+@needs_ray
+@pytest.mark.slow
+def test_run_ends_if_the_work_of_a_worker_returns_before_it():
+  engine = server.RayEngine(2, cpus_per_worker=0.25)
+  works = {x: functools.partial(work, x) for x in ("a", "b")}
+  early = works | {"b": lambda channel: None}
+  try:
+    with pytest.raises(server.LostRunError, match=r"^b: its work returned"):
+      _live_runs.run(engine, make_server, early, 60.0, "seconds")
+    # In the processes that are there.
+    again = _live_runs.run(engine, make_server, works, 1.0, "seconds")
+  finally:
+    engine.stop()
+  assert again.summary["updates"] > 20 and not again.events

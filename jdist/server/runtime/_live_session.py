@@ -66,8 +66,7 @@ class LiveSession:
     self.num_workers = len(plan.workers)
     self.events: list[dict[str, Any]] = []
     self.payload = np.zeros(0, np.uint8)
-    self._survive, self._gone = survive, set[str]()
-    self._away = set[str]()
+    self._survive, self._gone, self._away = survive, set[str](), set[str]()
     # Losses of each worker since its last push.  A hello does not end them: it
     # may fail anew at each of its tasks.
     self._losses: dict[str, int] = {}
@@ -190,15 +189,14 @@ class LiveSession:
     if sent_home or name in self._gone:
       return
     self._away.add(name)
-    self._losses[name] = self._losses.get(name, 0) + 1
-    # Whose work has returned does not want to continue.
-    for_good = returned or self._losses[name] > _MAX_TRIES
+    losses = self._losses[name] = self._losses.get(name, 0) + 1
+    # A worker whose work has returned does not want to continue.
+    for_good = returned or losses > _MAX_TRIES
     if for_good:
       self._gone.add(name)
       if not self._survive or len(self._gone) == len(self._works):
-        how = f" was lost {self._losses[name]} times before it pushed anything"
-        how = "" if returned else how
-        raise _engine.LostRunError(f"{name}{how}: {reason}")
+        how = f" was lost {losses} times before it pushed anything"
+        raise _engine.LostRunError(f"{name}{'' if returned else how}: {reason}")
     self._add_event("gone" if for_good else "lost", name, reason)
     # The server must forget the old process before the new one says hello.
     self.engine.ask("lost", name)

@@ -121,7 +121,7 @@ class RayEngine:
     self._spares: list[Any] = []
     # The actors of the server and its shards, by name.
     self._servers: dict[str, Any] = {}
-    self._call: Callable[[str, str], None] = lambda name, reason: None
+    self.on_lost(lambda name, reason: None)
     self._namespace = f"jdist-{secrets.token_hex(4)}"
     try:
       if address is None:
@@ -224,6 +224,7 @@ class RayEngine:
       actor = self._spares.pop()
     if actor is None:
       actor = self._worker_actor()
+    self._spawned.add(name)
     self._spawned_s = time.monotonic()
     pickled = self._ray.cloudpickle.dumps(work)
     self._workers[name] = (actor, actor.work.remote(pickled))
@@ -266,7 +267,8 @@ class RayEngine:
 
   def on_lost(self, call: Callable[[str, str], None]) -> None:
     """Has `call(name, reason)` called when a worker is lost."""
-    self._call = call
+    # Calls of the session before may still return.
+    self._call, self._spawned = call, set[str]()
 
   def poll(self) -> None:
     """Reports workers whose call has failed or returned."""
@@ -277,7 +279,8 @@ class RayEngine:
       while len(self._spares) < self._num_spares:
         self._spares.append(self._worker_actor())
         self._spares[-1].warm.remote(_PRELOADED)
-    for name, (actor, call) in list(self._workers.items()):
+    for name in self._spawned.intersection(self._workers):
+      actor, call = self._workers[name]
       ready, _ = ray.wait([call], timeout=0)
       if not ready:
         continue
