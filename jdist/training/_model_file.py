@@ -83,6 +83,9 @@ def load_model(
 
   Returns:
     The parameters and the batch statistics, `jax.Array`s.
+
+  Raises:
+    ValueError: If the file does not have exactly these tensors.
   """
   safetensors = checks.import_extra("safetensors.numpy", "export")
   with _named_errors(path):
