@@ -118,3 +118,18 @@ def test_timed_layers_run_in_order():
     assert 0 < timed.forward_s < 1 and 0 < timed.backward_s < 1
     assert timed.weight_s <= timed.backward_s
     assert timed.saved_bytes == each.saved_bytes
+
+
+def test_saved_bytes_leave_out_parameters_and_state():
+  """Of x * s * w the backward pass needs x * s, and w and s, which exist."""
+
+  def scaled(params, state, x, *, train, mask=None):
+    return x * state["s"] * params["w"], state
+
+  image = {"image": jax.ShapeDtypeStruct((4, 8), jnp.float32)}
+  ones = jnp.ones((4, 8))  # Broadcasts would be arrays of their own.
+  layer = models.Layer("a", {"w": ones}, {"s": ones}, scaled)
+  first, after = pipeline.layer_costs(
+    [layer, dataclasses.replace(layer, name="b")], image, source="lowered"
+  )
+  assert first.saved_bytes == after.saved_bytes == 4 * 4 * 8
