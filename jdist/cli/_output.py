@@ -21,7 +21,7 @@ def output_directory(output: str | None, label: str) -> pathlib.Path:
   """Makes the named directory, or a new one under runs/."""
   # Two runs in one second share a directory, and append their rows.
   now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-  path = pathlib.Path(output or f"runs/{label}-{now}")
+  path = pathlib.Path(output or f"runs/{label.replace(':', '-')}-{now}")
   make_directory("--output", path)
   return path
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jdist import cli, data
+from jdist.cli import _output
 
 PIL = pytest.importorskip("PIL.Image")
 
@@ -198,3 +199,12 @@ def test_command_trains_with_own_files(kind, tmp_path, capsys):
     _write_table(moved, _rows())
   assert cli.main(["train", *words]) == 2
   assert "`--dataset` is" in capsys.readouterr().err
+
+
+def test_new_directory_of_a_dataset_of_ones_own_has_no_colon(
+  tmp_path, monkeypatch
+):
+  """A path with a colon is another host's for some programs."""
+  monkeypatch.chdir(tmp_path)
+  path = _output.output_directory(None, "train-mine:ds")
+  assert path.is_dir() and path.name.startswith("train-mine-ds-2")
