@@ -68,9 +68,9 @@ class Advice:
   slowdowns: Sequence[float] = (1.0,)
 
   def __post_init__(self) -> None:
-    if not all(x.interval >= 1 for x in self.costs.values()) or not self.costs:
+    if not all(x.interval >= 1 for x in self.costs.values()):
       raise ValueError(
-        "`costs` must be of one or more methods with an interval >= 1, got "
+        "`costs` must be of methods with an interval >= 1, got "
         f"{dict(self.costs)}."
       )
 
