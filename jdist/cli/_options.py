@@ -169,9 +169,9 @@ def _check_within(name: str, value: float, within: str) -> None:
   # Comparisons with NaN are false, so that NaN is never within a range.
   low, high = map(float, within[1:-1].split(","))
   above = low < value if within[0] == "(" else low <= value
-  # Products of larger values, where no limit is named, would overflow.
-  below = value < 2**31 if high == math.inf else value < high
-  if above and (below or (within[-1] == "]" and value == high)):
+  # Larger counts, where no limit is named, are no numbers of NumPy and JAX.
+  most = 2**31 if isinstance(value, int) and high == math.inf else high
+  if above and (value < most or (within[-1] == "]" and value == high)):
     return
   rule = f"in {within}"
   if within == _groups.SEED:
