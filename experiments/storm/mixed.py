@@ -17,10 +17,9 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 import run as storm_run
 
-from jdist import codecs, data, elastic, methods, reducers, server, training
+from jdist import data, elastic, server, training
 
 ROWS = pathlib.Path(__file__).resolve().parent / "results" / "mixed.jsonl"
 # Local steps are padded to these, so that each is compiled once.
@@ -70,25 +69,13 @@ SEEDS = range(5)
 
 
 def rounds_of(setting: Setting, seed: int) -> elastic.Rounds:
-  """Returns the method: DiLoCo in four bits with feedback, as in a storm."""
-  rate = optax.cosine_decay_schedule(
-    setting.rate, setting.merges * setting.interval, 0.01
-  )
-  inner = optax.chain(
-    optax.add_decayed_weights(setting.decay), optax.sgd(rate, momentum=0.9)
-  )
-  method = methods.diloco(
-    inner, setting.interval, axis=None,
-    compression=reducers.Compression(
-      codecs.Quantize(4), reducers.ErrorFeedback()
-    ),
-  )  # fmt: skip
+  """Returns the storm's method as workers and the server run it."""
   samples: Any = 16
   if setting.samples == "speed":
     samples = server.SpeedBatches(16 * setting.workers, maximum=max(_SIZES))
   return elastic.Rounds(
-    method, storm_run.network(seed).params, workers=setting.names,
-    samples=samples, seed=seed,
+    storm_run.method_of(setting), storm_run.network(seed).params,
+    workers=setting.names, samples=samples, seed=seed,
   )  # fmt: skip
 
 

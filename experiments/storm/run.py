@@ -131,8 +131,8 @@ def config_of(storm: Storm) -> dict[str, Any]:
   return found
 
 
-def rounds_of(storm: Storm, seed: int) -> elastic.Rounds:
-  """Returns the method: DiLoCo in four bits with feedback.
+def method_of(storm: Any) -> optax.GradientTransformation:
+  """Returns DiLoCo in four bits with feedback.
 
   Weight decay and a falling rate give the loss a floor: that of an overfitted
   network would change by percents with any change of the samples.
@@ -143,14 +143,18 @@ def rounds_of(storm: Storm, seed: int) -> elastic.Rounds:
   inner = optax.chain(
     optax.add_decayed_weights(storm.decay), optax.sgd(rate, momentum=0.9)
   )
-  method = methods.diloco(
+  return methods.diloco(
     inner, storm.interval, axis=None,
     compression=reducers.Compression(
       codecs.Quantize(4), reducers.ErrorFeedback()
     ),
   )  # fmt: skip
+
+
+def rounds_of(storm: Storm, seed: int) -> elastic.Rounds:
+  """Returns the method as workers and the server run it."""
   return elastic.Rounds(
-    method, network(seed).params, workers=names(storm), samples=16,
+    method_of(storm), network(seed).params, workers=names(storm), samples=16,
     quorum=storm.quorum, timeout_s=storm.timeout_s, seed=seed,
   )  # fmt: skip
 
