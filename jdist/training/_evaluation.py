@@ -66,7 +66,7 @@ class Evaluator:
     own, counts = [], False
     for batch in batches:
       own.append(jax.tree.map(rows, batch))
-      # Of all workers: a process may have padding alone.
+      # All workers count: a process may have padding alone.
       counts = counts or bool(np.any(_labels.counted(batch)))
     self._batches = list(map(workers.place, own))
     labels = [_labels.labels_of(x)[_labels.counted(x)] for x in own]

@@ -106,7 +106,7 @@ def test_report_of_a_forecast_has_a_line_for_each_collective(capsys):
   row = _overlap_report.row(_commands.Overlap(), found)
   assert row["hidden_share"] == row["meeting"]["hidden_share"] == 1.0
   assert row["messages"][0]["kernels"] == 4
-  # Of eight steps the last one alone sends.
+  # The last of eight steps alone sends.
   silent = dataclasses.replace(step, collectives=())
   found = dataclasses.replace(found, between=silent)
   row = _overlap_report.row(_commands.Overlap(), found)

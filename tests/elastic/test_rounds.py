@@ -283,7 +283,7 @@ def leaves_after(steps, found, channel, name):
     loop.advance(state.params, state.opt_state, 0.0)
 
 
-# What worker b does, and the reason that is given.
+# Worker b does this, and the run gives this reason.
 LOST = {
   "fails before it has joined": (lambda *args: 1 / 0, "division by zero"),
   "fails at each of its tasks": (

@@ -1,4 +1,4 @@
-"""What a live run does first: order that a result alone does not show."""
+"""A live run starts in an order that its result alone does not show."""
 
 import concurrent.futures
 import functools

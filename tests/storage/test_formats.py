@@ -1,7 +1,7 @@
 """Files of today are read tomorrow: their bytes and the numbers of formats.
 
 A test that writes and reads by the same code is green whatever the format is.
-Whoever changes a format gives it another number, and changes it here as well.
+A change of a format gives it another number, here as well.
 """
 
 import pathlib

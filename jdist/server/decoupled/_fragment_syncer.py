@@ -83,8 +83,8 @@ class FragmentSyncer(_gradient_server.ServerLedger):
     self.model_state = jax.tree.map(jnp.array, model_state)
     # The last push of a learner that is in each fragment, or -1.
     self._settled = [[-1] * len(self._fragments) for _ in workers]
-    # Where each learner's schedules are: it starts again where the run is, and
-    # counts the local steps of decoded pushes from there.
+    # The position of each learner's schedules: a learner starts again where the
+    # run is, and counts the local steps of decoded pushes from there.
     self._steps = [0] * len(workers)
 
   @property

@@ -121,7 +121,7 @@ def test_timed_layers_run_in_order():
 
 
 def test_saved_bytes_leave_out_parameters_and_state():
-  """Of x * s * w the backward pass needs x * s, and w and s, which exist."""
+  """The backward pass of x * s * w needs x * s, and w and s, which exist."""
 
   def scaled(params, state, x, *, train, mask=None):
     return x * state["s"] * params["w"], state
