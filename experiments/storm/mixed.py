@@ -162,6 +162,7 @@ def train(setting: Setting, seed: int) -> dict[str, Any]:
   merged = [x[1] for x in summary["merges"]]
   return training.make_row(
     dataclasses.asdict(setting), seed, metrics=records[-1].metrics,
+    final_loss=records[-1].metrics["loss"],
     wall_s=summary["wall_s"], share_of_all=float(np.mean(merged))
     / setting.workers,
     samples={x: y["samples"] for x, y in summary["nodes"].items()},
@@ -171,16 +172,9 @@ def train(setting: Setting, seed: int) -> dict[str, Any]:
 
 def main(words: list[str]) -> None:
   """Runs the settings, as far as their rows are not there."""
-  known = training.read_rows(ROWS) if ROWS.exists() else []
   for name in words[:1] or SETTINGS:
-    setting = SETTINGS[name]
-    for seed in map(int, words[1:] or SEEDS):
-      config = dataclasses.asdict(setting)
-      if any((x["config"], x["seed"]) == (config, seed) for x in known):
-        continue
-      row = train(setting, seed)
-      training.append_rows(ROWS, [row])
-      print(name, seed, row["metrics"], f"{row['wall_s']:.0f} s", flush=True)
+    seeds = map(int, words[1:] or SEEDS)
+    storm_run.make(SETTINGS[name], seeds, ROWS, train)
 
 
 if __name__ == "__main__":

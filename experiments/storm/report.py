@@ -13,6 +13,7 @@ import sys
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
+import absences
 import mixed
 import run
 import studies
@@ -33,16 +34,17 @@ _OVER = {"SIGSTOP": "SIGCONT", "cut": "heal"}
 _COLOURS = {"SIGKILL": "#d55e00", "SIGSTOP": "#e69f00", "cut": "#cc79a7"}
 
 
-def pairs(rows, name="full", calm="undisturbed"):
+def pairs(rows, name="full", calm="undisturbed", presets=run.PRESETS):
   """Returns a preset's rows and their undisturbed runs, in order of seeds."""
-  calm = {x["seed"]: x for x in of(rows, calm)}
-  found = [(x, calm[x["seed"]]) for x in of(rows, name) if x["seed"] in calm]
+  storms, calm = (of(rows, presets[x]) for x in (name, calm))
+  calm = {x["seed"]: x for x in calm}
+  found = [(x, calm[x["seed"]]) for x in storms if x["seed"] in calm]
   return sorted(found, key=lambda x: x[0]["seed"])
 
 
-def of(rows, name):
-  """Returns the rows of a preset."""
-  config = run.config_of(run.PRESETS[name])
+def of(rows, storm):
+  """Returns the rows of a setting."""
+  config = run.config_of(storm)
   return [x for x in rows if x["config"] == config]
 
 
@@ -380,7 +382,9 @@ def main():
   before = [x for x in found if not x[0]["commit"].startswith(_COMMIT)]
   parts = {
     "verdict": verdict(last),
-    "clock": on_clock(pairs(rows, "clock", "clock-undisturbed")),
+    "clock": on_clock(
+      pairs(studies.read(absences.ROWS), "storm", presets=absences.PRESETS)
+    ),
     "unequal": unequal(studies.read(mixed.ROWS)),
   }  # fmt: skip
   tables = {

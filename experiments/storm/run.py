@@ -6,8 +6,6 @@
     python experiments/storm/run.py one-spare      # one waiting process, not 4
     python experiments/storm/run.py undisturbed    # without faults
     python experiments/storm/run.py paced          # with the pauses of a storm
-    python experiments/storm/run.py clock          # 20 seeds, on the clock
-    python experiments/storm/run.py clock-undisturbed
 
 A row that is there is not made again.
 """
@@ -32,7 +30,6 @@ import numpy as np
 import optax
 
 from jdist import (
-  cluster,
   codecs,
   data,
   elastic,
@@ -68,7 +65,7 @@ class Storm:
     rto_s: longest interval at which TCP sends again; None is the system's, 120.
     quorum: part of the members whose pushes a merge waits for.
     engine: `"ray"`; `"threads"` of one process, for a run without faults; or
-      `"clock"`, on which faults are times without a machine.
+      `"clock"` (`absences.py`), on which faults are times without a machine.
     seeds: of the runs.
   """
 
@@ -102,8 +99,6 @@ def undisturbed(storm: Storm) -> Storm:
 
 
 _FULL = Storm()
-# Many seeds, to tell what absences do to the loss from what chance does.
-_CLOCK = Storm(engine="clock", seeds=tuple(range(20)))
 # More faults an hour, so that minutes have some.
 _SHORT = Storm(
   workers=4, merges=80, faults_per_hour=240.0, calm_s=10.0,
@@ -118,8 +113,6 @@ PRESETS = {
   "paced-undisturbed": undisturbed(_PACED),
   # Where several kills come within seconds, the later ones start cold.
   "one-spare": dataclasses.replace(_FULL, spares=1),
-  "clock": _CLOCK,
-  "clock-undisturbed": dataclasses.replace(_CLOCK, faults_per_hour=0.0),
   "short": _SHORT,
   "short-undisturbed": undisturbed(_SHORT),
 }
@@ -296,72 +289,8 @@ class Faults:
     self.faulty.clear()
 
 
-# Seconds from the end of a fault to the worker's return, about as storms show
-# them: a killed worker starts again, and TCP sends again after a cut.
-_BACK_S = {"SIGKILL": 10.0, "SIGSTOP": 0.0, "cut": 3.5}
-
-
-def outages(storm: Storm, seed: int) -> dict[str, list[cluster.Outage]]:
-  """Returns the faults that `Faults` draws, as times without each worker.
-
-  Stops and cuts of which the server would not take notice are left out.
-  """
-  draw, found = random.Random(seed), {name: [] for name in names(storm)}
-  if not storm.faults_per_hour:
-    return found
-  rate, at_s = storm.faults_per_hour / 3600, storm.calm_s
-  at_s += draw.expovariate(rate)
-  while at_s < 2 * storm.merges * storm.interval * storm.step_s:
-    gap_s = draw.expovariate(rate)
-    order = draw.sample(names(storm), storm.workers)
-    kind = draw.choice(storm.kinds)
-    length_s = draw.uniform(*storm.stop_s)
-    well = [x for x in order if not found[x] or found[x][-1].end_s < at_s]
-    length_s = 0.0 if kind == "SIGKILL" else length_s
-    if well and (kind == "SIGKILL" or length_s > storm.timeout_s):
-      end_s = at_s + length_s + _BACK_S[kind]
-      found[well[0]].append(cluster.Outage(at_s, end_s))
-    at_s += gap_s
-  return found
-
-
-def simulate(storm: Storm, seed: int) -> dict[str, Any]:
-  """Runs on the clock to the last merge, and returns the row."""
-  model, dataset = network(seed), data.load("digits")
-  rounds, loss_fn = rounds_of(storm, seed), loss_of(model, dataset)
-  # The clock does not wait for the pauses.
-  samples = PacedSamples(dataclasses.replace(storm, step_s=0.0), seed, dataset)
-  workers = {
-    name: rounds.runner(name, loss_fn, samples) for name in names(storm)
-  }
-  pair = server.Pair(rounds.syncer(shared=False), workers)
-  away = outages(storm, seed)
-  simulation = server.Simulation(
-    cluster.Cluster(
-      tuple(cluster.Node(x, outages=tuple(own)) for x, own in away.items())
-    ),
-    rounds.protocol, cluster.Profile(storm.step_s / 16), learner=pair,
-    detection_s=storm.timeout_s,
-  )  # fmt: skip
-  simulation.run(updates=storm.merges)
-  test = data.load("digits", "test")
-  batch = {"image": test.images, "label": test.labels}
-  loss, _ = loss_fn(pair.model.params, model.state, batch, None)
-  merged = [x[1] for x in simulation.summary()["merges"]]
-  return training.make_row(
-    dataclasses.asdict(storm), seed, final_loss=float(loss),
-    wall_s=simulation.now_s,
-    outages=sum(
-      x.start_s < simulation.now_s for own in away.values() for x in own
-    ),
-    share_of_all=float(np.mean(merged)) / storm.workers,
-  )  # fmt: skip
-
-
 def train(storm: Storm, seed: int) -> dict[str, Any]:
   """Runs to the last merge, and returns the row."""
-  if storm.engine == "clock":
-    return simulate(storm, seed)
   engine: Any = server.ThreadEngine()
   if storm.engine == "ray":
     engine = server.RayEngine(
@@ -458,21 +387,24 @@ def main(words: list[str]) -> None:
     raise SystemExit(f"The preset must be one of {', '.join(PRESETS)}.")
   storm = PRESETS[name]
   os.environ.setdefault("RAY_worker_niceness", "0")  # By default it is 15.
-  if storm.engine == "clock":
-    pass
-  elif links.possible():
+  if links.possible():
     links.enter()
     if storm.rto_s is not None:
       links.limit_rto(storm.rto_s)
   elif "cut" in storm.kinds and storm.faults_per_hour:
     raise SystemExit("Cuts of links need root and `ip`.")
-  known = training.read_rows(ROWS) if ROWS.exists() else []
+  make(storm, map(int, seeds or storm.seeds), ROWS, train)
+
+
+def make(storm: Any, seeds: Any, path: pathlib.Path, run: Any) -> None:
+  """Adds the rows of `run(storm, seed)` to a file in which they are missing."""
+  known = training.read_rows(path) if path.exists() else []
   config = config_of(storm)
-  for seed in map(int, seeds or storm.seeds):
+  for seed in seeds:
     if any((x["config"], x["seed"]) == (config, seed) for x in known):
       continue
-    row = train(storm, seed)
-    training.append_rows(ROWS, [row])
+    row = run(storm, seed)
+    training.append_rows(path, [row])
     print(f"loss {row['final_loss']:.4f} after {row['wall_s']:.0f} s")
 
 

@@ -85,8 +85,8 @@ def test_times_count_from_the_fault(monkeypatch):
 def test_absences_on_the_clock_are_the_storms_faults(monkeypatch):
   """A worker is away once at a time, and as often as workers of processes."""
   _loading.enter("storm", monkeypatch)
-  storm = _loading.load("storm_run", "storm/run.py", monkeypatch)
-  preset = storm.PRESETS["clock"]
+  storm = _loading.load("storm_absences", "storm/absences.py", monkeypatch)
+  preset = storm.PRESETS["storm"]
   away = storm.outages(preset, 3)
   assert storm.outages(preset, 3) == away != storm.outages(preset, 4)
   assert list(away) == [f"worker{i}" for i in range(8)]
@@ -98,5 +98,5 @@ def test_absences_on_the_clock_are_the_storms_faults(monkeypatch):
   # 125 faults an hour for 55 minutes, of which 4 % are too short.
   assert 85 < len(found) < 140 and 20 < len(kills) < 50
   assert min(x.start_s for x in found) > preset.calm_s
-  calm = storm.PRESETS["clock-undisturbed"]
+  calm = storm.PRESETS["undisturbed"]
   assert not any(storm.outages(calm, 3).values())
