@@ -302,14 +302,25 @@ LOST = {
 def test_survivors_go_on_without_a_worker_that_is_lost_for_good(way):
   """The server forgets it, so that a quorum of all can be reached."""
   found, (work, reason) = rounds("local_sgd", grace=10.0), LOST[way]
+  gone = threading.Event()
+
+  class Waiting(Samples):
+    def batch(self, worker, start, count, *, size=None):
+      # Without it, the survivors could end the run between two losses.
+      assert start < 2 * 4 * EACH or gone.wait(30.0)
+      return super().batch(worker, start, count, size=size)
 
   def own(channel, name):
     if name == "b":
       work(found, channel, name)
     else:
-      found.work(channel, name, loss, Samples())
+      found.work(channel, name, loss, Waiting())
 
-  session, _, summary = live(found, own, 4)
+  def on_event(event):
+    if event["kind"] == "gone":
+      gone.set()
+
+  session, _, summary = live(found, own, 4, on_event=on_event)
   assert session.events[-1]["kind"] == "gone"
   assert reason in session.events[-1]["reason"]
   if "returned" in reason:

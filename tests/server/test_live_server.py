@@ -579,6 +579,23 @@ def test_run_ends_if_the_work_of_a_worker_returns_before_it():
     engine.stop()
 
 
+def test_threads_of_an_earlier_run_are_not_reported_to_the_next_one():
+  engine, heard, end = server.ThreadEngine(), [], threading.Event()
+  engine.on_lost(lambda *told: heard.append(("first", *told)))
+  engine.spawn("a", lambda channel: None)
+  engine.spawn("b", lambda channel: end.wait(10.0))
+  engine._threads["a"].join()
+  engine.poll()
+  assert [x[:2] for x in heard] == [("first", "a")]
+  engine.spawn("a", lambda channel: None)
+  engine._threads["a"].join()
+  engine.on_lost(lambda *told: heard.append(("next", *told)))
+  end.set()  # Its thread ends after the next run has begun.
+  engine._threads["b"].join()
+  engine.poll()
+  assert len(heard) == 1
+
+
 def test_server_continues_from_its_checkpoint(tmp_path):
   folder = str(tmp_path / "checkpoints")
   first = Hand(BSP, checkpoints=folder, marks=(8.0, 24.0), identity={"x": 1})

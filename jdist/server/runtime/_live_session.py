@@ -113,7 +113,7 @@ class LiveSession:
         status = self._ask_status()
         for name in status["pushed"]:
           self._losses.pop(name, None)
-        for name in self._away.intersection(status["here"]):
+        for name in self._away.intersection(status["here"]) - self._gone:
           self._away.remove(name)
           self._add_event("back", name)
         self._on_status(status)
