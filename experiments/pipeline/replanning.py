@@ -1,6 +1,6 @@
 """A pipeline that is cut again during training when its machines change.
 
-`Replanner` decides, and `AdaptiveRun` moves layers by `pipeline.move_layers`.
+`Replanner` decides, and `AdaptiveRun` moves layers by `layer_moves`.
 Copy it to change its rules: which drift is worth a move depends on machines.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import layer_moves
 import optax
 
 from jdist import cluster, pipeline
@@ -314,7 +315,9 @@ class AdaptiveRun:
     if proposal is not None:
       self.history.append((state.step, proposal))
       before, self.process = self.process, self._process_of(proposal.plan)
-      state = pipeline.move_layers(state, before, self.process, self._optimizer)
+      state = layer_moves.move_layers(
+        state, before, self.process, self._optimizer
+      )
     return state, metrics
 
   def _process_of(self, plan: pipeline.Plan) -> Any:

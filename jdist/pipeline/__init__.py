@@ -14,7 +14,6 @@ from jdist.pipeline.planning._plan_search import plan as plan
 from jdist.pipeline.planning._simulator import PipelineTimes as PipelineTimes
 from jdist.pipeline.planning._simulator import simulate as simulate
 from jdist.pipeline.processes._device_part import ProcessState as ProcessState
-from jdist.pipeline.processes._layer_moves import move_layers as move_layers
 from jdist.pipeline.processes._peers import connect as connect
 from jdist.pipeline.processes._peers import Peers as Peers
 from jdist.pipeline.processes._stage_process import StageProcess as StageProcess

@@ -11,6 +11,7 @@ from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
 
+_loading.alone("layer_moves", "pipeline/layer_moves.py")
 replanning = _loading.alone("replanning", "pipeline/replanning.py")
 
 _MICRO = 2

@@ -7,6 +7,7 @@ import pytest
 from jdist import cluster, pipeline
 from tests.experiments import _loading
 
+_loading.alone("layer_moves", "pipeline/layer_moves.py")
 replanning = _loading.alone("replanning", "pipeline/replanning.py")
 
 _COSTS = [pipeline.LayerCost(f"{i}", 1.0, 2.0) for i in range(6)]

@@ -12,9 +12,12 @@ import pytest
 
 from jdist import codecs, models, pipeline, reducers
 from jdist.pipeline.processes import _peers
+from tests.experiments import _loading
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
+
+layer_moves = _loading.alone("layer_moves", "pipeline/layer_moves.py")
 
 _MICRO = _training.MICRO
 _SIZES = small.UNLIKE
@@ -56,10 +59,10 @@ def test_training_continues_with_the_same_numbers():
       state = first.init_state(_optimizer())
       state, found = first.run(state, batches[:2])
       # Layers go from the second process to the first, and back.
-      state = pipeline.move_layers(state, first, second, _optimizer())
+      state = layer_moves.move_layers(state, first, second, _optimizer())
       assert len(state.params[peers.device]) == (3, 1)[peers.device]
       state, more = second.run(state, batches[2:4])
-      state = pipeline.move_layers(state, second, first, _optimizer())
+      state = layer_moves.move_layers(state, second, first, _optimizer())
       state, rest = first.run(state, batches[4:])
       return (
         _model(first, kept),
@@ -86,9 +89,9 @@ def test_moved_layers_keep_their_bits():
     state = first.init_state(_optimizer())
     state, _ = first.run(state, _batches()[:1])
     before = jax.device_get((state.params, state.opt_state, state.model_state))
-    state = pipeline.move_layers(state, first, second, _optimizer())
+    state = layer_moves.move_layers(state, first, second, _optimizer())
     assert list(state.params) == [1 - peers.device]
-    state = pipeline.move_layers(state, second, first, _optimizer())
+    state = layer_moves.move_layers(state, second, first, _optimizer())
     after = jax.device_get((state.params, state.opt_state, state.model_state))
     # Stages of one device share no array that an update donates.
     state, _ = first.run(state, _batches()[:1])
@@ -113,7 +116,7 @@ def test_tied_parameters_move_to_each_stage_that_has_them():
     first, second = found
     state, _ = first.run(first.init_state(_optimizer()), [batch])
     with unittest.mock.patch.object(peers, "send", wraps=peers.send) as send:
-      moved = pipeline.move_layers(state, first, second, _optimizer())
+      moved = layer_moves.move_layers(state, first, second, _optimizer())
       sent = [call.args[1:] for call in send.mock_calls]
     moved, _ = second.run(moved, [batch])
     trained, _ = first.run(first.init_state(_optimizer()), [batch] * 2)
@@ -143,7 +146,7 @@ def test_feedback_of_edges_begins_anew_where_layers_have_moved():
       for cuts in ([1], [3])
     )
     state = first.init_state(_optimizer())
-    state = pipeline.move_layers(state, first, second, _optimizer())
+    state = layer_moves.move_layers(state, first, second, _optimizer())
     chex.assert_trees_all_equal(
       state.edges, second.init_state(_optimizer()).edges
     )
@@ -183,9 +186,9 @@ def test_state_of_an_optimizer_of_all_leaves_moves_to_the_first_stage():
       kept, losses = first.run(first.init_state(_all_leaves()), batches)
       state, found = first.run(first.init_state(_all_leaves()), batches[:2])
       # The first move takes layers alone, the second one the first stage, too.
-      state = pipeline.move_layers(state, first, second, _all_leaves())
+      state = layer_moves.move_layers(state, first, second, _all_leaves())
       state, more = second.run(state, batches[2:4])
-      state = pipeline.move_layers(state, second, third, _all_leaves())
+      state = layer_moves.move_layers(state, second, third, _all_leaves())
       assert list(state.params) == [1 - peers.device]
       state, rest = third.run(state, batches[4:])
       return (
@@ -221,18 +224,18 @@ def test_indivisible_optimizer_state_raises():
   first, second = _alone(cuts=[1]), _alone(cuts=[3])
   state = first.init_state(_flat())
   with pytest.raises(ValueError, match="leaves besides those of parameters"):
-    pipeline.move_layers(state, first, second, _flat())
+    layer_moves.move_layers(state, first, second, _flat())
   state = first.init_state(_optimizer())
   other = state.opt_state[0][1]._replace(count=jnp.int32(7))
   wrong = dict(state.opt_state) | {0: (state.opt_state[0][0], other)}
   with pytest.raises(ValueError, match="others in stages 0 and 1"):
-    pipeline.move_layers(
+    layer_moves.move_layers(
       state._replace(opt_state=wrong), first, second, _optimizer()
     )
   with pytest.raises(ValueError, match="the same layers and peers"):
     renamed = small.layers(_SIZES, statistics=True)
     renamed[3] = dataclasses.replace(renamed[3], name="other")
-    pipeline.move_layers(state, first, _alone(renamed), _optimizer())
+    layer_moves.move_layers(state, first, _alone(renamed), _optimizer())
 
 
 @pytest.mark.parametrize("name", ("before", "after"))
@@ -241,7 +244,7 @@ def test_processes_of_another_type_raise(name):
   state = process.init_state(_optimizer())
   given = {"before": process, "after": process} | {name: "process"}
   with pytest.raises(ValueError, match=f"`{name}` must be a `pipeline.Stage"):
-    pipeline.move_layers(state, optimizer=_optimizer(), **given)
+    layer_moves.move_layers(state, optimizer=_optimizer(), **given)
 
 
 def test_layers_without_names_raise():
@@ -255,4 +258,4 @@ def test_layers_without_names_raise():
   process = _alone(layers)
   state = process.init_state(_optimizer())
   with pytest.raises(ValueError, match="must have dicts of parameters"):
-    pipeline.move_layers(state, process, process, _optimizer())
+    layer_moves.move_layers(state, process, process, _optimizer())
