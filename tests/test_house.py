@@ -20,7 +20,7 @@ _MAX_FILES, _MAX_FLOORS, _MAX_MATES = 15, 6, 8
 _MAX_HEADLESS = 0.02
 _MAX_OPTIONS_LINES = 400
 # Nouns of the field that end in -ing.
-_NOUNS = {"averaging", "clipping"}
+_NOUNS = {"averaging"}
 # Files that list their room, an import a line.
 _LISTS = {"models/_build.py", "methods/_method_registry.py"}
 

@@ -5,8 +5,8 @@ from jdist.cluster._cluster import load_cluster as load_cluster
 from jdist.cluster._cluster import workers as workers
 from jdist.cluster._node import Node as Node
 from jdist.cluster._node import Outage as Outage
+from jdist.cluster._node import Profile as Profile
 from jdist.cluster._node import Slowdown as Slowdown
-from jdist.cluster._profile import Profile as Profile
 from jdist.cluster._topology import Device as Device
 from jdist.cluster._topology import Link as Link
 from jdist.cluster._topology import ring_messages as ring_messages

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jdist import checks, signatures
-from jdist.cluster import _node, _profile, _topology
+from jdist.cluster import _node, _topology
 
 # Numbers of a table, and then its other keys.
 _NODE = ("count", "speed", "jitter", "memory_gb"), (
@@ -19,7 +19,7 @@ _NODE = ("count", "speed", "jitter", "memory_gb"), (
 )  # fmt: skip
 _LINK = ("bandwidth_gbit_per_s", "latency_ms"), ("between", "sharing")
 _PROFILE = tuple(
-  x.name for x in dataclasses.fields(_profile.Profile) if x.name != "name"
+  x.name for x in dataclasses.fields(_node.Profile) if x.name != "name"
 )
 
 
@@ -72,7 +72,7 @@ class Cluster:
     )
 
   def check_batches(
-    self, profile: _profile.Profile, samples: int | Sequence[int]
+    self, profile: _node.Profile, samples: int | Sequence[int]
   ) -> None:
     """Raises a ValueError when a machine's memory does not hold its batch.
 
@@ -123,7 +123,7 @@ def workers(
 @signatures.checked
 def load_cluster(
   path: str | pathlib.Path,
-) -> tuple[Cluster, _profile.Profile | None]:
+) -> tuple[Cluster, _node.Profile | None]:
   """Reads a cluster, and the profile of a model if there is one.
 
   The file::
@@ -170,7 +170,7 @@ def load_cluster(
     raise ValueError(f"{path}: {error}") from None
 
 
-def _read(found: Mapping[str, Any]) -> tuple[Cluster, _profile.Profile | None]:
+def _read(found: Mapping[str, Any]) -> tuple[Cluster, _node.Profile | None]:
   _check("the file", found, (), ("server", "nodes", "links", "profile"))
   for key in ("nodes", "links"):
     if not isinstance(found.get(key, []), list):
@@ -186,7 +186,7 @@ def _read(found: Mapping[str, Any]) -> tuple[Cluster, _profile.Profile | None]:
   profile = None
   if "profile" in found:
     _check("[profile]", found["profile"], _PROFILE, ("name",))
-    profile = _profile.Profile(**{"seconds_per_sample": 0, **found["profile"]})
+    profile = _node.Profile(**{"seconds_per_sample": 0, **found["profile"]})
   return Cluster(tuple(nodes), topology, server), profile
 
 

@@ -13,5 +13,5 @@ from jdist.codecs._quantize import Quantize as Quantize
 from jdist.codecs._random_k import RandomK as RandomK
 from jdist.codecs._sign import Sign as Sign
 from jdist.codecs._sign import Ternary as Ternary
-from jdist.codecs._top_k import SampledTopK as SampledTopK
-from jdist.codecs._top_k import TopK as TopK
+from jdist.codecs._sparse import SampledTopK as SampledTopK
+from jdist.codecs._sparse import TopK as TopK

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks
-from jdist.codecs import _blocks, _codec, _gpu, _sparse, _top_k
+from jdist.codecs import _blocks, _codec, _gpu, _sparse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +105,12 @@ class DCTTopK(_codec.Codec):
   def num_bits(self, like: _codec.Like) -> int:
     return self._top(like.shape).num_bits(like)
 
-  def _top(self, shape: tuple[int, ...]) -> _top_k.TopK:
+  def _top(self, shape: tuple[int, ...]) -> _sparse.TopK:
     """Returns the codec of the coefficients of an array of this shape."""
     block = math.prod(tile(shape, self.chunk))
     # A block is a chunk of `TopK`: both cut the flat vector at the same places.
     k = None if self.k is None else min(self.k, block)
-    return _top_k.TopK(self.ratio, k, chunk=block, values=self.values)
+    return _sparse.TopK(self.ratio, k, chunk=block, values=self.values)
 
 
 def dct_matrix(size: int) -> np.ndarray:

@@ -1,6 +1,7 @@
-"""Common parts of sparse codecs: chunks, slots, and indices of entries."""
+"""Sparse codecs: chunks, slots, indices of entries, and the largest ones."""
 
 import abc
+import dataclasses
 import math
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks
+from jdist import checks, signatures
 from jdist.codecs import _bits, _blocks, _codec, _indices, _largest
 
 Values: TypeAlias = _codec.Codec
@@ -241,4 +242,88 @@ def check_k_fits(k: int | None, like: _codec.Like) -> None:
     raise ValueError(
       f"`k` must be at most the number of entries, got k={k} for an array of "
       f"shape {like.shape}. Use `ratio`, or leave small arrays uncompressed."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK(Sparse):
+  r"""Sends the entries of largest magnitude.
+
+  .. math:: \mathrm{decode}(\mathrm{encode}(x))_i =
+            x_i \text{ if } i \in \mathrm{top}_k(|x|) \text{ else } 0
+
+  Equal magnitudes are ordered by their indices, and NaN precedes all numbers,
+  so that it is noticed after decoding.  A payload holds k values in the order
+  of their indices, packed by `values`, and the indices in the fewest bits
+  (`_indices`): about 8.6 bits an index for 1 % of the entries and 12 for 0.1 %.
+  With 1 % a float32 array becomes 79 times smaller with float32 values (the
+  default), and 130 times with bfloat16 values.
+
+  Args:
+    ratio: The fraction of the entries that is sent, in (0, 1], at least one
+      entry.  The default is 0.01, unless `k` is given.
+    k: The number of entries, in place of `ratio`, of each chunk.
+    chunk: The number of neighbours among which entries are chosen, so that
+      every part of the array sends some; the last chunk may be shorter.  None
+      (default) chooses among all entries.
+    values: The codec of the vector of values; `Dense()` by default.
+
+  Raises:
+    ValueError: From `check`, for an array of fewer than `k` entries.
+
+  >>> import jax.numpy as jnp
+  >>> codec = TopK(k=2)
+  >>> x = jnp.array([1.0, -3.0, 0.5, 2.0])
+  >>> payload, state = codec.encode(x)
+  >>> codec.decode(payload, state, x).tolist()
+  [0.0, -3.0, 0.0, 2.0]
+  """
+
+  ratio: float | None = None
+  k: int | None = None
+  chunk: int | None = None
+  values: Values = FLOAT32
+
+  def _select(self, rows: jax.Array, k: int) -> _largest.Selection:
+    return _largest.largest(rows, k)
+
+
+@signatures.checked
+@dataclasses.dataclass(frozen=True)
+class SampledTopK(Sparse):
+  """Sends the entries above a threshold that is estimated from a sample.
+
+  For k = ceil(ratio n) entries the threshold is guessed from a strided sample
+  and accepted when between 0.8 k and 1.3 k entries reach it.  If more than k
+  do, the k largest are sent; if fewer do, the remaining slots decode to zero.
+  Rows of less than 16384 entries, for which sampling does not pay, send exactly
+  the k largest.
+
+  Source: deep gradient compression (DGC, arXiv 1712.01887) and its authors'
+  code.  Departures, with theirs in brackets: the sample begins at the first
+  entry (a random one) and holds at least 32 hits (2); a wrong threshold is
+  bracketed and bisected (multiplied by 0.8 up to ten times); of up to 1.3 k
+  entries the k largest are sent (the first k).
+
+  Args:
+    ratio: The wanted fraction of the entries, in (0, 1]; 0.01 by default.
+    sample: The fraction of the entries in the sample, in (0, 1].
+    chunk: The number of neighbours among which entries are chosen, as in
+      `TopK`.
+    values: The codec of the vector of values.
+    k: The number of entries of each chunk, in place of `ratio`.
+  """
+
+  ratio: float | None = None
+  sample: signatures.Fraction = 0.01
+  chunk: int | None = None
+  values: Values = FLOAT32
+  k: int | None = None
+
+  _counted: ClassVar[bool] = True
+
+  def _select(self, rows: jax.Array, k: int) -> _largest.Selection:
+    # 0.8 k is the bound of the authors' code.
+    return _largest.largest(
+      rows, k, at_least=math.ceil(0.8 * k), sample=self.sample
     )

@@ -28,9 +28,9 @@ from jdist.methods._local_sgd import scaffold as scaffold
 from jdist.methods._local_sgd import slow_mo as slow_mo
 from jdist.methods._method import Method as Method
 from jdist.methods._method import Run as Run
+from jdist.methods._method_registry import PARTS as PARTS
 from jdist.methods._method_registry import registry as registry
 from jdist.methods._mp2 import mp2 as mp2
 from jdist.methods._overlapped import cocod as cocod
 from jdist.methods._overlapped import msdpu as msdpu
 from jdist.methods._overlapped import overlap_local_sgd as overlap_local_sgd
-from jdist.methods._part_registry import PARTS as PARTS

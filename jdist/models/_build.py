@@ -12,7 +12,6 @@ from flax import nnx
 
 from jdist import signatures
 from jdist.models import (
-  _alexnet,
   _functional,
   _layers,
   _lenet,
@@ -43,7 +42,7 @@ MODELS: dict[str, Callable[..., nnx.Module]] = {  # Every model by its name.
   "mlp": _lenet.MLP,
   "lenet": _lenet.LeNet,
   "cnn": _lenet.CNN,
-  "alexnet": _alexnet.AlexNet,
+  "alexnet": _vgg.AlexNet,
   "vgg11": _vgg_of(1, 1, 2, 2, 2),
   "vgg13": _vgg_of(2, 2, 2, 2, 2),
   "vgg15": functools.partial(

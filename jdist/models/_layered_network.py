@@ -1,10 +1,18 @@
-"""Networks as sequences of parts, each of which can run on its own."""
+"""Networks as sequences of parts, and the two forms of those for ImageNet."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, get_args, Literal, NamedTuple
 
 import jax
 from flax import nnx
+
+from jdist import checks
+
+Form = Literal["cifar", "imagenet"]
+
+# The strided first layers of the ImageNet forms discard too much of an image of
+# at most this size.
+_LARGEST_SMALL_IMAGE = 64
 
 
 class NetworkPart(NamedTuple):
@@ -63,3 +71,25 @@ class PartialNetwork(nnx.Module):
   ) -> jax.Array:
     """Returns the input of the next part."""
     return self.run(self, x, mask)
+
+
+def choose_form(form: Form | None, input_shape: tuple[int, int, int]) -> Form:
+  """Returns the form; without one it follows from the size of the images."""
+  if form is None:
+    # The longer side counts: one long side keeps enough for strided layers.
+    small = max(input_shape[:2]) <= _LARGEST_SMALL_IMAGE
+    return "cifar" if small else "imagenet"
+  checks.check_choice("form", form, get_args(Form))
+  return form
+
+
+def check_size(
+  name: str, form: Form, input_shape: tuple[int, int, int], at_least: int
+) -> None:
+  """Raises a ValueError for images that are too small for a form."""
+  if min(input_shape[:2]) < at_least:
+    other = ' or take form="cifar"' if form == "imagenet" else ", or use mlp"
+    raise ValueError(
+      f"`input_shape` of the {form} form of {name} must be at least "
+      f"{at_least}x{at_least}, got {input_shape}. Pad the images{other}."
+    )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jdist import checks
-from jdist.models import _forms, _layered_network, _layers, _normalization
+from jdist.models import _layered_network, _layers, _normalization
 
 
 class ResNet(_layered_network.LayeredNetwork):
@@ -52,16 +52,18 @@ class ResNet(_layered_network.LayeredNetwork):
     *,
     blocks_per_stage: tuple[int, ...],
     bottleneck: bool,
-    form: _forms.Form | None = None,
+    form: _layered_network.Form | None = None,
     norm: _normalization.Norm = "batch",
     num_groups: int = 8,
     width: int = 64,
     shortcut_size: int = 1,
     rngs: _layers.Keys,
   ):
-    form = _forms.choose_form(form, input_shape)
+    form = _layered_network.choose_form(form, input_shape)
     large = form == "imagenet"
-    _forms.check_size("a resnet", form, input_shape, 32 if large else 8)
+    _layered_network.check_size(
+      "a resnet", form, input_shape, 32 if large else 8
+    )
     checks.check_int("width", width, 1)
     if shortcut_size < 1 or shortcut_size % 2 == 0:
       raise ValueError(

@@ -3,6 +3,10 @@
 The model, the data and the optimizer's chain are arguments.
 """
 
+from jdist.training._checkpoint_directory import (
+  check_same_run as check_same_run,
+)
+from jdist.training._checkpoint_directory import OtherRunError as OtherRunError
 from jdist.training._checkpoints import Checkpoints as Checkpoints
 from jdist.training._checkpoints import OtherWorkers as OtherWorkers
 from jdist.training._checkpoints import Restored as Restored
@@ -10,8 +14,8 @@ from jdist.training._evaluation import Evaluator as Evaluator
 from jdist.training._gradient import check_loss as check_loss
 from jdist.training._gradient import Gradient as Gradient
 from jdist.training._gradient import make_gradient as make_gradient
-from jdist.training._labels import num_samples as num_samples
-from jdist.training._labels import sample_counts as sample_counts
+from jdist.training._gradient import num_samples as num_samples
+from jdist.training._gradient import sample_counts as sample_counts
 from jdist.training._losses import cast as cast
 from jdist.training._losses import classification_loss as classification_loss
 from jdist.training._losses import label_loss as label_loss
@@ -24,8 +28,6 @@ from jdist.training._results import append_rows as append_rows
 from jdist.training._results import make_row as make_row
 from jdist.training._results import MetricsWriter as MetricsWriter
 from jdist.training._results import read_rows as read_rows
-from jdist.training._run_metadata import check_same_run as check_same_run
-from jdist.training._run_metadata import OtherRunError as OtherRunError
 from jdist.training._step import make_step as make_step
 from jdist.training._step import make_update as make_update
 from jdist.training._step import Step as Step

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jdist import checks, collectives, signatures, transforms
-from jdist.training import _labels, _losses, _train_state
+from jdist.training import _gradient, _losses, _train_state
 
 PyTree = Any
 
@@ -67,9 +67,9 @@ class Evaluator:
     for batch in batches:
       own.append(jax.tree.map(rows, batch))
       # All workers count: a process may have padding alone.
-      counts = counts or bool(np.any(_labels.counted(batch)))
+      counts = counts or bool(np.any(_gradient.counted(batch)))
     self._batches = list(map(workers.place, own))
-    labels = [_labels.labels_of(x)[_labels.counted(x)] for x in own]
+    labels = [_gradient.labels_of(x)[_gradient.counted(x)] for x in own]
     extremes = [f(x) for x in labels if x.size for f in (np.min, np.max)]
     if not counts:
       raise ValueError(

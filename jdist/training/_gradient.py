@@ -1,15 +1,18 @@
-"""One worker's gradient, the first half of a training step."""
+"""One worker's gradient, the first half of a step, and its batch's labels."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdist import checks, states
-from jdist.training import _labels
 
 PyTree = Any
+# PyTorch's `ignore_index`, by which tokenizers mark prompts and padding.
+IGNORED = -100
 Metrics = dict[str, jax.Array]
 # (params, model_state, batch, key) -> loss, (model_state, metrics)
 LossFn = Callable[
@@ -87,7 +90,7 @@ def make_gradient(
   def gradient(
     params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
   ) -> Gradient:
-    samples = _labels.num_samples(batch)
+    samples = num_samples(batch)
     if accumulate == 1:
       (loss, (model_state, metrics)), grads = differentiate(
         params, model_state, batch, key
@@ -130,8 +133,8 @@ def _accumulated(
   accumulate: int,
 ) -> tuple[jax.Array, PyTree, Metrics, PyTree]:
   """Returns loss, model state, metrics and gradients over micro-batches."""
-  masked = _labels.mask_of(batch) is not None
-  weighted = masked or _labels.has_labels(batch)
+  masked = mask_of(batch) is not None
+  weighted = masked or has_labels(batch)
 
   def cut(x: jax.Array) -> jax.Array:
     if x.ndim == 0 or x.shape[0] % accumulate:
@@ -144,8 +147,8 @@ def _accumulated(
   def weight(part: PyTree) -> jax.Array:
     # Without a mask weights are shares: they are 1, and change no bit, unless
     # labels are ignored.
-    size = 1 if masked else len(_labels.labels_of(part))
-    return _labels.num_samples(part) / size
+    size = 1 if masked else len(labels_of(part))
+    return num_samples(part) / size
 
   def micro(carry: PyTree, xs: PyTree) -> tuple[PyTree, None]:
     model_state, sums = carry
@@ -200,3 +203,77 @@ def _wide_dtype(dtype: Any) -> Any:
   # Metrics may be counts, whose mean is a float.
   is_inexact = jnp.issubdtype(dtype, jnp.inexact)
   return states.wide_dtype(dtype) if is_inexact else jnp.float32
+
+
+def labels_of(batch: PyTree) -> jax.Array:
+  """Returns the classes to predict: labels of images, next tokens of texts."""
+  if not isinstance(batch, Mapping) or not {"label", "targets"} & batch.keys():
+    raise ValueError(
+      "`batch` must have the classes to predict, `label` or with `tokens` "
+      f"`targets`, got {checks.show(batch)}."
+    )
+  return batch["targets" if "tokens" in batch else "label"]
+
+
+def mask_of(batch: PyTree) -> Any:
+  """Returns the batch's mask, or None if it has none."""
+  return batch.get("mask") if isinstance(batch, Mapping) else None
+
+
+def counted(batch: PyTree) -> Any:
+  """Returns which labels enter a mean, bools in the shape of the labels.
+
+  The labels have a mask that is not 0, and are not `IGNORED`.
+  """
+  labels, mask = labels_of(batch), mask_of(batch)
+  # An unsigned label cannot be -100, and NumPy refuses the comparison.
+  signed = jnp.issubdtype(labels.dtype, jnp.signedinteger)
+  known = labels != IGNORED if signed else labels == labels
+  if mask is None:
+    return known
+  if mask.shape != labels.shape[: mask.ndim]:
+    raise ValueError(
+      "`mask` must have one entry a sample, or a token, got "
+      f"{checks.show(mask)} for labels {checks.show(labels)}."
+    )
+  # A mask of samples holds for all tokens of a sample.
+  return known & (mask != 0).reshape(
+    *mask.shape, *(1,) * (labels.ndim - mask.ndim)
+  )
+
+
+def num_samples(batch: PyTree) -> jax.Array:
+  """Counts a batch's samples by its mask and labels, or by its first array.
+
+  Labels of -100 do not count, see `label_loss`: a text of which half the
+  targets are ignored is half a sample. With a mask of tokens, tokens count.
+  """
+  return jnp.asarray(sample_counts(batch), jnp.float32)
+
+
+def sample_counts(batch: PyTree, leading: int = 0) -> Any:
+  """Counts the samples of each part of a batch `[*leading, n, ...]`.
+
+  NumPy arrays are counted on the host.
+  """
+  mask, inside = mask_of(batch), None
+  if mask is not None:
+    inside = mask != 0
+  if has_labels(batch) and (mask is None or mask.ndim <= labels_of(batch).ndim):
+    inside = counted(batch)
+  if inside is None:
+    first = next(iter(jax.tree.leaves(batch)), None)
+    shape = np.shape(first)
+    return np.full(shape[:leading], (*shape, 1)[leading], np.float32)
+  # Several labels of one sample count for it together.
+  labels = inside.shape[leading + 1 if mask is None else mask.ndim :]
+  axes = tuple(range(leading, inside.ndim))
+  return inside.sum(axes, dtype=np.float32) / math.prod(labels)
+
+
+def has_labels(batch: PyTree) -> bool:
+  """Returns whether a batch has classes to predict, as `label_loss` does."""
+  if not isinstance(batch, Mapping):
+    return False
+  labels = batch.get("targets" if "tokens" in batch else "label")
+  return jnp.issubdtype(getattr(labels, "dtype", float), jnp.integer)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, signatures
-from jdist.training import _gradient, _labels
+from jdist.training import _gradient
 
 PyTree = Any
 Metrics = _gradient.Metrics
@@ -71,7 +71,7 @@ def model_loss(
     params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
   ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
     # Only a batch with a mask passes it on, since not every model takes one.
-    inputs, mask = inputs_of(batch, key), _labels.mask_of(batch)
+    inputs, mask = inputs_of(batch, key), _gradient.mask_of(batch)
     given = {} if mask is None else {"mask": mask}
     checks.check_apply("apply", apply, *given)
     found = apply(
@@ -97,7 +97,7 @@ def model_inputs(
   """
 
   def inputs(batch: PyTree, key: jax.Array) -> jax.Array:
-    _labels.labels_of(batch)
+    _gradient.labels_of(batch)
     if "tokens" in batch:
       return batch["tokens"]
     images = checks.check_array("batch['image']", batch.get("image"))
@@ -139,7 +139,7 @@ def label_scores(
 
   All three are in the shape of the labels; the first two are float32.
   """
-  labels, inside = _labels.labels_of(batch), _labels.counted(batch)
+  labels, inside = _gradient.labels_of(batch), _gradient.counted(batch)
   # In bfloat16 the sum over many classes would lose most digits of the loss.
   logits = checks.check_array("logits", logits).astype(jnp.float32)
   whole = jnp.issubdtype(labels.dtype, jnp.integer)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jdist import checks, signatures, states
-from jdist.training import _run_metadata
+from jdist.training import _checkpoint_directory
 
 PyTree = Any
 
@@ -48,7 +48,9 @@ def save_model(
   arrays = {name: np.asarray(x, order="C") for name, x in named.items()}
   header = {
     name: value if isinstance(value, str) else json.dumps(value)
-    for name, value in _run_metadata.as_json("metadata", metadata or {}).items()
+    for name, value in _checkpoint_directory.as_json(
+      "metadata", metadata or {}
+    ).items()
   }
   # Renaming is atomic, so that a reader never sees half a file.
   partial = f"{os.fspath(path)}.partial"

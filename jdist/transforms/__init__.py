@@ -7,8 +7,6 @@ Each is an ordinary `optax.GradientTransformation` that a user composes in
 from jdist.transforms import intervals as intervals
 from jdist.transforms._averaging import average_gradients as average_gradients
 from jdist.transforms._averaging import with_mean_loss as with_mean_loss
-from jdist.transforms._clipping import clip_deviations as clip_deviations
-from jdist.transforms._clipping import clip_local as clip_local
 from jdist.transforms._control import Control as Control
 from jdist.transforms._drain import drain as drain
 from jdist.transforms._evaluation_params import (
@@ -17,13 +15,15 @@ from jdist.transforms._evaluation_params import (
 from jdist.transforms._evaluation_params import (
   mean_statistics as mean_statistics,
 )
+from jdist.transforms._own_gradients import clip_deviations as clip_deviations
+from jdist.transforms._own_gradients import clip_local as clip_local
+from jdist.transforms._own_gradients import proximal as proximal
+from jdist.transforms._own_gradients import skip_nonfinite as skip_nonfinite
+from jdist.transforms._own_gradients import skipped as skipped
 from jdist.transforms._predicted import Predict as Predict
 from jdist.transforms._predicted import predict_rest as predict_rest
 from jdist.transforms._predicted import Splitter as Splitter
-from jdist.transforms._proximal import proximal as proximal
 from jdist.transforms._shared import sharing as sharing
-from jdist.transforms._skip_nonfinite import skip_nonfinite as skip_nonfinite
-from jdist.transforms._skip_nonfinite import skipped as skipped
 from jdist.transforms._state import arrives_after as arrives_after
 from jdist.transforms._state import averages as averages
 from jdist.transforms._state import interval as interval

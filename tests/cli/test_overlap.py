@@ -15,7 +15,7 @@ import pytest
 
 from jdist import cli, cluster, collectives, methods, models, profiling
 from jdist.cli import _commands, _output
-from jdist.cli.programs import _overlap, _overlap_inputs, _overlap_report
+from jdist.cli.programs import _overlap, _overlap_inputs
 from jdist.profiling import _timeline
 
 _PROFILING = pathlib.Path(__file__).parent.parent / "profiling"
@@ -60,11 +60,11 @@ _BAD = [
 def test_figures_of_a_round_are_means_over_its_steps():
   ends = types.SimpleNamespace(end_s=5.0, send_s=4.0, exposed_s=3.0)
   rest = types.SimpleNamespace(end_s=1.0, send_s=1.0, exposed_s=0.0)
-  found = _overlap_report.Found("a", ends, rest, 4, 0, 0.0)
+  found = _overlap.Found("a", ends, rest, 4, 0, 0.0)
   assert found.mean_step_s == (5 + 3 * 1) / 4
   assert found.hidden_share == pytest.approx(1 - 3 / 7)
   silent = types.SimpleNamespace(end_s=1.0, send_s=0.0, exposed_s=0.0)
-  found = _overlap_report.Found("a", silent, silent, 4, 0, 0.0)
+  found = _overlap.Found("a", silent, silent, 4, 0, 0.0)
   assert found.hidden_share == 1.0
 
 
@@ -97,19 +97,19 @@ def test_report_of_a_forecast_has_a_line_for_each_collective(capsys):
   text = (_PROFILING / "delayed_on_8_h200.hlo").read_text()
   device = cluster.Device("toy", 2 * 1024**3, memory_bytes_per_s=1e30)
   step = profiling.forecast(text, device, cluster.Link(8e9))
-  found = _overlap_report.Found("msdpu", step, step, 8, 10**9, 3.0)
-  _output.console().print(_overlap_report.messages_table(found))
-  _output.console().print(_overlap_report.methods_table([found]))
+  found = _overlap.Found("msdpu", step, step, 8, 10**9, 3.0)
+  _output.console().print(_overlap.messages_table(found))
+  _output.console().print(_overlap.methods_table([found]))
   out = re.sub(" *│ *", "│", capsys.readouterr().out)
   assert "│1│all-reduce│each step│3.67│" in out
   assert "│msdpu│8│3.67│" in out
-  row = _overlap_report.row(_commands.Overlap(), found)
+  row = _overlap.row(_commands.Overlap(), found)
   assert row["hidden_share"] == row["meeting"]["hidden_share"] == 1.0
   assert row["messages"][0]["kernels"] == 4
   # The last of eight steps alone sends.
   silent = dataclasses.replace(step, collectives=())
   found = dataclasses.replace(found, between=silent)
-  row = _overlap_report.row(_commands.Overlap(), found)
+  row = _overlap.row(_commands.Overlap(), found)
   assert row["mean_wire_bytes"] == step.wire_bytes / 8 > 0
 
 
@@ -353,15 +353,15 @@ def test_operations_match_published_counts(model, giga_flops):
 def test_rates_and_steps_are_shown_in_their_units(capsys):
   device = cluster.Device("toy", 3e12, 4e9, launch_s=5e-6)
   link = cluster.Link(6e9, latency_s=7e-6)
-  assert _overlap_report.rates(device, link) == (
+  assert _overlap.rates(device, link) == (
     "Stated rates, not measurements: 3 TFLOP/s, 4 GB/s of memory, 5 µs at "
     "least a kernel; link 6 Gbit/s each way, 7 µs a message."
   )
   step = types.SimpleNamespace(
     end_s=0.5, send_s=0.25, exposed_s=0.0, wire_bytes=2e6, hidden_share=1.0
   )
-  found = _overlap_report.Found("msdpu", step, step, 1, 0, 0.0)
-  _output.console().print(_overlap_report.methods_table([found]))
+  found = _overlap.Found("msdpu", step, step, 1, 0, 0.0)
+  _output.console().print(_overlap.methods_table([found]))
   cells = capsys.readouterr().out.split("│ msdpu")[1].splitlines()[0]
   assert [x.strip() for x in cells.split("│")[1:8]] == [
     "1", "2", "250.000", "100.0", "500.000", "500.000", "100.0",

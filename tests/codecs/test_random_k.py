@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.codecs import _cast, _codec, _quantize, _random_k, _top_k
+from jdist.codecs import _cast, _codec, _quantize, _random_k, _sparse
 
 RandomK = _random_k.RandomK
 
@@ -53,7 +53,7 @@ class Counted(_codec.Dense):
   [
     RandomK(k=2, values=Counted()),
     RandomK(k=2, values=Counted(), shared=False),
-    _top_k.TopK(k=2, values=Counted()),
+    _sparse.TopK(k=2, values=Counted()),
   ],
   ids=["shared", "own", "top-k"],
 )

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist.codecs import _cast, _quantize, _sparse, _top_k
+from jdist.codecs import _cast, _quantize, _sparse
 from tests import _thinned
 
-SampledTopK = _top_k.SampledTopK
-TopK = _top_k.TopK
+SampledTopK = _sparse.SampledTopK
+TopK = _sparse.TopK
 LONG = 40000
 
 

@@ -12,10 +12,9 @@ from jdist.pipeline.planning import (
   _bottleneck,
   _costs,
   _placement,
-  _routes,
   _simulator,
 )
-from jdist.pipeline.planning._layouts import Layout
+from jdist.pipeline.planning._placement import Layout
 from jdist.pipeline.planning._plan import Footprint, Plan
 from jdist.pipeline.schedule import _asynchronous_tables, _checker
 from jdist.pipeline.schedule._list_schedule import (
@@ -142,7 +141,7 @@ def stage_times(
     split: Whether the backward pass is split, so that its two parts have times
       of their own.
   """
-  routes = _routes.Routes(machines)
+  routes = _bottleneck.Routes(machines)
   times = []
   for i, (cost, name) in enumerate(zip(found.stages, found.nodes, strict=True)):
     # The last stage sends nothing.

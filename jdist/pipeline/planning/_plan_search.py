@@ -15,7 +15,7 @@ from jdist.pipeline.planning._candidate import (
   PlanProblem,
   ROUNDING,
 )
-from jdist.pipeline.planning._layouts import few_layouts, Layout, near_layouts
+from jdist.pipeline.planning._placement import few_layouts, Layout, near_layouts
 from jdist.pipeline.planning._plan import Footprint
 from jdist.pipeline.schedule import _checker
 from jdist.pipeline.schedule._asynchronous_tables import least_window

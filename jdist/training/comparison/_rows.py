@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jdist import checks, signatures
-from jdist.training import _results, _run_metadata
+from jdist.training import _checkpoint_directory, _results
 
 Row: TypeAlias = dict[str, Any]  # A result by the names of its fields.
 Purpose: TypeAlias = Literal["tuning", "comparison"]
@@ -92,7 +92,7 @@ class Rows:
     """Returns the options that must agree."""
     kept = {k: v for k, v in config.items() if k not in self._free}
     # JSON turns tuples into lists, as in the rows that were read from a file.
-    return _run_metadata.as_json("config", kept)
+    return _checkpoint_directory.as_json("config", kept)
 
   def __len__(self) -> int:
     """Counts the rows, including those of other comparisons in the file."""

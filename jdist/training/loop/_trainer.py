@@ -15,11 +15,15 @@ import jax
 
 from jdist import checks, collectives, signatures, transforms
 from jdist.storage import sealed_json
-from jdist.training import _checkpoints, _run_metadata, _step, _train_state
+from jdist.training import (
+  _checkpoint_directory,
+  _checkpoints,
+  _step,
+  _train_state,
+)
 from jdist.training.loop import (
   _preemption,
   _programs,
-  _progress,
   _record,
   _training_run,
 )
@@ -206,7 +210,7 @@ class Trainer:
         stack.callback(close)
       stack.enter_context(run.watchdog)
       if isinstance(label, str):
-        bar = _progress.Progress(num_steps, label, start_step=start)
+        bar = _record.Progress(num_steps, label, start_step=start)
         run.progress = stack.enter_context(bar).show
       else:
         run.progress = label
@@ -375,4 +379,4 @@ def check_metadata(
     free: Names whose values may differ.
   """
   free = (_SENT_BYTES, _HISTORY, *free)
-  _run_metadata.check_same_run(found, metadata, free=free)
+  _checkpoint_directory.check_same_run(found, metadata, free=free)

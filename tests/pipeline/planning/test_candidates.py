@@ -7,7 +7,7 @@ import types
 import pytest
 
 from jdist import cluster, pipeline
-from jdist.pipeline.planning import _candidate, _layouts, _routes
+from jdist.pipeline.planning import _bottleneck, _candidate, _placement
 
 pytest.importorskip("simpy")
 _Cost = pipeline.LayerCost
@@ -76,10 +76,10 @@ def test_near_layouts_differ_by_a_cut_machines_or_a_stage():
     (("a", "c"), (2,)),
   ]
   fewer = [(("b",), ()), (("a",), ())]
-  assert [*_layouts.near_layouts(here, "abc", 4, 1)] == near + fewer
+  assert [*_placement.near_layouts(here, "abc", 4, 1)] == near + fewer
   # Neither of two stages on a machine is removed alone.
   here = ("a",), (2,)
-  assert [*_layouts.near_layouts(here, "a", 3, 2)] == [(("a",), (1,))]
+  assert [*_placement.near_layouts(here, "a", 3, 2)] == [(("a",), (1,))]
 
 
 def test_links_are_shared_on_the_way_there_or_back():
@@ -92,7 +92,7 @@ def test_links_are_shared_on_the_way_there_or_back():
     ),
     link=lambda one, other: cluster.Link(8.0 if "b" in (one, other) else 2.0),
   )
-  routes = _routes.Routes(types.SimpleNamespace(topology=topology))
+  routes = _bottleneck.Routes(types.SimpleNamespace(topology=topology))
   assert routes.shared_byte_s("a", "b", "c") == 1.0
   assert routes.shared_byte_s("a", "b", "d") == 1.0
   assert routes.shared_byte_s("c", "b", "d") == 0.0

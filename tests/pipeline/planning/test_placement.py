@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jdist import cluster, pipeline
-from jdist.pipeline.planning import _bottleneck, _layouts, _placement
+from jdist.pipeline.planning import _bottleneck, _placement
 from tests.pipeline.planning import _small_clusters as small
 
 _Cost = pipeline.LayerCost
@@ -193,7 +193,7 @@ def test_placement_of_200_layers_on_64_machines_takes_seconds():
 def test_orders_of_interchangeable_machines_are_tried_once():
   """Two machines are equal, a third one has a slower link."""
   groups = {"a": "a", "b": "a", "c": "c"}
-  found = _layouts.few_layouts(groups, 2, 1)
+  found = _placement.few_layouts(groups, 2, 1)
   orders = {order for order, _ in found}
   assert orders == {("a",), ("c",), ("a", "b"), ("a", "c"), ("c", "a")}
   link = cluster.Link(8e6)
