@@ -1,6 +1,6 @@
 """Writes the figures of the thin links' page from the rows.
 
-python experiments/thin_links/report.py          # README.md
+python experiments/thin_links/report.py          # its pages
 python experiments/thin_links/report.py --check  # fails if a number differs
 """
 
@@ -218,6 +218,38 @@ def of_shards(rows):
   )
 
 
+def of_peers(rows):
+  """Returns the seconds of a round by a server, and by peers."""
+  usual = {
+    x["config"]["bits"]: statistics.median(x["rounds_s"])
+    for x in rows
+    if not x["config"]["peers"]
+  }
+  first = {x["config"]["bits"]: x["parameters"] for x in reversed(rows)}
+  lines = []
+  for row in sorted(rows, key=lambda x: (x["config"]["bits"], x["seed"])):
+    config, seconds = row["config"], row["rounds_s"]
+    rounds, middle = config["rounds"], statistics.median(seconds)
+    received, sent = (
+      f"{row[x] / rounds / 1e6:.2f}" for x in ("server_received", "server_sent")
+    )
+    lines.append((
+      "by peers" if config["peers"] else "by the server", config["bits"],
+      row["commit"][:7], rounds, f"{middle:.2f}",
+      f"{min(seconds):.2f} to {max(seconds):.2f}",
+      f"{usual[config['bits']] / middle:.2f}",
+      f"{row['pulled_bytes'] / rounds / config['workers'] / 1e6:.2f}",
+      received, sent,
+      "yes" if row["parameters"] == first[config["bits"]] else "**no**",
+    ))  # fmt: skip
+  return studies.table(
+    "merges | bits of a push | commit | rounds | s a round | from, to | times "
+    "as fast | MB to a worker a round | MB received at the server's interface "
+    "a round | sent | the same bits at the end",
+    lines,
+  )
+
+
 def setting(rows):
   """Returns what the rows were made with."""
   config = of(rows, "late")[0]["config"]
@@ -240,9 +272,12 @@ def main():
     "verdict": verdict(rows), "runs": table(rows), "sockets": sockets(rows),
     "setting": setting(rows),
   }  # fmt: skip
-  if divided:
-    parts["shards"] = of_shards(divided)
-  studies.publish({run.FOLDER / "README.md": parts}, lambda: None)
+  peers = studies.read(run.FOLDER / "results" / "peers.jsonl")
+  ceiling = {"peers": of_peers(peers), "shards": of_shards(divided)}
+  pages = {"README.md": parts, "SERVER_LINK.md": ceiling}
+  studies.publish(
+    {run.FOLDER / name: x for name, x in pages.items()}, lambda: None
+  )
 
 
 if __name__ == "__main__":

@@ -112,7 +112,9 @@ class Rounds:
   with the samples c of a push.  This is `DecoupledDiLoCo` with `ahead` 0, or
   one merge late for an `overlap`; every worker has a JAX runtime of its own.
   Undisturbed it equals the collective method up to rounding, where a codec's
-  mean is a gather: the server sends its merges without compression.
+  mean is a gather: the server sends its merges without compression.  With
+  `peers` it sends none: each member makes all merges on its CPU, to the same
+  bits, by messages that it gets from the other members as they are encoded.
 
   A worker that joins or returns takes the parameters, the batch statistics and
   the position of schedules from the server, which has made all merges, and
@@ -131,6 +133,8 @@ class Rounds:
     grace: The longest wait for the others, in times of a round.  With 1, the
       default, a worker that has joined within a round takes part in its merge.
     timeout_s: Seconds without a push after which a worker counts as lost.
+    peers: Whether members send each other their pushes, and merge them.  The
+      server, which merges, too, only decides, and serves who joins.
     model_state: The first batch statistics, if any.
     seed: Seed of the random numbers in losses and codecs.
 
@@ -153,6 +157,7 @@ class Rounds:
     quorum: float = 0.5,
     grace: float = 1.0,
     timeout_s: float | None = None,
+    peers: bool = False,
     model_state: signatures.Arrays = None,
     seed: signatures.Seed = 0,
   ):
@@ -170,6 +175,7 @@ class Rounds:
       "model_state": jax.device_get(model_state),
     }
     self._seed = seed
+    self._merging = {"outer": parts.outer} if peers else {}
     self.protocol: server.Protocol = server.DecoupledDiLoCo(
       batches=samples,
       interval=self._interval,
@@ -180,6 +186,7 @@ class Rounds:
       in_step=parts.late,
       weights="samples",
       timeout_s=timeout_s,
+      peers=peers,
     )
     self._plan = server.LivePlan(
       workers=self.workers, versions=server.versions()
@@ -220,7 +227,7 @@ class Rounds:
       loss_fn, self._optimizer, self._params if params is None else params,
       samples, number=self.workers.index(name), num_workers=len(self.workers),
       sizes=sizes, seed=self._seed, interval=self._interval,
-      mix=self._parts.mix, **self._common,
+      mix=self._parts.mix, **self._common, **self._merging,
     )  # fmt: skip
 
   def work(

@@ -14,6 +14,7 @@ from jdist.server._messages import Apply as Apply
 from jdist.server._messages import Discard as Discard
 from jdist.server._messages import Join as Join
 from jdist.server._messages import Leave as Leave
+from jdist.server._messages import Merge as Merge
 from jdist.server._messages import Pull as Pull
 from jdist.server._messages import Push as Push
 from jdist.server._messages import Reply as Reply
@@ -39,14 +40,14 @@ from jdist.server.decoupled._fragment_syncer import (
 from jdist.server.gradients._division import divide as divide
 from jdist.server.gradients._empty_gradient import EmptyServer as EmptyServer
 from jdist.server.gradients._empty_gradient import EmptyWorker as EmptyWorker
-from jdist.server.gradients._gradient_learner import (
-  GradientLearner as GradientLearner,
-)
 from jdist.server.gradients._gradient_messages import (
   message_plans as message_plans,
 )
 from jdist.server.gradients._gradient_server import (
   GradientServer as GradientServer,
+)
+from jdist.server.gradients._gradient_worker import (
+  GradientLearner as GradientLearner,
 )
 from jdist.server.gradients._gradient_worker import (
   GradientWorker as GradientWorker,

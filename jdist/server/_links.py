@@ -1,7 +1,7 @@
 """Connections of a server and its workers over modelled links, in order."""
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from jdist import cluster
@@ -60,6 +60,7 @@ class Links:
     trace: cluster.Trace | None = None,
   ):
     self._server, self._traces = machines.server, trace is not None
+    self._environment = environment
     self._network = cluster.Network(environment, machines.topology, trace)
     self._channels: dict[tuple[str, str], _Channel] = {}
     for name in machines.names:
@@ -78,10 +79,12 @@ class Links:
     deliver: Callable[..., Any],
     *arguments: Any,
     task: int = 0,
+    parts: Sequence[tuple[str, float]] | None = None,
   ) -> None:
     """Has a function called when bytes have been carried.
 
-    A message without bytes (None) travels with the one before it.
+    A message without bytes (None) travels with the one before it.  `parts` are
+    bytes from other workers, in place of the server's.
     """
     carried = None
     if num_bytes is not None:
@@ -89,7 +92,15 @@ class Links:
       if kind == "push":
         source, target = target, source
       name = f"{kind} {task}" if self._traces else kind
-      carried = self._network.send(
-        source, target, num_bytes, name=name, kind=kind
-      )
+      if parts is None:
+        carried = self._network.send(
+          source, target, num_bytes, name=name, kind=kind
+        )
+      else:
+        carried = self._environment.all_of(
+          [
+            self._network.send(peer, target, size, name=name, kind=kind)
+            for peer, size in parts
+          ]
+        )
     self._channels[kind, worker].send(carried, deliver, *arguments)

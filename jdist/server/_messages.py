@@ -65,6 +65,22 @@ class Expired(NamedTuple):
   task: int
 
 
+class Merge(NamedTuple):
+  """A merge of pushes, as workers that merge themselves are told of it.
+
+  Attributes:
+    fragment: The fragment that is merged.
+    tasks: Numbers of the tasks whose pushes are in it, in their order.
+    weights: Weight of each push.
+    workers: The worker of each push.
+  """
+
+  fragment: int
+  tasks: tuple[int, ...]
+  weights: tuple[float, ...]
+  workers: tuple[Worker, ...]
+
+
 class Reply(NamedTuple):
   """The driver must send the present parameters to a worker, with a task.
 
@@ -83,6 +99,8 @@ class Reply(NamedTuple):
     fragment: Number of the fragment to push, if the parameters have fragments.
     pulled: Numbers of the fragments that are sent; None sends all of them, and
       the worker starts again from them.
+    merges: If workers merge, the merges since the last task, whose pushes the
+      worker gets from its peers; without any, the fragments are sent.
   """
 
   worker: Worker
@@ -94,6 +112,7 @@ class Reply(NamedTuple):
   pull_plan: int | None = 0
   fragment: int = 0
   pulled: tuple[int, ...] | None = None
+  merges: tuple[Merge, ...] | None = None
 
   def __repr__(self) -> str:
     return _shown(self)

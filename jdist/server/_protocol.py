@@ -251,6 +251,7 @@ class Protocol(Generic[State]):
     pull_plan: int | None = 0,
     fragment: int = 0,
     pulled: tuple[int, ...] | None = None,
+    merges: tuple[_messages.Merge, ...] | None = None,
   ) -> Assignment:
     """Sends the parameters to a member, with the number of its samples.
 
@@ -262,6 +263,7 @@ class Protocol(Generic[State]):
       pull_plan: As in `server.Reply`.
       fragment: As in `server.Reply`.
       pulled: As in `server.Reply`.
+      merges: As in `server.Reply`.
     """
     member, version = state.members[worker], state.version
     task, state.next_task = state.next_task, state.next_task + 1
@@ -275,7 +277,7 @@ class Protocol(Generic[State]):
     actions.append(
       _messages.Reply(
         worker, task, version, samples, passes, push_plan, pull_plan, fragment,
-        pulled,
+        pulled, merges,
       )
     )  # fmt: skip
     if self.timeout_s is not None:

@@ -51,6 +51,7 @@ def test_row_and_output_name_the_members(train, tmp_path, capsys):
   "words",
   [
     ["--method", "diloco", "--codec", "int4", "--feedback", "error"],
+    ["--method", "diloco", "--codec", "int4", "--peers"],
     *(
       pytest.param(words.split(), marks=pytest.mark.slow)
       for words in (
@@ -120,7 +121,9 @@ def test_wrong_option_is_refused_in_one_line(words, train, capsys):
   assert WRONG[words] in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", ["--quorum 1", "--driver ray", "--owned"])
+@pytest.mark.parametrize(
+  "words", ["--quorum 1", "--driver ray", "--owned", "--peers"]
+)
 def test_server_options_need_a_server(words, capsys):
   assert cli.main(["train", *words.split()]) == 2
   assert "without `--protocol`" in capsys.readouterr().err

@@ -372,9 +372,10 @@ def test_schedules_follow_the_run_after_all_workers_have_been_away():
 
 
 @pytest.mark.slow  # Compiles programs for two devices.
-def test_worker_may_be_sharded_over_devices():
+@pytest.mark.parametrize("peers", (False, True))
+def test_worker_may_be_sharded_over_devices(peers):
   """One worker has two devices and shards its state, another has one."""
-  found, learners = rounds("diloco int4"), {}
+  found, learners = rounds("diloco int4", peers=peers), {}
 
   def own(channel, name):
     devices = jax.devices()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 
+import numpy as np
 import pytest
 
 from jdist.server.runtime.ray_actors import _ray_access, _ray_actors
@@ -22,11 +23,15 @@ class _TimeoutError(Exception):
   """Ray's error when an answer has not come in time."""
 
 
+class _LostError(Exception):
+  """Ray's error when no machine has an object any more."""
+
+
 class _Ray:
   """Ray without processes: the answers to some calls are lost for ever."""
 
   exceptions = types.SimpleNamespace(
-    RayTaskError=KeyError, RayActorError=KeyError, ObjectLostError=KeyError,
+    RayTaskError=KeyError, RayActorError=KeyError, ObjectLostError=_LostError,
     GetTimeoutError=_TimeoutError,
   )  # fmt: skip
 
@@ -47,7 +52,10 @@ class _Ray:
 
     return types.SimpleNamespace(remote=remote)
 
-  def wait(self, calls, timeout):
+  def put(self, message):
+    return message
+
+  def wait(self, calls, timeout, num_returns=1):
     assert timeout is not None
     self.late -= 1
     ready = self.late < 0 and calls[0] not in self.lost
@@ -57,7 +65,7 @@ class _Ray:
     if call in self.lost:
       assert timeout is not None, "it waits for ever"
       raise _TimeoutError(call)
-    return _ray_actors._envelope.pack({"kind": "task"})
+    return _ray_actors._envelope.pack({"kind": "task"}), None
 
 
 def channel(ray, monkeypatch):
@@ -101,6 +109,81 @@ def test_late_answer_of_a_living_server_is_waited_for(monkeypatch):
   header, _ = channel(ray, monkeypatch).pull("a", 1)
   assert header == {"kind": "task"}
   assert ray.calls == ["pull", *["process"] * 100]
+
+
+def test_message_that_a_peer_has_lost_comes_from_the_server(monkeypatch):
+  """Here b's object is lost, and that of c has not come in time."""
+  pack = _ray_actors._envelope.pack
+  waited, asked, ready = [], [], iter((2, 3, 3))
+
+  class Ray(_Ray):
+    def wait(self, calls, timeout, num_returns=1):
+      if num_returns == 1:
+        return calls, []
+      waited.append((list(calls), num_returns, timeout))
+      number = next(ready)
+      return calls[:number], calls[number:]
+
+    def get(self, call, timeout=None):
+      if call == "pull":
+        merges = [[0, [4, 5, 6], [0.25] * 3, ["a", "b", "c"]]]
+        return pack({"kind": "task", "merges": merges}), ["x", "y", "z"]
+      if call == "ask":
+        return np.array([asked[-1]], np.uint8)
+      assert timeout == 0
+      if call == "x":
+        return pack({"kind": "push"}, np.array([1], np.uint8))
+      raise _LostError if call == "y" else _TimeoutError
+
+    def __getattr__(self, method):
+      def remote(*args):
+        if method == "ask":
+          assert args[0] == "message"
+          asked.append(*args[1])
+        return method
+
+      return types.SimpleNamespace(remote=remote)
+
+  way = channel(Ray(set()), monkeypatch)
+  for _ in range(3):
+    header, _ = way.pull("a", 1)
+    assert [x.tolist() for x in header["messages"]] == [[1], [5], [6]]
+  assert asked == [5, 6] * 3
+  # At first it waits long, and once all have come soon, for a short time.
+  first, short = _ray_actors._SILENCE_S, _ray_actors._ASK_S
+  assert waited == [(["x", "y", "z"], 3, t) for t in (first, first, short)]
+
+
+def test_push_for_peers_is_put_and_handed_on_as_a_handle(monkeypatch):
+  sent, taken = [], []
+
+  class Ray(_Ray):
+    def put(self, message):
+      return "handle", message
+
+    def __getattr__(self, method):
+      return types.SimpleNamespace(remote=lambda *args: sent.append(args))
+
+    def get(self, call, timeout=None):
+      return {}
+
+  class Server:
+    def push(self, header, payload):
+      taken.append((header, payload.tolist()))
+      return {}
+
+  payload, way = np.array([7], np.uint8), channel(Ray(set()), monkeypatch)
+  for shared in (True, False):
+    way.push({"kind": "push", "shared": shared}, payload)
+  (message, (handle,)), (plain,) = sent
+  assert message is handle
+  actor = _ray_actors.ServerActor()
+  actor._server = Server()
+  asyncio.run(actor.push(message[1], [handle]))
+  asyncio.run(actor.push(plain))
+  (first, one), (second, other) = taken
+  assert one == other == [7]
+  assert first["handle"] is handle and second["handle"].tolist() == [7]
 
 
 # Two modules that import each other: of two threads that begin at either end,

@@ -79,6 +79,10 @@ class ProtocolOptions:
   """Tasks that a worker of decoupled_diloco begins (1) or has received (2)
   before its push is merged; with 0 it waits for the merge (default 1)."""
 
+  peers: bool = _option(False, "peers")
+  """Workers of decoupled_diloco, or of an elastic method, send each other their
+  messages as they are encoded, and merge them; the server sends no merges."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions(ProtocolOptions):

@@ -128,7 +128,7 @@ def _rounds(
   chain = _methods.build_method(
     options.method, options, budget, None, model, **given
   )
-  chosen = {x: getattr(options, x) for x in ("quorum", "grace")}
+  chosen = {x: getattr(options, x) for x in ("quorum", "grace", "peers")}
   return elastic.Rounds(
     chain, model.params, workers=names, samples=batch_size,
     timeout_s=options.timeout_s, model_state=model.state, seed=options.seed,
@@ -224,6 +224,7 @@ def _worker_learner(parts: Parts, name: str) -> server.WorkerLearner:
       parts.samples,
       fragments=protocol.fragments,
       push_codec=parts.push_codec,
+      outer=_methods.outer_optimizer(parts.options) if protocol.peers else None,
       **common,
     )
   return server.GradientWorker(

@@ -215,7 +215,7 @@ def _check_elastic(options: _commands.Train) -> None:
       f"tasks of as many steps, got {options.interval_policy}."
     )
   _options.check_name("--method", options.method, methods.registry)
-  served = {"quorum", "grace", "timeout_s"}
+  served = {"quorum", "grace", "timeout_s", "peers"}
   _options.check_used(
     options, (options.method,), methods.registry,
     lambda name: (_methods.takes(options, name) | served) - {"growth"},

@@ -205,13 +205,23 @@ class Simulation(_driver.Driver):
       self._queues[name].append(given)
       if self._under_way is not None:
         self._under_way.send(name, reply.task, more, payload)
-    num_bytes = None
-    if reply.pull_plan is not None:
+    num_bytes, parts = None, None
+    if reply.merges:
+      push_bytes, share = self.profile.push_bytes, self.protocol.push_share
+      parts = [
+        (str(peer), push_bytes * share(reply._replace(fragment=fragment)))
+        for fragment, _, _, workers in reply.merges
+        for peer in workers
+        if peer != name
+      ]
+      num_bytes = sum(size for _, size in parts) or None
+    elif reply.pull_plan is not None:
       num_bytes = self.profile.pull_bytes * self.protocol.pull_share(reply)
-      self.pulled_bytes += num_bytes
+    self.pulled_bytes += num_bytes or 0.0
     self._links.send(
-      "pull", name, num_bytes, self._receive, given, name, life, task=reply.task
-    )
+      "pull", name, num_bytes, self._receive, given, name, life,
+      task=reply.task, parts=parts,
+    )  # fmt: skip
 
   def _receive(self, given: _Given, name: str, life: int) -> None:
     if life == self._lives[name]:

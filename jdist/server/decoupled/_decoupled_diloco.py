@@ -11,6 +11,8 @@ from jdist.server._messages import Action, Worker
 
 Change = tuple[float, int, str, str, int]
 Share = tuple[float, int, int]
+# Merges of each fragment whose pushes are kept for members behind.
+KEPT_MERGES = 8
 
 
 @dataclasses.dataclass
@@ -40,6 +42,8 @@ class DecoupledState(_server_state.ServerState):
       `"left"` or `"returned"`, the worker, and the members after it.
     shares: For each merge its time, the members whose pushes are in it, and all
       members.
+    log: With `peers`, the last merges.
+    told: With `peers`, the number of merges of which each member was told.
   """
 
   merges: list[int] = dataclasses.field(default_factory=list)
@@ -61,6 +65,8 @@ class DecoupledState(_server_state.ServerState):
   joins: dict[Worker, int] = dataclasses.field(default_factory=dict)
   changes: list[Change] = dataclasses.field(default_factory=list)
   shares: list[Share] = dataclasses.field(default_factory=list)
+  log: list[_messages.Merge] = dataclasses.field(default_factory=list)
+  told: dict[Worker, int] = dataclasses.field(default_factory=dict)
 
 
 @signatures.checked
@@ -111,6 +117,8 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
       `"samples"` is c.
     parts: Part of the parameters' bytes in each fragment; None if all are
       equal.
+    peers: Whether members merge, too: in place of merged fragments they are
+      sent each other's pushes, unless they join or are far behind.
 
   References:
     Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training
@@ -151,6 +159,7 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
   in_step: bool = False
   weights: Literal["paper", "samples"] = "paper"
   parts: Sequence[float] | None = None
+  peers: bool = False
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -229,6 +238,7 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     """Stops waiting for the member, whose pushes stay."""
     state.waiting.pop(worker, None)
     state.held.pop(worker, None)
+    state.told.pop(worker, None)
     del state.next_fragment[worker], state.unmerged[worker], state.slots[worker]
     self._note(state, worker, "left")
     # With fewer members the pushes so far may be a quorum.
@@ -355,6 +365,10 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
     )
     tasks = tuple(push.task for push in pushes)
     actions.append(_messages.Apply(tasks, weights, staleness))
+    if self.peers:
+      workers = tuple(push.worker for push in pushes)
+      state.log.append(_messages.Merge(fragment, tasks, weights, workers))
+      del state.log[: -KEPT_MERGES * self.fragments]
     state.version += 1
     state.applied += len(tasks)
     state.merges[fragment] += 1
@@ -380,6 +394,7 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
       # Only fragments with a merge that the member has not been sent.
       pulled = tuple(i for i, x in enumerate(state.merges) if x > held[i])
     state.held[worker] = list(state.merges)
+    merges = self._merges_for(state, worker) if self.peers else None
     slot = state.version
     if self.in_step and held is not None:
       slot = max(state.slots[worker] + 1, slot)
@@ -395,7 +410,17 @@ class DecoupledDiLoCo(_protocol.Protocol[DecoupledState]):
       pull_plan=None if pulled == () else 0,
       fragment=fragment,
       pulled=pulled,
+      merges=merges,
     )
     task.round = slot
     # The staleness of a push counts merges of its fragment, not all updates.
     task.version = state.merges[fragment]
+
+  def _merges_for(
+    self, state: DecoupledState, worker: Worker
+  ) -> tuple[_messages.Merge, ...]:
+    """Returns the merges since a member's last task, if all are in the log."""
+    before, state.told[worker] = state.told.get(worker), state.version
+    if before is None or state.version - before > len(state.log):
+      return ()
+    return tuple(state.log[len(state.log) - (state.version - before) :])

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from jdist import checks, reducers, signatures, states, training, transforms
+from jdist import checks, reducers, signatures, states, transforms
+from jdist.server.decoupled import _learner_programs, _merged_model
 from jdist.server.gradients import _gradient_messages, _learner
-from jdist.server.gradients._merge import Pushed
 
 PyTree = Any
 Leaves = list[jax.Array]
@@ -70,6 +69,8 @@ class FragmentRunner:
     interval: H, for inner optimizers that take `interval_steps`, as
       `transforms.pull_to_anchor` does.
     mix: alpha in [0, 1]; None keeps all progress on top of what is received.
+    outer: The outer optimizer of a learner that makes the merges itself, on its
+      CPU, by the messages of its peers; with None merged fragments are sent.
   """
 
   # All local steps build on each other.
@@ -95,6 +96,7 @@ class FragmentRunner:
     seed: signatures.Seed = 0,
     interval: signatures.PositiveInt = 1,
     mix: signatures.UnitFloat | None = None,
+    outer: signatures.Optimizer | None = None,
   ):
     if samples is None and not self.takes_own_steps:
       raise ValueError(
@@ -118,7 +120,7 @@ class FragmentRunner:
     self._model_state = jax.tree.map(
       jnp.array, {} if model_state is None else model_state
     )
-    self._indices = fragment_indices(params, fragments)
+    self._indices = _merged_model.fragment_indices(params, fragments)
     leaves, self._structure = jax.tree.flatten(params)
     self._dtypes = [jnp.asarray(leaf).dtype for leaf in leaves]
     self._anchor = [states.wide(jnp.asarray(x)) for x in leaves]
@@ -131,6 +133,7 @@ class FragmentRunner:
     self._state: LearnerState | None = None
     # Pushes that are not merged, by fragment and task, as the server has them.
     self._unmerged: dict[int, dict[int, Leaves]] = {}
+    self._outer, self._num_workers = outer, num_workers
 
   def _first_push_states(self) -> list[PyTree]:
     parts = self._parts(self._anchor)
@@ -143,9 +146,19 @@ class FragmentRunner:
 
   @functools.cached_property
   def _programs(self) -> tuple[Callable[..., Any], ...]:
-    return _programs(
+    return _learner_programs.programs(
       self._loss_fn, self._optimizer, self._codec, self.decoded,
       self._interval, self._mix, self._shardings,
+    )  # fmt: skip
+
+  @functools.cached_property
+  def _merging(self) -> _merged_model.PeerMerges | None:
+    """The learner's own merges; a pair's server sends the same bits."""
+    if self._outer is None or self.decoded:
+      return None
+    return _merged_model.PeerMerges(
+      self._anchor, self._model_state, outer=self._outer,
+      indices=self._indices, num_workers=self._num_workers, codec=self._codec,
     )  # fmt: skip
 
   def _placed(
@@ -167,7 +180,9 @@ class FragmentRunner:
       found, _ = self._local_step(start, (0, size, size), self._key)
     for fragment, part in enumerate(self._parts(self._anchor)):
       states_before = list(self._push_states)
-      _, _, sent, _ = self.push_of(found, fragment, jnp.zeros(()))
+      _, message, sent, _ = self.push_of(found, fragment, jnp.zeros(()))
+      if self._merging is not None:
+        self._merging.prepare_messages(fragment, message)
       self._push_states = states_before
       # The program depends on the number of pushes that are not merged.
       for count in range(3):
@@ -191,24 +206,22 @@ class FragmentRunner:
     opt_state = self._optimizer.init(params)
     if steps:
       # Moments start again, as the parameters do; a schedule must not.
-      opt_state = _with_count(opt_state, steps)
+      opt_state = _learner_programs.with_count(opt_state, steps)
     return LearnerState(params, opt_state, model_state, anchor, list(anchor))
 
   def receive(self, header: dict[str, Any], payload: Any) -> None:
     """Takes the merged fragments that were sent with a task."""
     pulled, more = header["pulled"], header["more"]
-    payload = np.zeros(0, np.uint8) if payload is None else payload
+    if pulled is not None and not pulled:
+      return
+    fresh = self._merged(header, payload)
     if pulled is None:
       self._unmerged.clear()
-      anchor, model_state = _gradient_messages.message_of(
-        payload, (self._anchor, self._model_state)
-      )
+      anchor, model_state = fresh
       model_state = jax.tree.map(jnp.asarray, model_state)
       self._state = self.first_state(anchor, model_state, more["steps"])
       return
     assert self._state is not None, "a learner begins with all fragments"
-    if not pulled:
-      return
     # Drops the pushes that are part of these fragments.
     for p in pulled:
       self._unmerged[p] = {
@@ -216,13 +229,21 @@ class FragmentRunner:
         for task, push in self._unmerged.get(p, {}).items()
         if task > more["settled"][p]
       }
-    parts = self._parts(self._anchor)
-    fresh = _gradient_messages.message_of(payload, [parts[p] for p in pulled])
     self._state = self.merged(
       self._state,
       dict(zip(pulled, fresh, strict=True)),
       {p: list(self._unmerged[p].values()) for p in pulled},
     )
+
+  def _merged(self, header: dict[str, Any], payload: Any) -> PyTree:
+    """Returns the merged fragments of a task, or all and the statistics."""
+    payload = np.zeros(0, np.uint8) if payload is None else payload
+    if self._merging is not None:
+      return self._merging.receive(header, payload)
+    kinds: PyTree = (self._anchor, self._model_state)
+    if header["pulled"] is not None:
+      kinds = [self._parts(self._anchor)[p] for p in header["pulled"]]
+    return _gradient_messages.message_of(payload, kinds)
 
   def merged(
     self,
@@ -348,104 +369,3 @@ class FragmentRunner:
     )
     for (p, tasks), pushes in zip(notes["unmerged"], found, strict=True):
       self._unmerged[p] = dict(zip(tasks, pushes, strict=True))
-
-
-def fragment_indices(
-  params: PyTree, fragments: transforms.Fragments
-) -> tuple[tuple[int, ...], ...]:
-  """Returns the numbers of each fragment's leaves, in the tree's order."""
-  labels = transforms.fragments_of(params, fragments)
-  return tuple(
-    tuple(i for i, label in enumerate(labels) if label == fragment)
-    for fragment in range(max(labels) + 1)
-  )
-
-
-@functools.lru_cache(maxsize=16)
-def _programs(
-  loss_fn: Callable[..., Any],
-  optimizer: optax.GradientTransformation,
-  codec: _gradient_messages.Codec,
-  decoded: bool,
-  interval: int,
-  mix: float | None,
-  shardings: tuple[Any, ...],
-) -> tuple[Callable[..., Any], ...]:
-  chain = transforms.lenient(optimizer)
-  compute = training.make_gradient(loss_fn)
-
-  def step(
-    params: PyTree,
-    opt_state: PyTree,
-    model_state: PyTree,
-    batch: PyTree,
-    key: jax.Array,
-    anchor: PyTree,
-  ) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
-    # All workers have the server's keys, for instance of dropout.
-    model_state = states.fold_keys(model_state, jax.random.bits(key))
-    found = compute(params, model_state, batch, key)
-    updates, opt_state = chain.update(
-      found.grads, opt_state, params, loss=found.loss, value=found.loss,
-      anchor=anchor, interval_steps=interval,
-    )  # fmt: skip
-    params = optax.apply_updates(params, updates)
-    if all(shardings):
-      # The compiler might choose others, and gather what is sharded.
-      leaves, structure = jax.tree.flatten(params)
-      kept = map(jax.lax.with_sharding_constraint, leaves, shardings)
-      params = jax.tree.unflatten(structure, kept)
-    return params, opt_state, found.model_state, found.loss
-
-  def push(
-    base: Leaves,
-    leaves: Leaves,
-    model_state: PyTree,
-    loss: jax.Array,
-    push_state: PyTree,
-  ) -> tuple[Leaves, PyTree, Leaves, jax.Array, PyTree]:
-    now = [states.wide(x) for x in leaves]
-    progress = [b - x for b, x in zip(base, now, strict=True)]
-    message, sent, loss, push_state = _gradient_messages.message_of_push(
-      codec, decoded, Pushed(progress, model_state), loss, push_state
-    )
-    return now, message, sent.grads, loss, push_state
-
-  def take(
-    leaves: Leaves, base: Leaves, anchor: Leaves, unmerged: list[Leaves]
-  ) -> tuple[Leaves, Leaves]:
-    params, bases = [], []
-    for i, (x, b, a) in enumerate(zip(leaves, base, anchor, strict=True)):
-      start = a - sum(each[i] for each in unmerged) if unmerged else a
-      now = states.wide(x)
-      if mix is not None:
-        params.append((mix * now + (1 - mix) * start).astype(x.dtype))
-        bases.append(start)
-        continue
-      # The progress b - x is formed before it is taken off: a small number
-      # loses nothing to the rounding of the large ones.
-      params.append((start - (b - now)).astype(x.dtype))
-      # Progress that is not pushed yet stays the same.
-      bases.append(states.wide(params[-1]) + (b - now))
-    return params, bases
-
-  return jax.jit(step), jax.jit(take), jax.jit(push)
-
-
-def _with_count(opt_state: PyTree, steps: int) -> PyTree:
-  """Returns an optimizer's state whose schedules have made some steps."""
-  kinds = (
-    optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState,
-    transforms.PullToAnchorState,
-  )  # fmt: skip
-
-  def counted(state: Any) -> Any:
-    if not isinstance(state, kinds):
-      return state
-    # Every tuple has a method called `count`, too.
-    name = "count" if "count" in state._fields else "step"
-    return state._replace(**{name: jnp.full_like(getattr(state, name), steps)})
-
-  return jax.tree.map(
-    counted, opt_state, is_leaf=lambda x: isinstance(x, kinds)
-  )

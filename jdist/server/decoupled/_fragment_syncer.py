@@ -1,7 +1,7 @@
 """The syncer of Decoupled DiLoCo: outer steps, fragment by fragment."""
 
-import functools
-from collections.abc import Callable, Sequence
+import collections
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,19 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import reducers, signatures, states, transforms
+from jdist import reducers, signatures, transforms
 from jdist.server import _messages
-from jdist.server.decoupled import _fragment_runner
+from jdist.server.decoupled import _decoupled_diloco, _merged_model
 from jdist.server.gradients import (
   _gradient_messages,
   _gradient_server,
   _learner,
-  _merge,
 )
-from jdist.server.gradients._merge import Pushed
 
 PyTree = Any
-Leaves = list[jax.Array]
 # DiLoCo's outer optimizer.
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
@@ -52,6 +49,7 @@ class FragmentSyncer(_gradient_server.ServerLedger):
   Attributes:
     anchor: Leaves of all parameters, float32 at least.
     model_state: Batch statistics.
+    messages: The messages of the last merges, by task, if learners merge.
   """
 
   def __init__(
@@ -65,31 +63,42 @@ class FragmentSyncer(_gradient_server.ServerLedger):
     shared: bool = True,
     model_state: signatures.Arrays = None,
   ):
-    outer = OUTER if outer is None else outer
-    self._indices = _fragment_runner.fragment_indices(params, fragments)
-    plans = _gradient_messages.message_plans(push_codec)
-    super().__init__(workers, shared, plans.push * len(self._indices))
     leaves, self._structure = jax.tree.flatten(params)
+    self.merged = _merged_model.MergedModel(
+      leaves, model_state, outer=OUTER if outer is None else outer,
+      indices=_merged_model.fragment_indices(params, fragments),
+      num_workers=len(workers),
+    )  # fmt: skip
+    plans = _gradient_messages.message_plans(push_codec)
+    super().__init__(workers, shared, plans.push * len(self._fragments))
     self._dtypes = [jnp.asarray(leaf).dtype for leaf in leaves]
-    # Copies: the caller may overwrite or donate its own arrays.
-    self.anchor: Leaves = [
-      jnp.array(states.wide(jnp.asarray(x)), copy=True) for x in leaves
-    ]
-    self._opt_states = [outer.init(self.part(p)) for p in self._fragments]
-    trial = self.part(0), self._opt_states[0], self.part(0)
-    jax.eval_shape(transforms.lenient(outer, "outer").update, *trial)
-    self._outer_step = _outer_step(outer)
-    model_state = {} if model_state is None else model_state
-    self.model_state = jax.tree.map(jnp.array, model_state)
     # The last push of a learner that is in each fragment, or -1.
     self._settled = [[-1] * len(self._fragments) for _ in workers]
     # The position of each learner's schedules: a learner starts again where the
     # run is, and counts the local steps of decoded pushes from there.
     self._steps = [0] * len(workers)
+    self._merges: collections.deque[tuple[int, ...]] = collections.deque(
+      maxlen=_decoupled_diloco.KEPT_MERGES * len(self._fragments)
+    )
+    self._peers, self.messages = False, dict[int, np.ndarray]()
+
+  @property
+  def anchor(self) -> list[jax.Array]:
+    """Leaves of all parameters."""
+    return self.merged.anchor
+
+  @property
+  def model_state(self) -> PyTree:
+    """Batch statistics."""
+    return self.merged.model_state
+
+  def part(self, fragment: int) -> list[jax.Array]:
+    """Returns a fragment's leaves."""
+    return self.merged.part(fragment)
 
   @property
   def _fragments(self) -> range:
-    return range(len(self._indices))
+    return self.merged.numbers
 
   @property
   def parts(self) -> tuple[float, ...]:
@@ -105,22 +114,13 @@ class FragmentSyncer(_gradient_server.ServerLedger):
       a.astype(x) for a, x in zip(self.anchor, self._dtypes, strict=True)
     ]
     params = jax.tree.unflatten(self._structure, leaves)
-    return _learner.ServerModel(params, self._opt_states, self.model_state)
-
-  def part(self, fragment: int) -> Leaves:
-    """Returns a fragment's leaves."""
-    return [self.anchor[i] for i in self._indices[fragment]]
+    opt_states = self.merged.opt_states
+    return _learner.ServerModel(params, opt_states, self.model_state)
 
   def prepare(self) -> None:
     """Compiles what messages and merges need, before the first of them."""
     for fragment in self._fragments:
-      pushed = self._empty_push(fragment)
-      for width, factors in _merge.forms(self.num_workers):
-        moved = self._outer_step(
-          self.part(fragment), self._opt_states[fragment], [pushed] * width,
-          factors,
-        )  # fmt: skip
-        jax.block_until_ready(moved)
+      self.merged.prepare(fragment, self._empty_push(fragment))
 
   def _like(self, kind: int) -> tuple[PyTree, PyTree]:
     return self.part(kind), self.model_state
@@ -140,15 +140,17 @@ class FragmentSyncer(_gradient_server.ServerLedger):
       "settled": list(self._settled[worker]),
       "steps": max(self._steps),
     }
-    if reply.pull_plan is None:
+    pulled, named = reply.pulled, reply.merges
+    self._peers = named is not None
+    if reply.pull_plan is None or (named and not self.decoded):
       return more, None
-    if reply.pulled is None:
-      sent: PyTree = (list(self.anchor), self.model_state)
-    else:
-      # Exactly: an error of the anchor would stay with the learner, as its
-      # progress is counted from there.
-      sent = [self.part(p) for p in reply.pulled]
-    return more, sent
+    if self._peers and not self.decoded:
+      return more, self.merged.exact(pulled)
+    if pulled is None:
+      return more, (list(self.anchor), self.model_state)
+    # Exactly: an error of the anchor would stay with the learner, as its
+    # progress is counted from there.
+    return more, [self.part(p) for p in pulled]
 
   def push(self, task: int, more: dict[str, Any], payload: Any) -> None:
     """Decodes a push, or refuses it."""
@@ -156,21 +158,26 @@ class FragmentSyncer(_gradient_server.ServerLedger):
     # Once a push is decoded: steps that a failure has undone do not count.
     given = self.tasks[task]
     self._steps[given.worker] += given.passes
+    if self._peers:
+      self.messages[task] = payload
+
+  def discard(self, task: int) -> None:
+    """Drops a task, and its push if that has been decoded."""
+    super().discard(task)
+    self.messages.pop(task, None)
 
   def apply(self, update: _messages.Apply) -> None:
     """Makes the outer step of pushes, which are of one fragment."""
     tasks, pushes, _, _ = self._take(update)
     for number, task in zip(update.tasks, tasks, strict=True):
       self._settled[task.worker][task.kind] = number
-    fragment, whole = tasks[0].kind, sum(update.weights)
-    parts = [x / whole for x in update.weights]
-    # Statistics have no fragments: each merge replaces all of them.
-    part, self._opt_states[fragment], self.model_state = self._outer_step(
-      self.part(fragment), self._opt_states[fragment],
-      *_merge.narrowed(pushes, update.weights, parts, self.num_workers),
-    )  # fmt: skip
-    for i, x in zip(self._indices[fragment], part, strict=True):
-      self.anchor[i] = x
+    fragment = tasks[0].kind
+    self.merged.merge(fragment, pushes, update.weights)
+    if self._peers:
+      if len(self._merges) == self._merges.maxlen:
+        for number in self._merges[0]:
+          self.messages.pop(number, None)
+      self._merges.append(update.tasks)
 
   def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the parameters, pushes that are not merged, and positions."""
@@ -180,26 +187,11 @@ class FragmentSyncer(_gradient_server.ServerLedger):
     return notes, _gradient_messages.tree_bytes((self._arrays(), pushes))
 
   def _arrays(self) -> PyTree:
-    return self.anchor, self._opt_states, self.model_state
+    now = self.merged
+    return now.anchor, now.opt_states, now.model_state
 
   def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
     """Restores what `save` returned."""
-    arrays = self._read(notes, payload, self._arrays())
-    self.anchor, self._opt_states, self.model_state = arrays
+    now, arrays = self.merged, self._read(notes, payload, self._arrays())
+    now.anchor, now.opt_states, now.model_state = arrays
     self._settled, self._steps = notes["settled"], notes["steps"]
-
-
-@functools.lru_cache(maxsize=16)
-def _outer_step(outer: optax.GradientTransformation) -> Callable[..., Any]:
-  @jax.jit
-  def move(
-    part: Leaves,
-    opt_state: PyTree,
-    pushes: Sequence[Pushed],
-    factors: jax.Array,
-  ) -> tuple[Leaves, PyTree, PyTree]:
-    total = _merge.merge(pushes, factors)
-    updates, opt_state = outer.update(total.grads, opt_state, part)
-    return optax.apply_updates(part, updates), opt_state, total.change
-
-  return move

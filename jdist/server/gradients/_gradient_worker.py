@@ -1,4 +1,4 @@
-"""A worker's learner of plain gradients."""
+"""A worker's learner of plain gradients, and a server with all its workers."""
 
 import dataclasses
 import math
@@ -8,10 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from jdist import signatures
-from jdist.server.gradients import _gradient_messages, _learner, _packed
-from jdist.server.h_ps import _local_step
+from jdist import reducers, signatures
+from jdist.server import _messages
+from jdist.server.gradients import (
+  _gradient_messages,
+  _gradient_server,
+  _learner,
+  _packed,
+)
+from jdist.server.h_ps import _bit_plans, _local_step
 
 PyTree = Any
 
@@ -191,3 +198,49 @@ class GradientWorker:
       self._own, self._held, self._model_state = read(payload, self._whole())
     else:
       self._own = read(payload, self._own[0]), self._own[1]
+
+
+@signatures.checked
+class GradientLearner(_learner.Pair):
+  """Pairs a `GradientServer` with a `GradientWorker` for each name.
+
+  The arguments are theirs, and those of `server.message_plans`; `options` are
+  the workers' alone: `sizes` and `local_step`.
+  """
+
+  def __init__(
+    self,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    params: signatures.Numbers,
+    samples: _learner.Samples,
+    *,
+    workers: Sequence[_messages.Worker],
+    push_codec: reducers.MessageCodec | None = None,
+    plans: _bit_plans.BitPlans | None = None,
+    compensation: float = 0.0,
+    model_state: signatures.Arrays = None,
+    seed: int = 0,
+    **options: Any,
+  ):
+    # The same object on both sides, so that both run the same programs.
+    codecs = _gradient_messages.message_plans(push_codec, plans)
+    common: dict[str, Any] = {"model_state": model_state, "seed": seed}
+    server = _gradient_server.GradientServer(
+      optimizer, params, codecs, workers=workers, shared=samples.shared,
+      compensation=compensation, **common,
+    )  # fmt: skip
+    learners = {
+      name: GradientWorker(
+        loss_fn,
+        params,
+        samples,
+        codecs,
+        number=number,
+        num_workers=len(workers),
+        **common,
+        **options,
+      )
+      for number, name in enumerate(workers)
+    }
+    super().__init__(server, learners)

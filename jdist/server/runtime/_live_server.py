@@ -135,6 +135,13 @@ class LiveServer:
     self._put("pull", worker, {"future": future, "life": life})
     return future
 
+  def message(self, task: int) -> np.ndarray:
+    """Returns the message of a push, for a worker whose peer has none."""
+    found = self._core.messages.get(task)
+    if found is None:
+      raise _engine.LostServerError(f"Task {task} is merged and forgotten.")
+    return found
+
   def lost(self, worker: str) -> None:
     """Marks a worker's process as lost."""
     box = self._core.boxes[worker]

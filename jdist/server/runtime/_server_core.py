@@ -66,6 +66,9 @@ class ServerCore:
       collections.deque()
     )
     self._sending = False
+    # If workers merge: the last messages, and what engines fetch them by.
+    self.messages: dict[int, np.ndarray] = getattr(learner, "messages", {})
+    self._handles: dict[int, Any] = {}
     if hasattr(learner, "prepare"):
       learner.prepare()
     if self.marks.checkpoints.found is not None:
@@ -239,6 +242,9 @@ class ServerCore:
         self._finish()
       return
     self.over_s[item.worker] += header.get("over_s", 0.0)
+    if self.messages:
+      self._handles[push.task] = header.get("handle", item.payload)
+      self._handles = {task: self._handles[task] for task in self.messages}
     if push.task in self.delivery.state.tasks:
       self.delivery.nodes[item.worker].compute_s += push.compute_s
     self._deliver(push, header["more"], item.payload)
@@ -302,9 +308,16 @@ class ServerCore:
       "more": sent.more,
       "now_s": self.wall_s,
     }
-    message = _mailboxes.word("task", sent.payload, **header)
     size = 0 if sent.payload is None else len(sent.payload)
-    size = sent.more.get("size", size)
+    size, parts = sent.more.get("size", size), None
+    if sent.reply.merges:
+      tasks = [task for merge in sent.reply.merges for task in merge.tasks]
+      peers = [str(x) for merge in sent.reply.merges for x in merge.workers]
+      header["messages"] = [self._handles[task] for task in tasks]
+      sizes = [len(self.messages[task]) for task in tasks]
+      parts = [x for x in zip(peers, sizes, strict=True) if x[0] != name]
+      size = sum(part for _, part in parts)
+    message = _mailboxes.word("task", sent.payload, **header)
     self.marks.pulled_bytes += size
     if self._links is None:
       self._arrive(box, generation, message)
@@ -312,8 +325,9 @@ class ServerCore:
     # The transfer starts now, not when the message that caused it was sent.
     self.advance(time.monotonic())
     self._links.send(
-      "pull", name, size or None, self._arrive, box, generation, message
-    )
+      "pull", name, size or None, self._arrive, box, generation, message,
+      parts=parts,
+    )  # fmt: skip
 
   def _arrive(
     self, box: _mailboxes.Mailbox, generation: int, message: Any

@@ -160,6 +160,8 @@ class WorkerLoop:
       "waited_s": start_s - arrived_s,
       "over_s": over_s,
       "more": more,
+      # Whether peers fetch it, too.
+      "shared": header.get("merges") is not None,
     }
     session.send("push", push, out)
 

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import importlib
 import os
+import time
 from typing import Any
 
 import jax
@@ -31,19 +32,22 @@ class ServerActor:
     self._server = await asyncio.to_thread(make, _RayChannel())
 
   # Asynchronous methods, so that the pulls of all workers can wait at once.
-  async def push(self, message: np.ndarray) -> dict[str, Any]:
+  async def push(self, message: np.ndarray, shared: Any = None) -> Any:
     if self._server is None:
       raise _engine.LostServerError("The server has not begun.")
     # A stranger's bytes are refused here, before anything reads them.
     # A shard computes before it answers.
     header, payload = _envelope.unpack(message)
+    header["handle"] = shared[0] if shared else payload
     return await asyncio.to_thread(self._server.push, header, payload)
 
-  async def pull(self, worker: str, life: int) -> np.ndarray:
+  async def pull(self, worker: str, life: int) -> tuple[np.ndarray, Any]:
     if self._server is None:
       raise _engine.LostServerError("The server has not begun.")
     future = await asyncio.to_thread(self._server.pull, worker, life)
-    return _envelope.pack(*await asyncio.wrap_future(future))
+    header, payload = await asyncio.wrap_future(future)
+    handles = header.pop("messages", None)
+    return _envelope.pack(header, payload), handles
 
   async def ask(self, method: str, args: tuple[Any, ...]) -> Any:
     return await asyncio.to_thread(getattr(self._server, method), *args)
@@ -88,6 +92,8 @@ class _RayChannel:
   def __init__(self, name: str = SERVER) -> None:
     self._ray, self._name = _ray_access.import_ray(), name
     self._server: Any = None
+    # Three times as long as messages from peers took last.
+    self._patience_s = _SILENCE_S
 
   def ask(self, method: str, *args: Any) -> Any:
     return self._call("ask", method, args)
@@ -98,10 +104,37 @@ class _RayChannel:
   def push(
     self, header: dict[str, Any], payload: np.ndarray | None = None
   ) -> dict[str, Any]:
-    return self._call("push", _envelope.pack(header, payload))
+    message = _envelope.pack(header, payload)
+    if not header.get("shared"):
+      return self._call("push", message)
+    # Peers take it from any machine that has it, and so does the server.
+    message = self._ray.put(message)
+    return self._call("push", message, [message])
 
   def pull(self, worker: str, life: int) -> _engine.Message:
-    return _envelope.unpack(self._call("pull", worker, life))
+    message, handles = self._call("pull", worker, life)
+    header, payload = _envelope.unpack(message)
+    if handles:
+      tasks = [task for merge in header["merges"] for task in merge[1]]
+      header["messages"] = self._fetch(tasks, handles)
+    return header, payload
+
+  def _fetch(self, tasks: list[int], handles: list[Any]) -> list[np.ndarray]:
+    """Returns the messages of peers, from the server if they do not come."""
+    ray, found, began_s = self._ray, [], time.monotonic()
+    _, missing = ray.wait(
+      handles, num_returns=len(handles), timeout=self._patience_s
+    )
+    if not missing:
+      self._patience_s = max(_ASK_S, 3 * (time.monotonic() - began_s))
+    for task, handle in zip(tasks, handles, strict=True):
+      try:
+        message = ray.get(handle, timeout=0)
+        found.append(_envelope.unpack(message)[1])
+      except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError):
+        # A peer's link may be cut, and the others' merge must not wait for it.
+        found.append(self._call("ask", "message", (task,)))
+    return found
 
   def _call(self, method: str, *args: Any) -> Any:
     ray, server = self._ray, self._server

@@ -1,0 +1,342 @@
+"""Workers that merge each other's messages stay at the server's bits."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import signal
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from jdist import cluster, server
+from jdist.server.decoupled import _decoupled_diloco, _merged_model
+from jdist.server.gradients import _gradient_messages
+from jdist.server.runtime import _delivery, _envelope
+from jdist.storage import hashes
+from tests.elastic import test_rounds as plain
+
+NAMES = plain.NAMES
+
+
+@pytest.fixture(autouse=True)
+def merges(monkeypatch):
+  """Compares all that a worker has merged with the server's, at each task.
+
+  Returns how many tasks named merges and how many brought the parameters.
+  """
+  sent, counts = {}, {"named": 0, "sent": 0}
+  reply = server.FragmentSyncer.reply
+  receive = _merged_model.PeerMerges.receive
+
+  def replied(self, message):
+    found = reply(self, message)
+    sent[message.task] = jax.device_get(self.merged.exact(None))
+    return found
+
+  def received(self, header, payload):
+    found = receive(self, header, payload)
+    own = jax.device_get(self.exact(None))
+    jax.tree.map(np.testing.assert_array_equal, own, sent[header["task"]])
+    if header["pulled"] is not None:
+      counts["named" if header["merges"] else "sent"] += 1
+    return found
+
+  monkeypatch.setattr(server.FragmentSyncer, "reply", replied)
+  monkeypatch.setattr(_merged_model.PeerMerges, "receive", received)
+  return counts
+
+
+class ByHand:
+  """A server and its workers, whose messages are handed over one by one."""
+
+  def __init__(self, found, saved=None):
+    self.found, self.syncer = found, found.syncer(shared=False)
+    self.delivery = _delivery.Delivery(
+      found.protocol, self.syncer, NAMES, () if saved else NAMES
+    )
+    self.tasks = {x: [] for x in NAMES}
+    self.runners = {x: found.runner(x, plain.loss, plain.Samples())
+                    for x in NAMES}  # fmt: skip
+    if saved is not None:
+      self.syncer.load(*saved[0])
+      self.delivery.load(saved[1])
+      for name in list(self.delivery.state.members):
+        self.deliver(server.Leave(name))
+      for name in NAMES:
+        self.deliver(server.Join(name))
+    for name in NAMES:
+      self.deliver(server.Pull(name))
+
+  def deliver(self, message):
+    self.delivery.deliver(message, 0.0)
+    for task in self.delivery.take_sent()[0]:
+      header = task.reply._asdict() | {"more": task.more}
+      header, payload = _envelope.unpack(_envelope.pack(header, task.payload))
+      if task.reply.merges:
+        assert task.payload is None
+        header["messages"] = [
+          self.syncer.messages[x] for m in task.reply.merges for x in m.tasks
+        ]
+      self.tasks[task.reply.worker].append((header, payload))
+
+  def work(self, *names):
+    for name in names:
+      header, payload = self.tasks[name].pop(0)
+      runner = self.runners[name]
+      runner.receive(header, payload)
+      more, found = runner.compute(header)
+      payload, more = _gradient_messages.sendable(found, more)
+      push = server.Push(name, header["task"], header["samples"], 1.0)
+      assert self.delivery.accept(push, more, payload)
+      self.deliver(push)
+      self.deliver(server.Pull(name))
+
+  def leave(self, name):
+    self.tasks[name].clear()
+    self.runners[name].restart()
+    for message in (server.Leave(name), server.Join(name), server.Pull(name)):
+      self.deliver(message)
+
+
+# The others combine what these have.
+@pytest.mark.parametrize(
+  "name", ["diloco", "streaming late int4", "msdpu", "local_sgd"]
+)
+def test_undisturbed_peers_merge_as_the_server(name, merges):
+  found, like = plain.rounds(name, peers=True), plain.rounds(name)
+  hand = ByHand(found)
+  for _ in range(6):
+    hand.work(*NAMES)
+  pair, _ = plain.on_clock(like, hand.delivery.state.version)
+  jax.tree.map(
+    np.testing.assert_array_equal, hand.syncer.model.params, pair.model.params
+  )
+  # All tasks but the first of each worker, and with late merges the second.
+  late = int(found.protocol.in_step)
+  assert merges == {"named": len(NAMES) * (5 - late), "sent": 0}
+
+
+def test_a_merge_by_hand(monkeypatch):
+  """Two push 1 and 3: half of their mean 2 is subtracted."""
+  kept = _merged_model.PeerMerges(
+    [np.zeros(2, np.float32)], None, codec=None, outer=plain.optax.sgd(0.5),
+    indices=[(0,)], num_workers=2,
+  )  # fmt: skip
+  messages = [
+    _gradient_messages.tree_bytes(([np.full(2, x, np.float32)], {}))
+    for x in (1.0, 3.0)
+  ]
+  header = {"pulled": (0,), "merges": [[0, [4, 5], [0.5, 0.5], ["a", "b"]]]}
+  monkeypatch.undo()  # No server has sent this task.
+  ((merged,),) = kept.receive(header | {"messages": messages}, None)
+  np.testing.assert_array_equal(merged, -1.0)
+
+
+def test_returning_worker_takes_parameters_and_outer_momentum(merges):
+  hand = ByHand(plain.rounds("diloco int4", peers=True, quorum=0.6))
+  hand.work(*NAMES)
+  hand.work("b", "a")  # b has pushed what is merged once it is away.
+  hand.leave("b")
+  hand.work("c")
+  ((header, _),) = hand.tasks["b"]
+  assert header["pulled"] is None and header["merges"] == []
+  for _ in range(3):
+    hand.work(*NAMES)
+  assert merges == {"named": 11, "sent": 0}
+
+
+def test_member_far_behind_is_sent_the_parameters(merges):
+  """Messages are kept for a fixed number of merges only."""
+  found = plain.rounds("local_sgd", peers=True, quorum=0.3)
+  hand, kept = ByHand(found), _decoupled_diloco.KEPT_MERGES
+  for _ in range(kept):
+    hand.work("a")
+  hand.work("c")  # Exactly as far behind as messages are kept.
+  assert merges == {"named": kept - 1, "sent": 0}
+  assert len(hand.syncer.messages) == kept
+  hand.work("a", "b")
+  hand.work("b")
+  assert merges["sent"] == 1
+  assert len(hand.syncer.messages) <= kept + 1
+
+
+def test_peers_of_a_resumed_server_begin_with_its_merges(merges):
+  """Pushes of the checkpoint, without messages, are merged before all join."""
+  found = plain.rounds("streaming late", peers=True)
+  hand = ByHand(found)
+  hand.work(*NAMES)
+  hand.work("a", "a")  # The checkpoint has pushes whose messages are lost.
+  saved = hand.syncer.save(), hand.delivery.save()
+  hand = ByHand(found, saved)
+  for _ in range(4):
+    hand.work(*NAMES)
+  assert merges == {"named": 7, "sent": 0}
+
+
+def test_disturbed_peers_are_replayed_to_the_same_bits(tmp_path, merges):
+  found = plain.rounds("diloco int4", quorum=0.5, grace=1.0, peers=True)
+  own = plain.in_turn(found, threading.Event(), threading.Event())
+  path = str(tmp_path / "messages")
+  session, _, summary = plain.live(found, own, 12, record=path)
+  assert [x["kind"] for x in session.events] == ["lost", "back"]
+  assert merges["named"] > 10
+  syncer = found.syncer(shared=False)
+  delivery = server.replay(path, found.protocol, syncer)
+  np.testing.assert_array_equal(syncer.save()[1], session.payload)
+  assert delivery.summary()["merges"] == summary["merges"]
+
+
+def test_own_loop_merges(merges):
+  found = plain.rounds("diloco", peers=True)
+
+  def own(channel, name):
+    loop = found.loop(channel, name)
+    for number, state in enumerate(loop):
+      batch = plain.Samples().batch(
+        NAMES.index(name), number * plain.EACH, plain.EACH
+      )
+      loop.advance(*plain.one_step(state.params, state.opt_state, batch))
+
+  _, params, summary = plain.live(found, own, 6)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5),
+    params, plain.collective("diloco"),
+  )  # fmt: skip
+  assert merges["named"] >= 12 and summary["merged_share"] == 1.0
+  # Eight parameters of float32: with momentum at first, and then two messages
+  # for each merge. The run ends before one of them has the last merge.
+  assert summary["pulled_bytes"] == 3 * 2 * 32 + (6 * 3 - 1) * 2 * 32
+
+
+@pytest.mark.parametrize(("peers", "seconds"), [(False, 7.0), (True, 6.0)])
+def test_clock_takes_messages_from_peers(peers, seconds):
+  """A round of three, at links of 100 B/s, messages and parameters of 100 B.
+
+  Computing takes 1 s, and pushes 3 s on the server's link.  Then the server
+  sends 300 B, or each worker gets two messages on its own link.
+  """
+  protocol = plain.rounds("local_sgd", peers=peers).protocol
+  link = cluster.Link(bandwidth_bits_per_s=800)
+  nodes = tuple(cluster.Node(x) for x in NAMES)
+  machines = cluster.Cluster(
+    nodes, cluster.star(dict.fromkeys((*NAMES, "server"), link), "switch")
+  )
+  costs = cluster.Profile(1 / 16, pull_bytes=100, push_bytes=100)
+  times = []
+  for updates in (1, 2, 3):
+    run = server.Simulation(machines, protocol, costs)
+    run.run(updates=updates)
+    times.append(run.now_s)
+  assert times == pytest.approx([7.0, 7.0 + seconds, 7.0 + 2 * seconds])
+  # Three times the parameters at the beginning, and after each merge but one.
+  assert run.pulled_bytes == (300 + 3 * (600 if peers else 300))
+
+
+def test_clock_trains_to_the_same_bits_with_peers():
+  away = {"outages": (cluster.Outage(0.3, 0.6),)}
+  params = [
+    plain.on_clock(
+      plain.rounds("diloco int4", quorum=0.5, grace=1.0, peers=x), 8, c=away
+    )[0].model.params
+    for x in (False, True)
+  ]
+  jax.tree.map(np.testing.assert_array_equal, *params)
+
+
+def test_decoupled_diloco_takes_peers_as_a_protocol():
+  protocol = server.DecoupledDiLoCo(
+    batches=server.FixedBatches(4), interval=2, peers=True
+  )
+  state = protocol.init(["a", "b"])
+  for name in "ab":
+    (first,) = protocol.receive(state, 0.0, server.Pull(name))
+    assert first.merges == () and first.pulled is None
+  protocol.receive(state, 1.0, server.Push("a", 0, 8, 1.0))
+  *_, last = protocol.receive(state, 1.0, server.Push("b", 1, 8, 1.0))
+  assert last == server.Apply((0, 1), (0.5, 0.5), (0, 0))
+  (task,) = protocol.receive(state, 1.0, server.Pull("b"))
+  assert task.merges == (server.Merge(0, (0, 1), (0.5, 0.5), ("a", "b")),)
+  assert task.pulled == (0,)
+  plainly = dataclasses.replace(protocol, peers=False).init(["a"])
+  assert plainly.log == [] and plainly.told == {}
+
+
+def all_of(merged):
+  return hashes.fingerprint(*jax.tree.leaves(merged.exact(None)))
+
+
+class Noting(server.FragmentRunner):
+  """Writes what it has merged, by task; its steps take a while."""
+
+  folder = None
+
+  def receive(self, header, payload):
+    super().receive(header, payload)
+    note = header["task"], bool(header["merges"]), all_of(self._merging)
+    with (self.folder / f"{os.getpid()}").open("a") as file:
+      file.write(json.dumps(note) + "\n")
+    threading.Event().wait(0.1)
+
+
+def noted_work(folder, channel, name):
+  Noting.folder = folder
+  plain.rounds("diloco int4", **ELASTIC).work(
+    channel, name, plain.loss, plain.Samples(), kind=Noting
+  )
+
+
+ELASTIC = {"quorum": 0.5, "grace": 1.0, "peers": True, "timeout_s": 20.0}
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec("ray") is None, reason="Ray is not installed"
+)
+@pytest.mark.slow
+def test_killed_peers_return_to_the_servers_bits(tmp_path, monkeypatch):
+  """Processes of Ray, one of which is killed, take messages from each other."""
+  signal.alarm(300)  # Ray's processes start slowly on a busy machine.
+  found, path = plain.rounds("diloco int4", **ELASTIC), str(tmp_path / "record")
+  notes, killed = tmp_path / "notes", []
+  notes.mkdir()
+  # Bits are those of one compiler's flags.
+  flags = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", ""), "JAX_PLATFORMS": "cpu"}
+  engine = server.RayEngine(3, cpus_per_worker=0.2, environment=flags)
+
+  def on_status(status):
+    if not killed and status["updates"] > 10:
+      killed.append(engine.process_of("b"))
+      os.kill(killed[0], signal.SIGKILL)
+
+  try:
+    session = found.session(
+      engine, functools.partial(noted_work, notes), record=path, shared=False,
+      on_status=on_status, model=(plain.PARAMS, {}),
+    )  # fmt: skip
+    server.ServerRun(session).fit(120)
+    session.summary()  # It brings the server's state.
+  finally:
+    engine.stop()
+  assert [x["kind"] for x in session.events] == ["lost", "back"]
+  states, reply = {}, server.FragmentSyncer.reply
+
+  def replied(self, message):
+    result = reply(self, message)
+    states[message.task] = all_of(self.merged)
+    return result
+
+  monkeypatch.setattr(server.FragmentSyncer, "reply", replied)
+  syncer = found.syncer(shared=False)
+  server.replay(path, found.protocol, syncer)
+  np.testing.assert_array_equal(syncer.save()[1], session.payload)
+  noted = [
+    json.loads(line)
+    for file in notes.iterdir()
+    for line in file.read_text().splitlines()
+  ]
+  assert len(list(notes.iterdir())) == 4  # One process has taken b's place.
+  assert {task: state for task, _, state in noted}.items() <= states.items()
+  assert sum(named for _, named, _ in noted) > 200
