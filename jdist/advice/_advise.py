@@ -16,8 +16,8 @@ import optax
 
 from jdist import checks, cluster, collectives, signatures, training, transforms
 from jdist.advice import _prediction
+from jdist.states import PyTree
 
-PyTree = Any
 Chain = Callable[[collectives.Axis], optax.GradientTransformation]
 # The states of all measured workers are on one device.
 _MEASURED_BYTES = 2**30

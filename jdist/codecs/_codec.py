@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks, signatures
+from jdist.states import PyTree
 
-PyTree: TypeAlias = Any
 Like: TypeAlias = jax.ShapeDtypeStruct | jax.Array
 
 

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 
 from jdist import checks
 from jdist.collectives import _buckets, _leaf_order
+from jdist.states import PyTree
 
-PyTree: TypeAlias = Any
 Axis: TypeAlias = str | tuple[str, str] | None  # Name, (inner, outer), or None.
 # The default of PyTorch's DistributedDataParallel.  Latency hardly matters for
 # larger messages.

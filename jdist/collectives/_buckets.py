@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec
 
 from jdist import checks
 from jdist.collectives import _leaf_order, _shards
+from jdist.states import PyTree
 
-PyTree: TypeAlias = Any
 Order: TypeAlias = _leaf_order.Order
 
 

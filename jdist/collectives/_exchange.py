@@ -15,15 +15,14 @@ Nothing is rounded, because every conversion is a `bitcast_convert_type`.
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdist.collectives import _axis
-
-PyTree: TypeAlias = Any
+from jdist.states import PyTree
 
 ALONE_BYTES = 1 << 20
 # From this size on, two CPU hosts exchange by a sum of integers.  Gloo's gather

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 
 from jdist import checks, states
+from jdist.states import PyTree
 
-PyTree: TypeAlias = Any
 # An order of leaves: from the front, from the back, or by a key of their paths.
 Order: TypeAlias = Literal["front_first", "back_first"] | Callable[[str], Any]
 # They are odd, and a product with an odd number loses no bit modulo 2**32.

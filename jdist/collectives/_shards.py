@@ -6,12 +6,12 @@ split as a PartitionSpec says, which leaves the axis of workers out.
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-PyTree: TypeAlias = Any
+from jdist.states import PyTree
 
 
 def spec_leaves(

@@ -19,8 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdist import checks, signatures, states
 from jdist.collectives import _axis, _shards
+from jdist.states import PyTree
 
-PyTree = Any
 _UNSPLIT = PartitionSpec()
 # Words of JAX's errors for constraints where no axis of a mesh is automatic.
 _OF_CONSTRAINTS = ("with_sharding_constraint requires", "P.UNCONSTRAINED")

@@ -10,9 +10,9 @@ import numpy as np
 
 from jdist import checks, collectives, signatures, training
 from jdist.prediction import _cut, _parameter_set, _permutation
+from jdist.states import PyTree
 from jdist.storage import array_files, hashes, sealed_json
 
-PyTree = Any
 # The stream of `choose_steps`; other uses of a seed have other numbers.
 _STEPS_KEY = 3
 

@@ -17,9 +17,9 @@ from flax import traverse_util
 
 from jdist import checks, models, signatures
 from jdist.prediction import _network
+from jdist.states import PyTree
 from jdist.storage import hashes
 
-PyTree = Any
 Layers = tuple[_network.LeafGroup, ...]
 # A text shows at most this many layers, the first ones and the last.
 _NUM_NAMES = 4

@@ -10,8 +10,8 @@ import numpy as np
 
 from jdist import checks, models, signatures
 from jdist.prediction import _cut, _predictor
+from jdist.states import PyTree
 
-PyTree = Any
 # Samples are checked in parts of this many bytes, as they may be on a disk.
 _PART = 1 << 24
 Normalize = Callable[[jax.Array], jax.Array]

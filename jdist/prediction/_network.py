@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jdist import checks
+from jdist.states import PyTree
 
-PyTree = Any
 # The order of leaves with equally many dimensions; other names follow.
 _ORDER = ("kernel", "bias", "scale")
 

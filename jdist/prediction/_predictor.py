@@ -11,8 +11,8 @@ from flax import traverse_util
 
 from jdist import checks, signatures, states
 from jdist.prediction import _cut
+from jdist.states import PyTree
 
-PyTree = Any
 Params = dict[str, Any]
 DenseFrom = Literal["flatten", "hidden"]
 

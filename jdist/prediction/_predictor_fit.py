@@ -19,8 +19,8 @@ from jdist.prediction import (
   _predictor,
   _saved_predictor,
 )
+from jdist.states import PyTree
 
-PyTree = Any
 _SAMPLES_KEY = 5
 _DATA = (
   "samples", "images", "labels", "held_out", "test_images", "test_labels",

@@ -9,9 +9,9 @@ import numpy as np
 
 from jdist import checks, signatures
 from jdist.prediction import _cut, _predictor
+from jdist.states import PyTree
 from jdist.storage import array_files, hashes
 
-PyTree = Any
 _PREDICTOR = "predictor"
 _FIT = "predictor fit"
 # The fields of a predictor next to its cut.

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from jdist import checks, cluster, collectives, signatures, training
+from jdist.states import PyTree
 
 # Unless this variable is set, the plugin does not load without a driver.
 _SKIP_VARIABLE = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 _REMEDY = 'Install the extra: pip install ".[schedules]" in the clone.'
-PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)

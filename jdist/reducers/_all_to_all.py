@@ -30,8 +30,8 @@ import optax
 
 from jdist import codecs, collectives, signatures, states
 from jdist.reducers import _reducer
+from jdist.states import PyTree
 
-PyTree: TypeAlias = Any
 OwnerFeedback: TypeAlias = bool | Literal["own_share"]
 _NumBits: TypeAlias = Callable[[jax.ShapeDtypeStruct], int]
 _exact_bits: _NumBits = codecs.Dense().num_bits

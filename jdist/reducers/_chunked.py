@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import zlib
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,7 @@ import numpy as np
 
 from jdist import checks, collectives, signatures
 from jdist.reducers import _reducer
-
-PyTree: TypeAlias = Any
+from jdist.states import PyTree
 
 
 @dataclasses.dataclass(frozen=True)

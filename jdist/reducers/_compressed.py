@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from jdist import checks, codecs, collectives
 from jdist.reducers import _all_to_all, _reducer
+from jdist.states import PyTree
 
-PyTree: TypeAlias = Any
 Wire: TypeAlias = Literal["sum", "all_to_all", "gather"]
 OwnerFeedback: TypeAlias = _all_to_all.OwnerFeedback
 

@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,7 @@ import optax
 
 from jdist import checks, codecs, collectives, signatures, states
 from jdist.reducers import _compressed, _feedback, _reducer, _sharded
-
-PyTree: TypeAlias = Any
+from jdist.states import PyTree
 
 
 @states.declare(shared=("step",), averages=True)

@@ -16,15 +16,14 @@ happened, int32.
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jdist import signatures, states
-
-PyTree: TypeAlias = Any
+from jdist.states import PyTree
 
 
 class Feedback(signatures.Explained, abc.ABC):

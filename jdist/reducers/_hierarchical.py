@@ -1,15 +1,15 @@
 """Means over two levels: inside a host, and between hosts."""
 
 import dataclasses
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdist import checks, collectives, states
 from jdist.reducers import _chunked, _reducer
+from jdist.states import PyTree
 
-PyTree: TypeAlias = Any
 _ALL_BYTES = 2**62  # A size that no chunk exceeds: parts are not cut further.
 
 

@@ -1,15 +1,14 @@
 """The majority vote of signs."""
 
 import dataclasses
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jdist import codecs, collectives
 from jdist.reducers import _all_to_all, _reducer
-
-PyTree: TypeAlias = Any
+from jdist.states import PyTree
 
 _BYTE = 8
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from jdist import checks, codecs, signatures, states
 from jdist.reducers import _feedback, _momentum_feedback
-
-PyTree = Any
+from jdist.states import PyTree
 
 
 @states.declare()

@@ -1,15 +1,14 @@
 """Feedbacks that send each worker's momentum instead of its gradient."""
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdist import signatures, states
 from jdist.reducers import _feedback
-
-PyTree: TypeAlias = Any
+from jdist.states import PyTree
 
 
 @states.declare()

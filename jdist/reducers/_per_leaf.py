@@ -11,8 +11,8 @@ import jax
 
 from jdist import checks, collectives, signatures
 from jdist.reducers import _reducer
+from jdist.states import PyTree
 
-PyTree: TypeAlias = Any
 Path: TypeAlias = str | re.Pattern[str] | Callable[[str, Any], bool] | None
 
 

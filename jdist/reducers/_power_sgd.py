@@ -4,15 +4,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdist import checks, codecs, collectives, states
 from jdist.reducers import _all_to_all, _reducer
+from jdist.states import PyTree
 
-PyTree: TypeAlias = Any
 # They are added to the diagonal of a Gram matrix, which is 1, so that its
 # Cholesky factor exists.  The first is larger than the rounding error of a long
 # sum of products in float32, and the second far smaller than the entries that

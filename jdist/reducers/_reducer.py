@@ -4,14 +4,13 @@ import abc
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdist import checks, codecs, collectives, signatures
-
-PyTree: TypeAlias = Any
+from jdist.states import PyTree
 
 
 class Reduced(NamedTuple):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ import optax
 
 from jdist import checks, collectives, states
 from jdist.reducers import _reducer
+from jdist.states import PyTree
 
-PyTree: TypeAlias = Any
 # Deep Gradient Compression leaves out 75, 93.75, 98.4375 and 99.6 %.
 DGC_RATIOS = (0.25, 0.0625, 0.015625, 0.004)
 

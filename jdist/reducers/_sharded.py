@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 
 from jdist import collectives, states
 from jdist.reducers import _feedback, _reducer
+from jdist.states import PyTree
 
-PyTree: TypeAlias = Any
 _ROWS = "shards:"
 
 

@@ -18,15 +18,15 @@ import pathlib
 import re
 import shutil
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
 
 from jdist import checks, signatures, states
+from jdist.states import PyTree
 from jdist.storage import hashes, sealed_json
 
-PyTree: TypeAlias = Any
 _MANIFEST = "arrays.json"
 _FORMAT = 3
 # Names that `save_arrays` gives; a manifest cannot name other files.

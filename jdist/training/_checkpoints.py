@@ -21,10 +21,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdist import channel, checks, collectives, signatures, states
+from jdist.states import PyTree
 from jdist.storage import lease, sealed_json
 from jdist.training import _checkpoint_directory, _train_state
-
-PyTree = Any
 
 
 class Restored(NamedTuple):

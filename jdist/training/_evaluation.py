@@ -10,9 +10,8 @@ import numpy as np
 import optax
 
 from jdist import checks, collectives, signatures, transforms
+from jdist.states import PyTree
 from jdist.training import _gradient, _losses, _train_state
-
-PyTree = Any
 
 
 @signatures.checked

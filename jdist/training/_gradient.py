@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks, states
+from jdist.states import PyTree
 
-PyTree = Any
 # PyTorch's `ignore_index`, by which tokenizers mark prompts and padding.
 IGNORED = -100
 Metrics = dict[str, jax.Array]

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, signatures
+from jdist.states import PyTree
 from jdist.training import _gradient
 
-PyTree = Any
 Metrics = _gradient.Metrics
 
 

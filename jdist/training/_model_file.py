@@ -11,9 +11,8 @@ import jax
 import numpy as np
 
 from jdist import checks, signatures, states
+from jdist.states import PyTree
 from jdist.training import _checkpoint_directory
-
-PyTree = Any
 
 
 @signatures.checked

@@ -9,8 +9,6 @@ import optax
 from jdist import collectives, reducers, states, transforms
 from jdist.training import _train_state
 
-PyTree = Any
-
 
 def resize(
   state: _train_state.TrainState,

@@ -2,16 +2,15 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jdist import checks, collectives, states, transforms
+from jdist.states import PyTree
 from jdist.training import _gradient, _train_state
 
-PyTree = Any
 Metrics = _gradient.Metrics
 # One worker's step: a state and a batch give the next state and metrics.
 Step = Callable[..., tuple[_train_state.TrainState, Metrics]]

@@ -9,8 +9,7 @@ import numpy as np
 import optax
 
 from jdist import checks, collectives, reducers, signatures, states, transforms
-
-PyTree = Any
+from jdist.states import PyTree
 
 
 # The key of a run is equal on all workers, unlike those of a model.

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives, reducers, states
+from jdist.states import PyTree
 from jdist.transforms import _control
 from jdist.transforms.local import _anchor
 
-PyTree = Any
 # The names under which optimizers receive a loss: ours, and Optax's.
 LOSSES = ("loss", "value")
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, reducers
+from jdist.states import PyTree
 from jdist.transforms import _averaging, _control, _state
 from jdist.transforms.local import _anchor
 
-PyTree = Any
 _drains_itself = _anchor.declares("drains")
 
 

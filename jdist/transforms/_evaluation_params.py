@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives, states
+from jdist.states import PyTree
 from jdist.transforms.local import _anchor, _iterates
-
-PyTree = Any
 
 
 def evaluation_params(

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, collectives, states
+from jdist.states import PyTree
 from jdist.transforms import _control, _shared, _state, intervals
 from jdist.transforms.local import _anchor, _round
 
-PyTree = Any
 Predict = Callable[[PyTree, PyTree], PyTree]  # (its parameters, front) -> rest
 
 

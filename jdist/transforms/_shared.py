@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-PyTree = Any
+from jdist.states import PyTree
 
 
 class Sharing(NamedTuple):

@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdist.states import PyTree
 from jdist.transforms.local import _anchor
-
-PyTree = Any
 
 
 def averages(state: PyTree) -> bool:

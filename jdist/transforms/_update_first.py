@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, collectives, states
+from jdist.states import PyTree
 from jdist.transforms import _averaging, _control, _shared
 from jdist.transforms.local import _anchor
-
-PyTree = Any
 
 
 @states.declare(

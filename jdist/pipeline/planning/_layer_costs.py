@@ -14,8 +14,8 @@ import numpy as np
 from jdist import checks, signatures, states
 from jdist.pipeline.planning._costs import LayerCost
 from jdist.pipeline.runtime._stages import apply_layer, Layers, make_inputs
+from jdist.states import PyTree
 
-PyTree = Any
 CostSource = Literal["compiled", "lowered", "timed"]
 
 

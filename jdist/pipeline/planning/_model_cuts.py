@@ -15,8 +15,8 @@ from jdist.pipeline.runtime._split_backward import (
   run,
   variables,
 )
+from jdist.states import PyTree
 
-PyTree = Any
 # Other calls, such as a checkpoint or a custom derivative, stay whole.
 _OPENED = (primitives.jit_p,)
 

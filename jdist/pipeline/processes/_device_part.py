@@ -12,8 +12,7 @@ from jdist import collectives
 from jdist.pipeline.processes import _peers
 from jdist.pipeline.runtime import _traced_model
 from jdist.pipeline.schedule._table import read_versions, Table, Versions
-
-PyTree = Any
+from jdist.states import PyTree
 
 
 class ProcessState(NamedTuple):

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist import reducers
-
-PyTree = Any
+from jdist.states import PyTree
 
 
 class Edge:

@@ -18,8 +18,8 @@ from jdist.pipeline.processes import (
 )
 from jdist.pipeline.runtime import _traced_model
 from jdist.pipeline.schedule._table import Action, Op
+from jdist.states import PyTree
 
-PyTree = Any
 _OUTPUT, _GRADIENT = _peers.Kind.OUTPUT, _peers.Kind.GRADIENT
 # Compiled once: the fold-ins of every micro-batch would else be dispatched one
 # by one.

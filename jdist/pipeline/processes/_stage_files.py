@@ -12,15 +12,14 @@ import contextlib
 import os
 import pathlib
 import warnings
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jdist.pipeline.processes import _device_part, _peers
+from jdist.states import PyTree
 from jdist.storage import array_files, hashes, numbered_files
 
-PyTree = Any
 _WHAT = "a pipeline's stage"
 # The newest steps that processes compare; a message has a fixed size.
 _MAX_STEPS = 16

@@ -22,9 +22,8 @@ from jdist.pipeline.processes import (
 )
 from jdist.pipeline.runtime import _stages, _traced_model
 from jdist.pipeline.schedule._table import Table
+from jdist.states import PyTree
 from jdist.storage import array_files, hashes
-
-PyTree = Any
 
 
 @signatures.checked

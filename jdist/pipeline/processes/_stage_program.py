@@ -13,8 +13,8 @@ from jdist.pipeline.runtime import _stages, _traced_model
 from jdist.pipeline.runtime._split_backward import split_backward, SplitBackward
 from jdist.pipeline.schedule._checker import check_table
 from jdist.pipeline.schedule._table import Op, Table
+from jdist.states import PyTree
 
-PyTree = Any
 Recompute = Literal["none", "layers", "stage"]
 
 

@@ -1,7 +1,6 @@
 """The updates of a device's stages at the end of an iteration."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,7 @@ import optax
 from jdist import collectives, training, transforms
 from jdist.pipeline.processes import _device_part, _peers
 from jdist.pipeline.runtime import _chain_check, _stages, _traced_model
-
-PyTree = Any
+from jdist.states import PyTree
 
 
 def sees_all(

@@ -20,8 +20,7 @@ from jdist.pipeline.runtime import (
   _ticks,
   _traced_model,
 )
-
-PyTree = Any
+from jdist.states import PyTree
 
 
 class Layout:

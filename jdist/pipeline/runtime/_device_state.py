@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec
 
 from jdist import states, training, transforms
 from jdist.pipeline.runtime import _stages
+from jdist.states import PyTree
 
-PyTree = Any
 # The placement of arrays that are the same on all devices of a pipeline.
 ALL = PartitionSpec()
 

@@ -18,8 +18,7 @@ from jdist.pipeline.runtime import (
 )
 from jdist.pipeline.schedule._checker import check_table
 from jdist.pipeline.schedule._table import Op, Table
-
-PyTree = Any
+from jdist.states import PyTree
 
 
 @signatures.checked

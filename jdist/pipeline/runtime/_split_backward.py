@@ -7,7 +7,7 @@ import jax
 import jax.extend.core as jex
 from jax.extend.core import primitives
 
-PyTree = Any
+from jdist.states import PyTree
 
 # Calls are inlined, so that the equations inside can go to different parts.
 _CALLS = {

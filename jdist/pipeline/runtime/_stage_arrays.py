@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist.pipeline.runtime import _stages
-
-PyTree = Any
+from jdist.states import PyTree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Protocol, TypeAlias
 import jax
 
 from jdist import checks, signatures
-
-PyTree = Any
+from jdist.states import PyTree
 
 
 class LayerLike(Protocol):

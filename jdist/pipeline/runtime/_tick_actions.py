@@ -16,8 +16,8 @@ from jdist.pipeline.runtime import (
   _traced_model,
 )
 from jdist.pipeline.schedule._table import Op
+from jdist.states import PyTree
 
-PyTree = Any
 # (iteration, micro-batch) -> random key
 KeyOf = Callable[[jax.Array, jax.Array], jax.Array]
 

@@ -16,8 +16,7 @@ from jdist.pipeline.runtime import (
   _traced_model,
 )
 from jdist.pipeline.runtime._tick_actions import Place, TicksState
-
-PyTree = Any
+from jdist.states import PyTree
 
 
 class _Copies(NamedTuple):

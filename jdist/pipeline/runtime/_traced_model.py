@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jdist import checks, training
 from jdist.pipeline.runtime import _stages
 from jdist.pipeline.schedule._table import Table
+from jdist.states import PyTree
 
-PyTree = Any
 # (outputs of the last stage, micro-batch) -> loss, metrics
 OutputLoss = Callable[[Any, PyTree], tuple[jax.Array, dict[str, jax.Array]]]
 

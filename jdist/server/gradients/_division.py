@@ -9,8 +9,8 @@ import numpy as np
 
 from jdist import states, transforms
 from jdist.server.gradients import _gradient_messages
+from jdist.states import PyTree
 
-PyTree = Any
 # The part to which each piece of a message belongs, and its bytes.
 Places = list[tuple[int, int]]
 

@@ -13,8 +13,8 @@ from jdist import checks, reducers, signatures, states, training
 from jdist.server.gradients import _learner, _merge, _packed
 from jdist.server.gradients._merge import Pushed
 from jdist.server.h_ps import _bit_plans, _local_step, _plan_codecs
+from jdist.states import PyTree
 
-PyTree = Any
 # None sends the arrays' own bytes.
 Codec = reducers.MessageCodec | None
 

@@ -14,8 +14,7 @@ from jdist import signatures, states, transforms
 from jdist.server import _messages
 from jdist.server.gradients import _gradient_messages, _learner, _merge, _packed
 from jdist.server.gradients._merge import Pushed
-
-PyTree = Any
+from jdist.states import PyTree
 
 
 class Task(NamedTuple):

@@ -19,8 +19,7 @@ from jdist.server.gradients import (
   _packed,
 )
 from jdist.server.h_ps import _bit_plans, _local_step
-
-PyTree = Any
+from jdist.states import PyTree
 
 
 @signatures.checked

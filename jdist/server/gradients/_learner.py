@@ -9,8 +9,7 @@ import numpy as np
 from jdist import signatures
 from jdist.server import _messages
 from jdist.server.gradients import _packed
-
-PyTree = Any
+from jdist.states import PyTree
 
 
 class RefusedError(ValueError):

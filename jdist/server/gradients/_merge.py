@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import transforms
+from jdist.states import PyTree
 
-PyTree = Any
 # The pushes that one program sums: more arguments take longer to compile.
 _MOST = 8
 

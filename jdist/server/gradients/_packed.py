@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from jdist import collectives, states
+from jdist.states import PyTree
 
-PyTree = Any
 # Each array that a program takes or returns costs about a microsecond on a CPU,
 # which a small net's arithmetic hardly exceeds; larger copies cost more.
 _MAX_BYTES = 1 << 16

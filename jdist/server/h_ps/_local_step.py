@@ -1,7 +1,7 @@
 """A worker's own step in front of the parameters that it was sent."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,7 @@ import numpy as np
 import optax
 
 from jdist import signatures
-
-PyTree = Any
+from jdist.states import PyTree
 
 
 class LocalStepState(NamedTuple):

@@ -10,7 +10,6 @@ import numpy as np
 from jdist import codecs, reducers, signatures
 from jdist.server.h_ps import _bit_plans
 
-PyTree = Any
 _FEW = (16, 8, 4)
 
 

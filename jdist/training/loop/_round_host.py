@@ -8,9 +8,8 @@ import jax
 import numpy as np
 
 from jdist import collectives, transforms
+from jdist.states import PyTree
 from jdist.training.loop import _programs
-
-PyTree = Any
 
 
 class RoundHost:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jdist import checks, collectives, signatures, transforms
+from jdist.states import PyTree
 from jdist.storage import sealed_json
 from jdist.training import (
   _checkpoint_directory,
@@ -28,7 +29,6 @@ from jdist.training.loop import (
   _training_run,
 )
 
-PyTree = Any
 # From the step to begin with, an endless iterator of host batches
 # `[local workers, ...]`.
 Batches = Callable[[int], Iterator[PyTree]]

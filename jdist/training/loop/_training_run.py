@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks, collectives, states, transforms
+from jdist.states import PyTree
 from jdist.training import _train_state
 from jdist.training.loop import _programs, _record, _watchdog
-
-PyTree = Any
 
 
 class CompiledStep:

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, states
+from jdist.states import PyTree
 from jdist.transforms import _control, _shared
 from jdist.transforms.local import _anchor
-
-PyTree = Any
 
 
 def check_steps(steps: PyTree) -> list[int]:

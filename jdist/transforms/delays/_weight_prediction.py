@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks
+from jdist.states import PyTree
 from jdist.transforms.delays import _delayed_gradients
 from jdist.transforms.local import _anchor
-
-PyTree = Any
 
 
 class PredictWeightsState(NamedTuple):

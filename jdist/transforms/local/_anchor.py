@@ -20,8 +20,8 @@ import optax
 
 from jdist import checks, states
 from jdist import collectives as workers
+from jdist.states import PyTree
 
-PyTree = Any
 _FORM = ("shape", "dtype")
 
 

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives, reducers, signatures, states
+from jdist.states import PyTree
 from jdist.transforms.local import _anchor, _sender
 
-PyTree = Any
 SyncState: TypeAlias = _sender.SyncState
 
 

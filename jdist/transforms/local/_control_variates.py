@@ -1,15 +1,14 @@
 """Control variates: estimates of how a worker's gradient is biased."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdist import signatures, states
+from jdist.states import PyTree
 from jdist.transforms.local import _anchor, _round
-
-PyTree = Any
 
 
 @states.declare(shared=("mean", "distance", "lag"))

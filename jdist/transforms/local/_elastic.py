@@ -1,15 +1,14 @@
 """Elastic rules: the workers keep a distance from the anchor, which pulls."""
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdist import signatures, states
+from jdist.states import PyTree
 from jdist.transforms.local import _anchor, _round
-
-PyTree = Any
 
 
 class _Apart(_round.SyncRule):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, collectives, reducers, states
+from jdist.states import PyTree
 from jdist.transforms import _control, _shared, intervals
 from jdist.transforms.local import (
   _anchor,
@@ -18,7 +19,6 @@ from jdist.transforms.local import (
   _synchronizer,
 )
 
-PyTree = Any
 Fragments = int | Callable[[str], int]  # A number, or one for a leaf's path.
 # Errors name both, because a user has written one of them.
 _NAME = "`fragment_steps` (also as `streaming_diloco`)"

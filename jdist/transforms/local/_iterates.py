@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import optax
 
 from jdist import collectives, states
+from jdist.states import PyTree
 from jdist.transforms.local import _anchor, _round
 
-PyTree = Any
 # The parameter of a statistic.
 _NONE = -1
 

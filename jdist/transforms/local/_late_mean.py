@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist import collectives
+from jdist.states import PyTree
 from jdist.transforms import _control, intervals
 from jdist.transforms.intervals import _policy
 from jdist.transforms.local import (
@@ -18,7 +19,6 @@ from jdist.transforms.local import (
   _sync_state,
 )
 
-PyTree = Any
 Round: TypeAlias = _round.Round
 Step: TypeAlias = _sync_state.Step
 SyncState: TypeAlias = _sync_state.SyncState

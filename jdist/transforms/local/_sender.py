@@ -17,9 +17,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jdist import checks, collectives, reducers
+from jdist.states import PyTree
 from jdist.transforms.local import _anchor
 
-PyTree = Any
 # A `SyncState`, whose module imports this one.
 SyncState = Any
 # The usual numbers of steps in which a message is sent divide it.

@@ -1,15 +1,15 @@
 """Slow momentum: a momentum over rounds, around the inner optimizer's."""
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdist import checks, signatures, states
+from jdist.states import PyTree
 from jdist.transforms.local import _anchor, _round
 
-PyTree = Any
 Buffers = Literal["maintain", "reset", "average"]  # Momenta after a round.
 
 

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jdist import states
+from jdist.states import PyTree
 from jdist.transforms.local import _round
-
-PyTree = Any
 
 # A step that no run reaches: the delay has not begun yet.
 NEVER = 2**30

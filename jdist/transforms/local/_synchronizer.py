@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, collectives, reducers
+from jdist.states import PyTree
 from jdist.transforms import _control, intervals
 from jdist.transforms.intervals import _scheduled_interval
 from jdist.transforms.local import (
@@ -21,7 +22,6 @@ from jdist.transforms.local import (
   _sync_state,
 )
 
-PyTree = Any
 Step: TypeAlias = _sync_state.Step
 SyncState: TypeAlias = _sync_state.SyncState
 LocalStepsState: TypeAlias = _sync_state.LocalStepsState
