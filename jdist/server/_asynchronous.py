@@ -7,7 +7,7 @@ from typing import Any
 
 from jdist import signatures
 from jdist.server import _allocation, _protocol, _server_state, _weights
-from jdist.server._messages import Action, Worker
+from jdist.server._messages import Actions, Worker
 
 ASP = _protocol.Protocol  # Asynchronous SGD: each gradient is an update.
 
@@ -157,7 +157,7 @@ class NSoftsync(_protocol.Protocol[SoftsyncState]):
   buffer: signatures.PositiveInt | None = None
 
   def on_leave(
-    self, state: SoftsyncState, worker: Worker, actions: list[Action]
+    self, state: SoftsyncState, worker: Worker, actions: Actions
   ) -> None:
     """Makes the update if it is complete for the members that are left."""
     self._update(state, actions)
@@ -166,13 +166,13 @@ class NSoftsync(_protocol.Protocol[SoftsyncState]):
     self,
     state: SoftsyncState,
     push: _server_state.Assignment,
-    actions: list[Action],
+    actions: Actions,
   ) -> None:
     """Collects a gradient."""
     state.collected.append(push)
     self._update(state, actions)
 
-  def _update(self, state: SoftsyncState, actions: list[Action]) -> None:
+  def _update(self, state: SoftsyncState, actions: Actions) -> None:
     # The last member may have left, and its gradient waits for no other.
     wanted = self.buffer or max(1, len(state.members) // self.n)
     # All that were collected: fewer may be wanted since a member has left.
@@ -273,18 +273,14 @@ class SSP(_protocol.Protocol[SSPState]):
     state.clocks[worker] = state.lowest
     state.counts[state.lowest] += 1
 
-  def on_leave(
-    self, state: SSPState, worker: Worker, actions: list[Action]
-  ) -> None:
+  def on_leave(self, state: SSPState, worker: Worker, actions: Actions) -> None:
     """Stops waiting for the member."""
     # Its clock may have been the least one, for which others wait.
     clock = state.clocks.pop(worker)
     state.waiting.get(clock, {}).pop(worker, None)
     self._take_from(state, clock, actions)
 
-  def on_pull(
-    self, state: SSPState, worker: Worker, actions: list[Action]
-  ) -> None:
+  def on_pull(self, state: SSPState, worker: Worker, actions: Actions) -> None:
     """Gives a member a task unless it is too far ahead."""
     clock = state.clocks[worker]
     if clock <= state.lowest + self.bound:
@@ -293,7 +289,7 @@ class SSP(_protocol.Protocol[SSPState]):
       state.waiting.setdefault(clock, {})[worker] = None
 
   def on_push(
-    self, state: SSPState, push: _server_state.Assignment, actions: list[Action]
+    self, state: SSPState, push: _server_state.Assignment, actions: Actions
   ) -> None:
     """Applies the update and releases workers that the bound has blocked."""
     self.apply(state, [push], actions)
@@ -302,9 +298,7 @@ class SSP(_protocol.Protocol[SSPState]):
     state.counts[clock + 1] += 1
     self._take_from(state, clock, actions)
 
-  def _take_from(
-    self, state: SSPState, clock: int, actions: list[Action]
-  ) -> None:
+  def _take_from(self, state: SSPState, clock: int, actions: Actions) -> None:
     """Counts one member less at a clock."""
     # The least clock only rises, so that all updates together advance it once
     # for each clock: constant work a message, without a search for the minimum.

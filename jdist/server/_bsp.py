@@ -4,7 +4,7 @@ import dataclasses
 
 from jdist import signatures
 from jdist.server import _protocol, _server_state
-from jdist.server._messages import Action, Worker
+from jdist.server._messages import Actions, Worker
 
 
 @dataclasses.dataclass
@@ -85,9 +85,7 @@ class BSP(_protocol.Protocol[BSPState]):
     elif self.restart_s is not None:
       state.changed = True
 
-  def on_leave(
-    self, state: BSPState, worker: Worker, actions: list[Action]
-  ) -> None:
+  def on_leave(self, state: BSPState, worker: Worker, actions: Actions) -> None:
     """Stops waiting for the member."""
     state.owing.pop(worker, None)
     state.waiting.pop(worker, None)
@@ -96,9 +94,7 @@ class BSP(_protocol.Protocol[BSPState]):
     else:
       self._close(state, actions)
 
-  def on_pull(
-    self, state: BSPState, worker: Worker, actions: list[Action]
-  ) -> None:
+  def on_pull(self, state: BSPState, worker: Worker, actions: Actions) -> None:
     """Gives a member its task if this update waits for it."""
     # A member joined: the job restarts once it asks for a task, not before.
     if state.changed:
@@ -116,7 +112,7 @@ class BSP(_protocol.Protocol[BSPState]):
     return push.task < state.first_task or push.version < state.version
 
   def on_push(
-    self, state: BSPState, push: _server_state.Assignment, actions: list[Action]
+    self, state: BSPState, push: _server_state.Assignment, actions: Actions
   ) -> None:
     """Keeps a gradient of this update, and discards an earlier one."""
     if self.is_late(state, push):
@@ -127,15 +123,13 @@ class BSP(_protocol.Protocol[BSPState]):
     state.pushes_of_round.append(push)
     self._close(state, actions)
 
-  def on_expired(
-    self, state: BSPState, number: int, actions: list[Action]
-  ) -> None:
+  def on_expired(self, state: BSPState, number: int, actions: Actions) -> None:
     """Gives all ready members their tasks after a restart."""
     if number == state.restart:
       state.restart = None
       self._begin(state, actions)
 
-  def _restart(self, state: BSPState, actions: list[Action]) -> None:
+  def _restart(self, state: BSPState, actions: Actions) -> None:
     """Drops the update that was begun, and has all members wait for a timer."""
     assert self.restart_s is not None
     for push in state.pushes_of_round:
@@ -144,7 +138,7 @@ class BSP(_protocol.Protocol[BSPState]):
     state.restart = self.timer(state, self.restart_s, actions)
     state.first_task = state.next_task
 
-  def _close(self, state: BSPState, actions: list[Action]) -> None:
+  def _close(self, state: BSPState, actions: Actions) -> None:
     """Makes the update if it is complete, and begins the next one."""
     # Every member is in an update or waits for one. An update thus takes a
     # constant number of operations for each member, and one sort.
@@ -161,7 +155,7 @@ class BSP(_protocol.Protocol[BSPState]):
     self.apply(state, pushes, actions, mean=True)
     self._begin(state, actions)
 
-  def _begin(self, state: BSPState, actions: list[Action]) -> None:
+  def _begin(self, state: BSPState, actions: Actions) -> None:
     # A dictionary without values is a set that keeps its order.
     state.owing = dict.fromkeys(state.members)
     ready = sorted(state.waiting, key=_server_state.by_rank(state))

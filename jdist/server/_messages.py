@@ -170,6 +170,7 @@ class Timer(NamedTuple):
 
 Message: TypeAlias = Join | Leave | Pull | Push | Expired
 Action: TypeAlias = Reply | Apply | Discard | Timer  # A protocol's answer.
+Actions: TypeAlias = list[Action]  # A protocol's methods add to it, in order.
 
 
 def check_names(workers: Sequence[Worker]) -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from jdist import checks, signatures
 from jdist.server import _allocation, _messages, _weights
-from jdist.server._messages import Action, Worker
+from jdist.server._messages import Actions, Worker
 from jdist.server._server_state import Assignment, Member, ServerState
 
 FIXED = _allocation.FixedBatches(32)
@@ -94,7 +94,7 @@ class Protocol(Generic[State]):
 
   def receive(
     self, state: State, now_s: float, message: _messages.Message
-  ) -> list[Action]:
+  ) -> Actions:
     """Takes a message and returns the actions to carry out.
 
     Args:
@@ -107,7 +107,7 @@ class Protocol(Generic[State]):
       Actions, in the order in which the driver carries them out.
     """
     state.now_s = now_s
-    actions: list[Action] = []
+    actions: Actions = []
     # The most frequent messages first: this is the simulation's inner loop.
     if isinstance(message, _messages.Push):
       self._push(state, message, actions)
@@ -205,20 +205,14 @@ class Protocol(Generic[State]):
   def on_join(self, state: State, worker: Worker) -> None:
     """Updates the state for a new member."""
 
-  def on_leave(
-    self, state: State, worker: Worker, actions: list[Action]
-  ) -> None:
+  def on_leave(self, state: State, worker: Worker, actions: Actions) -> None:
     """Updates the state after a member was removed from `state.members`."""
 
-  def on_pull(
-    self, state: State, worker: Worker, actions: list[Action]
-  ) -> None:
+  def on_pull(self, state: State, worker: Worker, actions: Actions) -> None:
     """Gives a member a task, now or later."""
     self.reply(state, worker, actions)
 
-  def on_push(
-    self, state: State, push: Assignment, actions: list[Action]
-  ) -> None:
+  def on_push(self, state: State, push: Assignment, actions: Actions) -> None:
     """Uses a member's gradient, or discards it if it is late."""
     if self.is_late(state, push):
       self.discard(state, push, actions)
@@ -234,9 +228,7 @@ class Protocol(Generic[State]):
     del state, push
     return False
 
-  def on_expired(
-    self, state: State, number: int, actions: list[Action]
-  ) -> None:
+  def on_expired(self, state: State, number: int, actions: Actions) -> None:
     """Handles a timer that the protocol itself has started."""
 
   # Actions, which the methods above add to their list.
@@ -245,7 +237,7 @@ class Protocol(Generic[State]):
     self,
     state: State,
     worker: Worker,
-    actions: list[Action],
+    actions: Actions,
     *,
     push_plan: int = 0,
     pull_plan: int | None = 0,
@@ -288,7 +280,7 @@ class Protocol(Generic[State]):
     self,
     state: State,
     pushes: list[Assignment],
-    actions: list[Action],
+    actions: Actions,
     *,
     mean: bool = False,
   ) -> None:
@@ -317,14 +309,14 @@ class Protocol(Generic[State]):
     self,
     state: State,
     push: Assignment,
-    actions: list[Action],
+    actions: Actions,
     reason: str = "late",
   ) -> None:
     """Drops a push."""
     actions.append(_messages.Discard(push.task, reason))
     state.discarded[reason] += 1
 
-  def timer(self, state: State, wait_s: float, actions: list[Action]) -> int:
+  def timer(self, state: State, wait_s: float, actions: Actions) -> int:
     """Starts a timer and returns its number, which `on_expired` is given."""
     # Timers and tasks share their numbers, so that `Expired` names one of them.
     number, state.next_task = state.next_task, state.next_task + 1
@@ -341,7 +333,7 @@ class Protocol(Generic[State]):
   # The book-keeping.
 
   def _push(
-    self, state: State, message: _messages.Push, actions: list[Action]
+    self, state: State, message: _messages.Push, actions: Actions
   ) -> None:
     task = message.task
     push = state.tasks.get(task)
@@ -376,7 +368,7 @@ class Protocol(Generic[State]):
     if state.until_allocation is None:
       state.until_allocation = self.batches.every(len(state.members))
 
-  def _leave(self, state: State, worker: Worker, actions: list[Action]) -> None:
+  def _leave(self, state: State, worker: Worker, actions: Actions) -> None:
     member = state.members.pop(worker, None)
     if member is None:
       return

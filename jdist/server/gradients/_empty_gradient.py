@@ -1,6 +1,5 @@
 """Messages of a stated size without arrays: what the engines alone cost."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,30 +16,22 @@ class EmptyServer(_learner.ServerLearner):
   The virtual clock replays with it, too, up to the event of a checkpoint.
 
   Args:
-    num_bytes: Size of a message in full.
-    share: Returns the part of it that a plan's messages have, such as
-      `Protocol.share`.
+    num_bytes: Size of a message.
   """
 
-  def __init__(
-    self, num_bytes: int = 0, share: Callable[[int], float] = lambda plan: 1.0
-  ):
-    self._num_bytes, self._share = num_bytes, share
-    self.samples = 0
+  def __init__(self, num_bytes: int = 0):
+    self._num_bytes, self.samples = num_bytes, 0
     self._tasks: dict[int, int] = {}
 
   def reply(
     self, reply: _messages.Reply
   ) -> tuple[dict[str, Any], np.ndarray | None]:
-    """Returns as many bytes as the plan takes."""
+    """Returns a message of that size, where there is a pull."""
     self._tasks[reply.task] = reply.samples
-    more = {"bytes": self._bytes(reply.push_plan)}
+    more = {"bytes": self._num_bytes}
     if reply.pull_plan is None:
       return more, None
-    return more, np.zeros(self._bytes(reply.pull_plan), np.uint8)
-
-  def _bytes(self, plan: int) -> int:
-    return round(self._num_bytes * self._share(plan))
+    return more, np.zeros(self._num_bytes, np.uint8)
 
   def apply(self, update: _messages.Apply) -> None:
     """Counts samples."""

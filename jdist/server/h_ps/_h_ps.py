@@ -12,7 +12,7 @@ from jdist.server import (
   _server_state,
   _weights,
 )
-from jdist.server._messages import Action, Worker
+from jdist.server._messages import Actions, Worker
 from jdist.server.h_ps import _bit_plans
 
 _BY_SAMPLES = _weights.Weighting("linear")
@@ -260,9 +260,7 @@ class HPS(_protocol.Protocol[HPSState]):
       )
       state.plans = dict(zip(members, plans, strict=True))
 
-  def on_leave(
-    self, state: HPSState, worker: Worker, actions: list[Action]
-  ) -> None:
+  def on_leave(self, state: HPSState, worker: Worker, actions: Actions) -> None:
     """Stops waiting for the member, and forgets its parameters."""
     for owing in state.owing.values():
       owing.pop(worker, None)
@@ -271,9 +269,7 @@ class HPS(_protocol.Protocol[HPSState]):
     state.plans.pop(worker, None)
     self._close(state, actions)
 
-  def on_pull(
-    self, state: HPSState, worker: Worker, actions: list[Action]
-  ) -> None:
+  def on_pull(self, state: HPSState, worker: Worker, actions: Actions) -> None:
     """Gives a member its tasks of open rounds; later ones follow."""
     if state.round == state.opened:
       self._open(state, actions)
@@ -281,14 +277,14 @@ class HPS(_protocol.Protocol[HPSState]):
     self._give(state, worker, actions)
 
   def on_push(
-    self, state: HPSState, push: _server_state.Assignment, actions: list[Action]
+    self, state: HPSState, push: _server_state.Assignment, actions: Actions
   ) -> None:
     """Keeps a gradient until its round is complete."""
     del state.owing[push.round][push.worker]
     state.collected.append(push)
     self._close(state, actions)
 
-  def _close(self, state: HPSState, actions: list[Action]) -> None:
+  def _close(self, state: HPSState, actions: Actions) -> None:
     """Makes the updates that are complete, and opens the next rounds."""
     # Several rounds may be complete at once, after a member has left.
     while state.round < state.opened and not state.owing[state.round]:
@@ -302,7 +298,7 @@ class HPS(_protocol.Protocol[HPSState]):
         self.apply(state, pushes, actions, mean=True)
       self._open(state, actions)
 
-  def _open(self, state: HPSState, actions: list[Action]) -> None:
+  def _open(self, state: HPSState, actions: Actions) -> None:
     """Opens as many rounds as a member may have tasks."""
     if not state.members:
       return
@@ -316,9 +312,7 @@ class HPS(_protocol.Protocol[HPSState]):
       if worker in state.ready:
         self._give(state, worker, actions)
 
-  def _give(
-    self, state: HPSState, worker: Worker, actions: list[Action]
-  ) -> None:
+  def _give(self, state: HPSState, worker: Worker, actions: Actions) -> None:
     """Gives a member its tasks of open rounds, if there are any."""
     # A member that returns has no task of rounds that were opened without it.
     first = max(state.next_round.get(worker, 0), state.round)
