@@ -61,7 +61,7 @@ class OtherWorkers(NamedTuple):
 
 
 @signatures.checked
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
   """Saves and restores states of a run in one directory.
 
   Files are written in the background. `wait` returns when all of them are on
@@ -396,9 +396,6 @@ class Checkpoints:
       # `wait` has raised the error of a write already.
       with contextlib.suppress(Exception):
         self._writer.close()
-
-  def __enter__(self) -> "Checkpoints":
-    return self
 
   def __exit__(self, *error: object) -> None:
     self.close()

@@ -88,7 +88,7 @@ def _device() -> str:
 
 
 @signatures.checked
-class MetricsWriter:
+class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
   """Writes records for TensorBoard during a run.
 
   Pass its `write` to `Trainer.fit(..., on_record=writer.write)`. A resumed run
@@ -157,9 +157,6 @@ class MetricsWriter:
   def close(self) -> None:
     """Closes the file."""
     self._writer.close()
-
-  def __enter__(self) -> "MetricsWriter":
-    return self
 
   def __exit__(self, kind: object, error: object, trace: object) -> None:
     if error is None:
