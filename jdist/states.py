@@ -336,7 +336,7 @@ def wide_dtype(dtype: Any) -> Any:
 
 def wide(x: jax.Array) -> jax.Array:
   """Casts an array to at least float32, see `wide_dtype`."""
-  return x.astype(wide_dtype(x.dtype))
+  return x if x.dtype.itemsize >= 4 else x.astype(wide_dtype(x.dtype))
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jdist import checks
+from jdist import checks, states
 from jdist.collectives import _buckets, _leaf_order
 from jdist.states import PyTree
 
@@ -314,7 +314,7 @@ def _all_reduce(
     return varying(jax.tree.map(alone, tree), axis)
   dtypes = jax.tree.map(lambda x: x.dtype, tree)
   if must_widen():
-    tree = jax.tree.map(widened, tree)
+    tree = jax.tree.map(states.wide, tree)
   buckets, leaves = None, tree
   # Compilers for GPUs put many all-reduces into one message.  Gloo sends one
   # array after the other, each with the latency of a whole ring: the ten leaves
@@ -362,14 +362,8 @@ def _cpu_axes() -> tuple[int, int]:
   return len(mesh.manual_axes), len(mesh.axis_names)
 
 
-def widened(x: jax.Array) -> jax.Array:
-  """Returns a 16-bit float as float32."""
-  narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-  return x.astype(jnp.float32) if narrow else x
-
-
 def as_before(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  """Undoes `widened` after a reduction."""
+  """Undoes `states.wide` after a reduction."""
   # A mean of integers is a float on purpose, and stays one.
   return x.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else x
 

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist import states
 from jdist.collectives import _axis
 from jdist.states import PyTree
 
@@ -82,7 +83,7 @@ def reduce_scatter(tree: PyTree, axis: _axis.Axis) -> PyTree:
   widen = _axis.must_widen()
 
   def one(x: jax.Array) -> jax.Array:
-    y = _by_name(_axis.widened(x) if widen else x, names)
+    y = _by_name(states.wide(x) if widen else x, names)
     for dim, name in zip(reversed(range(len(names))), names, strict=True):
       if name in manual:
         y = jax.lax.psum_scatter(

@@ -1,6 +1,5 @@
 """The collector of a run's parameters, and the steps that it samples."""
 
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -116,7 +115,7 @@ class Collector:
     body = {
       "cuts": [cut.describe() for cut in cuts],
       "steps": list(self._steps),
-      "metadata": _checked_metadata(metadata),
+      "metadata": sealed_json.check("metadata", metadata or {}),
     }
     self._files: _parameter_set.Files | None = None
     # One process writes.  The others take part in the means only.
@@ -202,12 +201,6 @@ def _sorted_cuts(cuts: Sequence[_cut.Cut]) -> tuple[_cut.Cut, ...]:
         f"only one has {different[0]}. Collect each network by itself."
       )
   return tuple(cuts)
-
-
-def _checked_metadata(metadata: Any) -> dict[str, Any]:
-  """Returns metadata as JSON restores it, with lists in place of tuples."""
-  sealed_json.check("metadata", metadata)
-  return json.loads(json.dumps(metadata or {}))
 
 
 def _checked_steps(steps: Sequence[int]) -> tuple[int, ...]:

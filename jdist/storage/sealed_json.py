@@ -17,10 +17,10 @@ from jdist import checks, signatures
 from jdist.storage import hashes
 
 
-def check(name: str, value: Any) -> None:
-  """Raises a ValueError unless JSON can hold a value."""
+def check(name: str, value: Any) -> Any:
+  """Returns a value as JSON restores it; a ValueError if it cannot hold it."""
   try:
-    json.dumps(value)
+    return json.loads(json.dumps(value))
   except (TypeError, ValueError) as error:
     raise ValueError(
       f"`{name}` must be a value of JSON, got {checks.show(value)}: "

@@ -19,6 +19,7 @@ from jdist.storage import hashes, numbered_files, sealed_json
 # Stand for a step if there is none. Negative ints can be broadcast like steps.
 NOTHING, ALL_DAMAGED = -1, -2
 _FORMAT = 2
+as_json = sealed_json.check
 # The files of a write: whole, partial, or not yet renamed by Orbax.
 _OURS = re.compile(
   r"(step_\d{8,})(\.json(\.partial)?|\.orbax-checkpoint-tmp.*)?"
@@ -114,12 +115,6 @@ class OtherRunError(ValueError):
     return type(self), (self.differences, self._argument)
 
 
-def as_json(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a dict as a file of JSON holds it, with lists for tuples."""
-  sealed_json.check(name, dict(value))
-  return dict(json.loads(json.dumps(dict(value))))
-
-
 @signatures.checked
 def check_same_run(
   found: Mapping[str, Any],
@@ -138,7 +133,7 @@ def check_same_run(
     argument: The name of the caller's argument, for the message.
   """
   # JSON turns tuples into lists, so both sides must have passed through it.
-  metadata = as_json("metadata", metadata)
+  metadata = sealed_json.check("metadata", dict(metadata))
   differences = {
     name: (found.get(name), metadata.get(name))
     for name in sorted((found.keys() | metadata.keys()) - set(free))

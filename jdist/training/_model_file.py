@@ -12,7 +12,7 @@ import numpy as np
 
 from jdist import checks, signatures, states
 from jdist.states import PyTree
-from jdist.training import _checkpoint_directory
+from jdist.storage import sealed_json
 
 
 @signatures.checked
@@ -45,11 +45,10 @@ def save_model(
   # safetensors writes the memory of an array as it is, so that a transposed one
   # must be copied. `ascontiguousarray` would turn scalars into vectors.
   arrays = {name: np.asarray(x, order="C") for name, x in named.items()}
+  given = sealed_json.check("metadata", dict(metadata or {}))
   header = {
     name: value if isinstance(value, str) else json.dumps(value)
-    for name, value in _checkpoint_directory.as_json(
-      "metadata", metadata or {}
-    ).items()
+    for name, value in given.items()
   }
   # Renaming is atomic, so that a reader never sees half a file.
   partial = f"{os.fspath(path)}.partial"

@@ -92,7 +92,7 @@ class Rows:
     """Returns the options that must agree."""
     kept = {k: v for k, v in config.items() if k not in self._free}
     # JSON turns tuples into lists, as in the rows that were read from a file.
-    return _checkpoint_directory.as_json("config", kept)
+    return dict(_checkpoint_directory.as_json("config", kept))
 
   def __len__(self) -> int:
     """Counts the rows, including those of other comparisons in the file."""
