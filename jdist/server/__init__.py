@@ -59,11 +59,11 @@ from jdist.server.gradients._learner import ServerLearner as ServerLearner
 from jdist.server.gradients._learner import ServerModel as ServerModel
 from jdist.server.gradients._learner import WorkerLearner as WorkerLearner
 from jdist.server.h_ps._bit_plans import BitPlans as BitPlans
+from jdist.server.h_ps._bit_plans import fit_bit_plans as fit_bit_plans
 from jdist.server.h_ps._h_ps import BalancedBatches as BalancedBatches
 from jdist.server.h_ps._h_ps import h_ps as h_ps
 from jdist.server.h_ps._h_ps import HPS as HPS
 from jdist.server.h_ps._local_step import LocalStep as LocalStep
-from jdist.server.h_ps._plan_codecs import fit_bit_plans as fit_bit_plans
 from jdist.server.run._run_marks import LivePlan as LivePlan
 from jdist.server.run._server_run import ServerRun as ServerRun
 from jdist.server.runtime._delivery import replay as replay

@@ -12,7 +12,7 @@ import pytest
 
 from jdist import cluster, codecs, data, server
 from jdist.server.gradients import _gradient_messages, _packed
-from jdist.server.h_ps import _plan_codecs
+from jdist.server.h_ps import _bit_plans
 from tests.server import test_gradients as gradients
 
 pytest.importorskip("simpy")
@@ -104,7 +104,7 @@ def test_messages_have_the_bytes_of_their_plans():
     ((32, 32, 32), (16, 32, 16), (8, 16, 4), (4, 16, 4)), (130, 7, 192)
   )
   for plan in range(4):
-    codec = _plan_codecs.plan_codec(plans, plan)
+    codec = _bit_plans.plan_codec(plans, plan)
     assert codec.num_bytes(tree) == plans.num_bytes(plan)
   assert server.BitPlans().share(2) == pytest.approx(
     codecs.Quantize(8, 64).num_bits(jnp.zeros(1 << 20)) / (32 << 20), rel=1e-4

@@ -7,7 +7,7 @@ import optax
 
 from jdist import cluster, codecs, data, reducers, server
 from jdist.server import _allocation
-from jdist.server.h_ps import _plan_codecs
+from jdist.server.h_ps import _bit_plans
 from tests import _refusals
 from tests.server import test_gradients as gradients
 from tests.server import test_h_ps_gradients as h_ps
@@ -56,7 +56,7 @@ def batch_of_32(**options):
 
 def codec_for_each(leaves):
   two = server.BitPlans(((32, 32),), (4, 4))
-  return _plan_codecs.plan_codec(two, 0).init(leaves)
+  return _bit_plans.plan_codec(two, 0).init(leaves)
 
 
 def without_learner():

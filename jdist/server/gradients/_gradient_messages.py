@@ -12,7 +12,7 @@ import numpy as np
 from jdist import checks, reducers, signatures, states, training
 from jdist.server.gradients import _learner, _merge, _packed
 from jdist.server.gradients._merge import Pushed
-from jdist.server.h_ps import _bit_plans, _local_step, _plan_codecs
+from jdist.server.h_ps import _bit_plans, _local_step
 from jdist.states import PyTree
 
 # None sends the arrays' own bytes.
@@ -71,10 +71,10 @@ def message_plans(
     )
   numbers = range(len(plans.bits))
   # A difference needs no feedback: its error is part of the next difference.
-  pull = [_plan_codecs.plan_codec(plans, i, feedback=False) for i in numbers]
+  pull = [_bit_plans.plan_codec(plans, i, feedback=False) for i in numbers]
   return MessagePlans(
     # An exact push has a codec, too: it sends the residual of pushes before.
-    tuple(_plan_codecs.plan_codec(plans, i) for i in numbers),
+    tuple(_bit_plans.plan_codec(plans, i) for i in numbers),
     (None, *pull[1:]),
     plans.sizes,
   )
