@@ -122,15 +122,11 @@ class ResNet(_layered_network.LayeredNetwork):
     self.add_part({name: layer}, functools.partial(_run_head, name))
 
 
-def _run_block(
-  name: str, net: Any, x: jax.Array, mask: jax.Array | None
-) -> jax.Array:
+def _run_block(name: str, net: Any, x: jax.Array, mask: Any) -> jax.Array:
   return getattr(net, name)(x, mask)
 
 
-def _run_head(
-  name: str, net: Any, x: jax.Array, mask: jax.Array | None
-) -> jax.Array:
+def _run_head(name: str, net: Any, x: jax.Array, mask: Any) -> jax.Array:
   del mask
   return getattr(net, name)(jnp.mean(x, axis=(1, 2)))
 

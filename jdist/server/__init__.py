@@ -38,8 +38,6 @@ from jdist.server.decoupled._fragment_syncer import (
   FragmentSyncer as FragmentSyncer,
 )
 from jdist.server.gradients._division import divide as divide
-from jdist.server.gradients._empty_gradient import EmptyServer as EmptyServer
-from jdist.server.gradients._empty_gradient import EmptyWorker as EmptyWorker
 from jdist.server.gradients._gradient_messages import (
   message_plans as message_plans,
 )
@@ -52,6 +50,8 @@ from jdist.server.gradients._gradient_worker import (
 from jdist.server.gradients._gradient_worker import (
   GradientWorker as GradientWorker,
 )
+from jdist.server.gradients._learner import EmptyServer as EmptyServer
+from jdist.server.gradients._learner import EmptyWorker as EmptyWorker
 from jdist.server.gradients._learner import Pair as Pair
 from jdist.server.gradients._learner import RefusedError as RefusedError
 from jdist.server.gradients._learner import Samples as Samples

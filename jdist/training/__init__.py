@@ -23,7 +23,6 @@ from jdist.training._losses import masked_mean as masked_mean
 from jdist.training._model_file import load_metadata as load_metadata
 from jdist.training._model_file import load_model as load_model
 from jdist.training._model_file import save_model as save_model
-from jdist.training._resize import resize as resize
 from jdist.training._results import append_rows as append_rows
 from jdist.training._results import make_row as make_row
 from jdist.training._results import MetricsWriter as MetricsWriter
@@ -36,6 +35,7 @@ from jdist.training._step import (
 )
 from jdist.training._train_state import init_state as init_state
 from jdist.training._train_state import is_finite as is_finite
+from jdist.training._train_state import resize as resize
 from jdist.training._train_state import TrainState as TrainState
 from jdist.training.loop import format_bytes as format_bytes
 from jdist.training.loop import format_rate as format_rate

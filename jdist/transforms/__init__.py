@@ -9,12 +9,6 @@ from jdist.transforms._averaging import average_gradients as average_gradients
 from jdist.transforms._averaging import with_mean_loss as with_mean_loss
 from jdist.transforms._control import Control as Control
 from jdist.transforms._drain import drain as drain
-from jdist.transforms._evaluation_params import (
-  evaluation_params as evaluation_params,
-)
-from jdist.transforms._evaluation_params import (
-  mean_statistics as mean_statistics,
-)
 from jdist.transforms._own_gradients import clip_deviations as clip_deviations
 from jdist.transforms._own_gradients import clip_local as clip_local
 from jdist.transforms._own_gradients import proximal as proximal
@@ -26,7 +20,9 @@ from jdist.transforms._predicted import Splitter as Splitter
 from jdist.transforms._shared import sharing as sharing
 from jdist.transforms._state import arrives_after as arrives_after
 from jdist.transforms._state import averages as averages
+from jdist.transforms._state import evaluation_params as evaluation_params
 from jdist.transforms._state import interval as interval
+from jdist.transforms._state import mean_statistics as mean_statistics
 from jdist.transforms._state import nonfinite_rounds as nonfinite_rounds
 from jdist.transforms._state import rounds as rounds
 from jdist.transforms._state import rounds_ahead as rounds_ahead

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 
 from jdist.server import _messages
-from jdist.server.gradients import _empty_gradient, _gradient_messages, _learner
+from jdist.server.gradients import _gradient_messages, _learner
 
 # A message's `more` and payload, as learners know them.
 Message = tuple[dict[str, Any], Any]
 
 
-class _Replay(_empty_gradient.EmptyServer):
+class _Replay(_learner.EmptyServer):
   """Moves no arrays, and refuses the pushes that were refused before."""
 
   def __init__(self, refused: dict[int, str]):
@@ -88,7 +88,7 @@ class PairMessages:
     """Takes learners that compute nothing, until `load`; returns the server."""
     server = _Replay(dict(map(tuple, refused)))
     empty = {
-      name: _empty_gradient.EmptyWorker(stateless=one.stateless)
+      name: _learner.EmptyWorker(stateless=one.stateless)
       for name, one in self.pair.workers.items()
     }
     self.pair = _learner.Pair(server, empty)

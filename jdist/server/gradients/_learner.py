@@ -1,4 +1,4 @@
-"""Interfaces of a server's and a worker's learner, and a pair of both."""
+"""Interfaces of a server's and a worker's learner, and those without arrays."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,6 +10,8 @@ from jdist import signatures
 from jdist.server import _messages
 from jdist.server.gradients import _packed
 from jdist.states import PyTree
+
+_NOTHING = np.zeros(0, np.uint8)
 
 
 class RefusedError(ValueError):
@@ -174,3 +176,67 @@ class Pair:
   def losses(self) -> list[tuple[int, float]]:
     """The samples so far and the loss of the last updates, at most 1,000."""
     return list(self.server.losses)
+
+
+class EmptyServer(ServerLearner):
+  """Sends and takes messages of a model's size, and updates nothing.
+
+  The virtual clock replays with it, too, up to the event of a checkpoint.
+
+  Args:
+    num_bytes: Size of a message.
+  """
+
+  def __init__(self, num_bytes: int = 0):
+    self._num_bytes, self.samples = num_bytes, 0
+    self._tasks: dict[int, int] = {}
+
+  def reply(
+    self, reply: _messages.Reply
+  ) -> tuple[dict[str, Any], np.ndarray | None]:
+    """Returns a message of that size, where there is a pull."""
+    self._tasks[reply.task] = reply.samples
+    more = {"bytes": self._num_bytes}
+    if reply.pull_plan is None:
+      return more, None
+    return more, np.zeros(self._num_bytes, np.uint8)
+
+  def apply(self, update: _messages.Apply) -> None:
+    """Counts samples."""
+    self.samples += sum(map(self._tasks.pop, {*update.tasks} - update.kept))
+
+  def discard(self, task: int) -> None:
+    """Drops a task."""
+    self._tasks.pop(task)
+
+  def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
+    """Returns the count of samples."""
+    del whole
+    tasks = [list(x) for x in self._tasks.items()]
+    return {"samples": self.samples, "tasks": tasks}, _NOTHING
+
+  def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
+    """Restores what `save` returned."""
+    del payload
+    self.samples = notes["samples"]
+    self._tasks = dict(map(tuple, notes["tasks"]))
+
+
+class EmptyWorker(WorkerLearner):
+  """Computes nothing, and sends as many bytes as its task says."""
+
+  stateless = True
+
+  def __init__(self, *, stateless: bool = True):
+    self.stateless = stateless
+
+  def compute(
+    self, header: dict[str, Any]
+  ) -> tuple[dict[str, Any], np.ndarray]:
+    """Returns bytes."""
+    return {}, np.zeros(header["more"]["bytes"], np.uint8)
+
+  def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
+    """Returns an empty state."""
+    del whole
+    return {}, _NOTHING
