@@ -52,9 +52,6 @@ class _Ray:
 
     return types.SimpleNamespace(remote=remote)
 
-  def put(self, message):
-    return message
-
   def wait(self, calls, timeout, num_returns=1):
     assert timeout is not None
     self.late -= 1
@@ -154,12 +151,14 @@ def test_message_that_a_peer_has_lost_comes_from_the_server(monkeypatch):
   assert waited == [(["x", "y", "z"], 3, t) for t in (first, first, short)]
 
 
-def test_push_for_peers_is_put_and_handed_on_as_a_handle(monkeypatch):
-  sent, taken = [], []
+def test_message_for_peers_is_taken_by_the_server(monkeypatch):
+  """The server asks for it, so that it is the owner, and not the worker."""
+  sent, taken, asked = [], [], []
+  worker = _ray_actors.WorkerActor()
 
   class Ray(_Ray):
-    def put(self, message):
-      return "handle", message
+    def get_runtime_context(self):
+      return types.SimpleNamespace(current_actor="this worker")
 
     def __getattr__(self, method):
       return types.SimpleNamespace(remote=lambda *args: sent.append(args))
@@ -172,18 +171,24 @@ def test_push_for_peers_is_put_and_handed_on_as_a_handle(monkeypatch):
       taken.append((header, payload.tolist()))
       return {}
 
+  def message(task):
+    asked.append(asyncio.ensure_future(worker.message(task)))
+    return asked[0]
+
   payload, way = np.array([7], np.uint8), channel(Ray(set()), monkeypatch)
   for shared in (True, False):
-    way.push({"kind": "push", "shared": shared}, payload)
-  (message, (handle,)), (plain,) = sent
-  assert message is handle
+    way.push({"kind": "push", "task": 3, "shared": shared}, payload)
+  (note, peer), (plain,) = sent
+  assert peer == "this worker" and len(note) < len(plain)
   actor = _ray_actors.ServerActor()
   actor._server = Server()
-  asyncio.run(actor.push(message[1], [handle]))
+  peer = types.SimpleNamespace(message=types.SimpleNamespace(remote=message))
+  asyncio.run(actor.push(note, peer))
   asyncio.run(actor.push(plain))
   (first, one), (second, other) = taken
-  assert one == other == [7]
-  assert first["handle"] is handle and second["handle"].tolist() == [7]
+  assert one == other == [7] and first["kind"] == second["kind"] == "push"
+  assert first["handle"] is asked[0] and second["handle"].tolist() == [7]
+  assert not _ray_actors._SHARED  # The worker has given it away.
 
 
 # Two modules that import each other: of two threads that begin at either end,

@@ -15,6 +15,8 @@ from jdist.server.runtime.ray_actors import _ray_access
 
 # By this name workers find the server.
 SERVER = "jdist-server"
+# Messages of this worker that the server has not taken yet, by task.
+_SHARED: dict[int, np.ndarray] = {}
 # Seconds between looks at a server that is silent, and for its answer to one.
 _ASK_S, _SILENCE_S = 5.0, 20.0
 
@@ -32,13 +34,19 @@ class ServerActor:
     self._server = await asyncio.to_thread(make, _RayChannel())
 
   # Asynchronous methods, so that the pulls of all workers can wait at once.
-  async def push(self, message: np.ndarray, shared: Any = None) -> Any:
+  async def push(self, message: np.ndarray, peer: Any = None) -> Any:
     if self._server is None:
       raise _engine.LostServerError("The server has not begun.")
     # A stranger's bytes are refused here, before anything reads them.
     # A shard computes before it answers.
     header, payload = _envelope.unpack(message)
-    header["handle"] = shared[0] if shared else payload
+    handle: Any = payload
+    if peer is not None:
+      # As the result of a call it is on the worker's machine, from where others
+      # take it, and the server's, so that it outlives the worker's process.
+      handle = peer.message.remote(header["task"])
+      header, payload = _envelope.unpack(await handle)
+    header["handle"] = handle
     return await asyncio.to_thread(self._server.push, header, payload)
 
   async def pull(self, worker: str, life: int) -> tuple[np.ndarray, Any]:
@@ -64,6 +72,10 @@ class WorkerActor:
     # find them half made.
     self._thread = concurrent.futures.ThreadPoolExecutor(1)
     self._working: Any = None
+
+  async def message(self, task: int) -> np.ndarray:
+    """Gives the server a message that it shares with the others."""
+    return _SHARED.pop(task)
 
   async def work(self, work: bytes | None) -> None:
     """Does pickled work; None waits for that of before, whose call was cut."""
@@ -107,9 +119,9 @@ class _RayChannel:
     message = _envelope.pack(header, payload)
     if not header.get("shared"):
       return self._call("push", message)
-    # Peers take it from any machine that has it, and so does the server.
-    message = self._ray.put(message)
-    return self._call("push", message, [message])
+    _SHARED[header["task"]] = message
+    peer = self._ray.get_runtime_context().current_actor
+    return self._call("push", _envelope.pack({"task": header["task"]}), peer)
 
   def pull(self, worker: str, life: int) -> _engine.Message:
     message, handles = self._call("pull", worker, life)
