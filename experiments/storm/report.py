@@ -387,10 +387,13 @@ def main():
     ),
     "unequal": unequal(studies.read(mixed.ROWS)),
   }  # fmt: skip
+  peers = pairs(rows, "peers")
   tables = {
     "setting": setting(rows, found), "before": verdict(before),
     "storms": table(last + before),
   }  # fmt: skip
+  if peers:
+    tables |= {"peers": verdict(peers), "peers-storms": table(peers)}
 
   def show():
     draw(*last[0], run.ROWS.parent / "storm.png")

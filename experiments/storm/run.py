@@ -64,6 +64,7 @@ class Storm:
     spares: processes that wait to take the place of a killed one.
     rto_s: longest interval at which TCP sends again; None is the system's, 120.
     quorum: part of the members whose pushes a merge waits for.
+    peers: whether workers merge each other's messages.
     engine: `"ray"`; `"threads"` of one process, for a run without faults; or
       `"clock"` (`absences.py`), on which faults are times without a machine.
     seeds: of the runs.
@@ -83,6 +84,7 @@ class Storm:
   spares: int = 4
   rto_s: float | None = 5.0
   quorum: float = 0.5
+  peers: bool = False
   engine: str = "ray"
   seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
 
@@ -111,6 +113,7 @@ PRESETS = {
   "undisturbed": undisturbed(_FULL),
   "paced": _PACED,
   "paced-undisturbed": undisturbed(_PACED),
+  "peers": dataclasses.replace(_FULL, peers=True, seeds=(0, 1, 2)),
   # Where several kills come within seconds, the later ones start cold.
   "one-spare": dataclasses.replace(_FULL, spares=1),
   "short": _SHORT,
@@ -121,6 +124,8 @@ PRESETS = {
 def config_of(storm: Storm) -> dict[str, Any]:
   """Returns the settings as a row has them, with lists in place of tuples."""
   found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(storm)))
+  if not found.get("peers", True):  # As in rows before there was a choice.
+    del found["peers"]
   return found
 
 
@@ -148,7 +153,8 @@ def rounds_of(storm: Storm, seed: int) -> elastic.Rounds:
   """Returns the method as workers and the server run it."""
   return elastic.Rounds(
     method_of(storm), network(seed).params, workers=names(storm), samples=16,
-    quorum=storm.quorum, timeout_s=storm.timeout_s, seed=seed,
+    quorum=storm.quorum, timeout_s=storm.timeout_s, peers=storm.peers,
+    seed=seed,
   )  # fmt: skip
 
 
@@ -322,7 +328,7 @@ def train(storm: Storm, seed: int) -> dict[str, Any]:
     # Ray adds numbers of processes, and paths of the machine.
     event["reason"] = re.split(" class_name:| traceback:", event["reason"])[0]
   return training.make_row(
-    dataclasses.asdict(storm), seed, faults=faults.log, load=load,
+    config_of(storm), seed, faults=faults.log, load=load,
     curve=[[x.train_s, x.metrics["loss"]] for x in records],
     final_loss=records[-1].metrics["loss"], **summary,
     **measures(faults.log, summary),
