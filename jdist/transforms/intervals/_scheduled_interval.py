@@ -253,8 +253,8 @@ def growth(
     start: c > 0; c^2 is the number of steps in the first rounds.  The limit of
       stability allows a c of 1 and more (`methods.msdpu`); its bound is
       the workers' drift, which depends on the problem: the default of a third
-      keeps rounds of one step in two thirds of a cosine, and can save no more
-      than a quarter of the means.  Choose c on validation data, as H.
+      keeps rounds of one step in two thirds of a cosine, and saves less than
+      30 % of the means.  Choose c on validation data, as H.
     max_interval: H_max, at least 1.
 
   References:
