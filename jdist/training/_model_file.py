@@ -47,7 +47,7 @@ def save_model(
   arrays = {name: np.asarray(x, order="C") for name, x in named.items()}
   given = sealed_json.check("metadata", dict(metadata or {}))
   header = {
-    name: value if isinstance(value, str) else json.dumps(value)
+    name: value if str(value) == _value(value) else json.dumps(value)
     for name, value in given.items()
   }
   # Renaming is atomic, so that a reader never sees half a file.
@@ -132,11 +132,11 @@ def _named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     ) from None
 
 
-def _value(text: str) -> Any:
-  """Returns the JSON value of a text, or the text itself."""
+def _value(text: Any) -> Any:
+  """Returns the JSON value of a text, or what is no such text itself."""
   try:
     return json.loads(text)
-  except ValueError:
+  except (TypeError, ValueError):
     return text
 
 

@@ -33,6 +33,18 @@ def test_tensors_are_named_by_their_paths(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
 
 
+def test_texts_that_look_like_json_stay_texts(tmp_path):
+  path = tmp_path / "m.safetensors"
+  # A commit of digits and one "e" would become an infinity.
+  given = {"commit": "59e29123", "id": "12", "no": "null", "quoted": '"q"'}
+  given |= {"format": "pt", "number": 12, "nothing": None, "tree": {"a": "1"}}
+  training.save_model(path, {"w": np.ones(1)}, metadata=given)
+  assert training.load_metadata(path) == given
+  with safetensors.safe_open(path, "numpy") as file:
+    # Other programs read a plain text as it is.
+    assert file.metadata()["format"] == "pt"
+
+
 def test_scalar_keeps_its_shape(tmp_path):
   params = {"scale": np.float32(3.0), "turned": np.ones((2, 3), np.float32).T}
   path = tmp_path / "m.safetensors"
