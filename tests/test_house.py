@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests import _thinned
+
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _SPEC = importlib.util.spec_from_file_location(
   "house", _ROOT / "scripts" / "house" / "__init__.py"
@@ -206,6 +208,17 @@ def test_in_the_library(name, library):
 def test_exempted_files_exist(library):
   assert set(library) >= _LISTS
   assert {x.stem for x in library.values()} >= _NOUNS
+
+
+def test_thinned_tests_exist():
+  # An entry of a renamed test would thin out nothing, unnoticed.
+  missing = [
+    f"{path}::{name}"
+    for path, tests in _thinned.EVERY.items()
+    for name in tests
+    if f"def {name}(" not in (_ROOT / "tests" / path).read_text()
+  ]
+  assert not missing
 
 
 @pytest.mark.parametrize("name", _GUARDS)
