@@ -26,10 +26,10 @@ from jdist.methods._local_sgd import local_sgd as local_sgd
 from jdist.methods._local_sgd import post_local_sgd as post_local_sgd
 from jdist.methods._local_sgd import scaffold as scaffold
 from jdist.methods._local_sgd import slow_mo as slow_mo
-from jdist.methods._method import Method as Method
-from jdist.methods._method import Run as Run
+from jdist.methods._method_registry import Method as Method
 from jdist.methods._method_registry import PARTS as PARTS
 from jdist.methods._method_registry import registry as registry
+from jdist.methods._method_registry import Run as Run
 from jdist.methods._mp2 import mp2 as mp2
 from jdist.methods._overlapped import cocod as cocod
 from jdist.methods._overlapped import msdpu as msdpu

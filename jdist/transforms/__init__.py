@@ -58,6 +58,7 @@ from jdist.transforms.local._control_variates import (
   ControlVariates as ControlVariates,
 )
 from jdist.transforms.local._delayed import Delayed as Delayed
+from jdist.transforms.local._delayed import Stream as Stream
 from jdist.transforms.local._elastic import Elastic as Elastic
 from jdist.transforms.local._elastic import PulledAnchor as PulledAnchor
 from jdist.transforms.local._fragments import fragment_steps as fragment_steps
@@ -69,7 +70,6 @@ from jdist.transforms.local._local_steps import local_steps as local_steps
 from jdist.transforms.local._local_steps import outer_sgd as outer_sgd
 from jdist.transforms.local._round import OuterStep as OuterStep
 from jdist.transforms.local._round import SyncRule as SyncRule
-from jdist.transforms.local._sender import Stream as Stream
 from jdist.transforms.local._slow_momentum import Buffers as Buffers
 from jdist.transforms.local._slow_momentum import SlowMomentum as SlowMomentum
 from jdist.transforms.local._synchronizer import (

@@ -17,9 +17,9 @@ import optax
 
 from jdist import collectives, reducers, signatures, states
 from jdist.states import PyTree
-from jdist.transforms.local import _anchor, _sender
+from jdist.transforms.local import _anchor, _delayed
 
-SyncState: TypeAlias = _sender.SyncState
+SyncState: TypeAlias = _delayed.SyncState
 
 
 @states.declare(shared=("arrived", "mean_loss", "position"), streams=True)
@@ -108,7 +108,7 @@ class ChunkedStream:
 
   def __init__(
     self,
-    stream: _sender.Stream,
+    stream: _delayed.Stream,
     compression: reducers.Compression | None,
     axis: collectives.Axis,
     like: Callable[[PyTree], PyTree],
@@ -132,7 +132,7 @@ class ChunkedStream:
     )
 
   def hold(
-    self, new: _sender.Contribution, state: SyncState
+    self, new: _delayed.Contribution, state: SyncState
   ) -> ChunkedStreamState:
     """Packs this worker's message into buckets."""
     layout, keeps = self._layout(state.anchor), self._feeds_back
@@ -159,9 +159,9 @@ class ChunkedStream:
     """Returns this worker's contribution that is held."""
     held = state.flight.held
     if self._feeds_back:
-      return _sender.Contribution(held.progress, held.loss)
+      return _delayed.Contribution(held.progress, held.loss)
     found = self._layout(state.anchor).unpack(held.sent)
-    return found if self._exact else _sender.Contribution(found, held.loss)
+    return found if self._exact else _delayed.Contribution(found, held.loss)
 
   def send(self, state: SyncState, steps: int) -> Sent:
     """Starts the next sub-tensors; nothing waits for them yet."""
@@ -265,10 +265,10 @@ class ChunkedStream:
   def mean(
     self,
     state: SyncState,
-    present: _sender.Contribution,
+    present: _delayed.Contribution,
     late: jax.Array | bool,
     steps: int | None,
-  ) -> tuple[_sender.Contribution, Any]:
+  ) -> tuple[_delayed.Contribution, Any]:
     """Takes the mean of the held message, or of `present` if not `late`.
 
     With `steps` all was streamed; otherwise missing rows are sent now.
@@ -316,7 +316,7 @@ class ChunkedStream:
     new = memory._replace(
       step=optax.safe_increment(memory.step), reducer=states, feedback=feedback
     )
-    out = _sender.Contribution(mean, mean_loss), new
+    out = _delayed.Contribution(mean, mean_loss), new
     return collectives.varying(out, self.axis)
 
   def flush(self, state: SyncState) -> tuple[PyTree, Any]:
@@ -445,7 +445,7 @@ class ChunkedStream:
       buckets = self.compression.reducer.buckets(like)
     else:
       buckets = self._stream.buckets(like, self._loss)
-      like = _sender.Contribution(like, self._loss)
+      like = _delayed.Contribution(like, self._loss)
     # JAX sorts the keys of a dict, and positions follow the sorted names.
     in_order = sorted(buckets.buckets, key=_name)
     buckets = dataclasses.replace(buckets, buckets=tuple(in_order))

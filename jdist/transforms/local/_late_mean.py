@@ -15,7 +15,6 @@ from jdist.transforms.local import (
   _anchor,
   _delayed,
   _round,
-  _sender,
   _sync_state,
 )
 
@@ -113,7 +112,7 @@ class LateMean:
   def _move(
     self,
     end: Round,
-    present: _sender.Contribution,
+    present: _delayed.Contribution,
     late: jax.Array | bool,
     steps: int | None,
     state: SyncState,
@@ -141,7 +140,7 @@ class LateMean:
   def _set_out(
     self,
     end: Round,
-    present: _sender.Contribution,
+    present: _delayed.Contribution,
     late: jax.Array | bool,
     state: SyncState,
   ) -> tuple[PyTree, SyncState]:
@@ -228,7 +227,7 @@ class LateMean:
       return None
 
     def mean() -> Any:
-      new = _sender.Contribution((), ())  # Not read, because all are late.
+      new = _delayed.Contribution((), ())  # Not read, because all are late.
       found = self.sender.mean(state, new, True, steps)
       return collectives.varying(found, self.axis)
 
@@ -257,10 +256,12 @@ class LateMean:
     )
     return state._replace(flight=flight)
 
-  def _contribution(self, end: Round, state: SyncState) -> _sender.Contribution:
+  def _contribution(
+    self, end: Round, state: SyncState
+  ) -> _delayed.Contribution:
     """Returns this worker's part of the round's mean."""
     message = self.rule.message(end, self.relative)
-    return _sender.Contribution(message, state.clock.mean_loss())
+    return _delayed.Contribution(message, state.clock.mean_loss())
 
   def _move_if(self, flag: jax.Array, end: Round, mean: PyTree) -> Round:
     def move(end: Round) -> Round:
@@ -270,7 +271,7 @@ class LateMean:
 
   def _hold(
     self,
-    present: _sender.Contribution,
+    present: _delayed.Contribution,
     late: jax.Array | bool,
     keep: jax.Array,
     state: SyncState,
@@ -283,7 +284,7 @@ class LateMean:
   def _hold_nothing(self, state: SyncState) -> Any:
     zeros = jax.tree.map(jnp.zeros_like, self.rule.like(state.anchor))
     loss = _unknown_loss() if self.policy.needs_loss else ()
-    return self.sender.hold(_sender.Contribution(zeros, loss), state)
+    return self.sender.hold(_delayed.Contribution(zeros, loss), state)
 
   def _is_late(self, state: SyncState, steps: int | None) -> jax.Array | bool:
     """Returns whether this round is a delayed one; True if all are."""

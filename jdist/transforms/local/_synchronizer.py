@@ -18,7 +18,6 @@ from jdist.transforms.local import (
   _iterates,
   _late_mean,
   _round,
-  _sender,
   _sync_state,
 )
 
@@ -468,7 +467,7 @@ def _late(
   # A late mean of parameters would undo the steps that were taken since, unless
   # the workers stay apart from it.
   relative = compression is not None or not rule.apart
-  sender: Any = _sender.Sender(compression, axis)
+  sender: Any = _delayed.Sender(compression, axis)
   stream = overlap.stream
   if stream is not None:
     if compression is not None:
