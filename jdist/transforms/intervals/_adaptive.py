@@ -87,7 +87,7 @@ def adacomm(
     "period_steps", period_steps, minimum=1
   )
   checks.check_rate("learning_rate", learning_rate)
-  longest = _policy.longest(max_interval, 1)
+  longest = _policy.longest_of(max_interval, 1)
   checks.check_choice("form", form, ("halving", "capped"))
   # The capped form starts with the root of tau_0, which may be larger.
   if form == "halving":
@@ -195,7 +195,7 @@ def msdpu(
     "initial_interval", initial_interval, minimum=1
   )
   checks.check_rate("learning_rate", learning_rate)
-  longest = _policy.longest(max_interval, 1)
+  longest = _policy.longest_of(max_interval, 1)
   _policy.check_first("initial_interval", initial_interval, longest)
   checks.check_continuous("decay", decay, high=1.0, open_high=True)
 

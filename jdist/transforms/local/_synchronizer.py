@@ -10,7 +10,7 @@ import optax
 from jdist import checks, collectives, reducers
 from jdist.states import PyTree
 from jdist.transforms import _control, intervals
-from jdist.transforms.intervals import _scheduled_interval
+from jdist.transforms.intervals import _policy
 from jdist.transforms.local import (
   _anchor,
   _chunked_stream,
@@ -444,7 +444,7 @@ def make_synchronizer(
   optimizer = _anchor.lenient(inner, "inner")
   collectives.check_axis(axis)
   reducers.Compression.check(compression)
-  policy, rule = _scheduled_interval.as_policy(interval), _round.as_rule(rule)
+  policy, rule = _policy.as_policy(interval), _round.as_rule(rule)
   wanted = "`transforms.Delayed(...)`, or None for a mean at the round's end"
   checks.check_type("overlap", overlap, _delayed.Delayed | None, wanted)
   late, mix = None, None

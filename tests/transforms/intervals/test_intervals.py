@@ -8,7 +8,7 @@ import pytest
 
 from jdist import methods, transforms
 from jdist.transforms import intervals
-from jdist.transforms.intervals import _scheduled_interval
+from jdist.transforms.intervals import _policy
 from jdist.transforms.local import _round
 from tests import _refusals
 
@@ -58,7 +58,7 @@ def train(policy, losses, axis=None):
 @pytest.mark.smoke
 def test_fixed_intervals():
   assert unfold(intervals.fixed(3), [1.0] * 3) == [3] * 5
-  assert unfold(_scheduled_interval.as_policy(2), [1.0]) == [2] * 3
+  assert unfold(_policy.as_policy(2), [1.0]) == [2] * 3
 
 
 def test_scheduled_intervals_see_the_first_step_of_their_round():
