@@ -572,7 +572,7 @@ EVERY = {
     "test_streamed_run_resumes_in_the_middle_of_a_round": 0,
     "test_the_host_knows_the_round_of_each_step": 0,
   },
-  "transforms/delays/test_weight_prediction.py": {
+  "transforms/test_weight_prediction.py": {
     "test_prediction_is_the_end_of_steps_with_zero_gradients": 2,
   },
   "transforms/intervals/test_intervals.py": {

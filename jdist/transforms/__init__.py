@@ -8,6 +8,11 @@ from jdist.transforms import intervals as intervals
 from jdist.transforms._averaging import average_gradients as average_gradients
 from jdist.transforms._averaging import with_mean_loss as with_mean_loss
 from jdist.transforms._control import Control as Control
+from jdist.transforms._delays import compensated as compensated
+from jdist.transforms._delays import delay_gradients as delay_gradients
+from jdist.transforms._delays import predict_weights as predict_weights
+from jdist.transforms._delays import predicted_weights as predicted_weights
+from jdist.transforms._delays import PredictWeightsState as PredictWeightsState
 from jdist.transforms._drain import drain as drain
 from jdist.transforms._own_gradients import clip_deviations as clip_deviations
 from jdist.transforms._own_gradients import clip_local as clip_local
@@ -31,21 +36,6 @@ from jdist.transforms._state import synchronized as synchronized
 from jdist.transforms._state import update_pending as update_pending
 from jdist.transforms._update_first import update_first as update_first
 from jdist.transforms._update_first import UpdateFirst as UpdateFirst
-from jdist.transforms.delays._delayed_gradients import (
-  compensated as compensated,
-)
-from jdist.transforms.delays._delayed_gradients import (
-  delay_gradients as delay_gradients,
-)
-from jdist.transforms.delays._weight_prediction import (
-  predict_weights as predict_weights,
-)
-from jdist.transforms.delays._weight_prediction import (
-  predicted_weights as predicted_weights,
-)
-from jdist.transforms.delays._weight_prediction import (
-  PredictWeightsState as PredictWeightsState,
-)
 from jdist.transforms.local._anchor import anchor as anchor
 from jdist.transforms.local._anchor import apply_updates as apply_updates
 from jdist.transforms.local._anchor import lenient as lenient

@@ -1,1 +1,0 @@
-"""Gradients that are applied late, and their remedies."""
