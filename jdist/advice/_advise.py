@@ -313,6 +313,9 @@ def measure_link(
       bytes; the other one has a quarter of it. Both grow on a link that is too
       fast for them, to 64 MiB at most.
     repeats: Measurements of each program, of which the median counts.
+
+  Raises:
+    ValueError: If all workers are in this process.
   """
   if jax.process_count() == 1:
     raise ValueError(

@@ -107,6 +107,10 @@ class Collector:
       steps: The increasing steps to sample, from `choose_steps`; 0 is for a
         loop of your own that calls the collector before its first step.
       metadata: JSON values that are saved with the set.
+
+    Raises:
+      ValueError: If the cuts are of two networks, or the directory holds a set
+        of another network, other cuts, steps or metadata.
     """
     folder = array_files.folder(directory)
     self._workers = workers
@@ -145,7 +149,11 @@ class Collector:
     return 0 if self._files is None else len(self._files.rows)
 
   def __call__(self, state: training.TrainState) -> dict[str, float]:
-    """Saves a sample if the step was chosen; returns the number of samples."""
+    """Saves a sample if the step was chosen; returns the number of samples.
+
+    Raises:
+      ValueError: If a chosen step was missed.
+    """
     step = int(self._workers.view(state.step))
     # Only the first process knows the samples.
     missing = () if self._files is None else self._steps[self.done :]

@@ -115,7 +115,12 @@ class Cut:
     )
 
   def split(self, tree: PyTree) -> tuple[PyTree, PyTree]:
-    """Splits one worker's parameters into front and rear."""
+    """Splits one worker's parameters into front and rear.
+
+    Raises:
+      ValueError: If the tree is of another network; it names the first leaf
+        that differs.
+    """
     found = self._checked("tree", tree)
     return _pick(found, self.front), _pick(found, self.rear)
 

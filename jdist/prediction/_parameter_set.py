@@ -121,7 +121,11 @@ class ParameterSet:
   """
 
   def __init__(self, directory: str | os.PathLike[str]):
-    """Opens the files that a `Collector` has written, or is still writing."""
+    """Opens the files that a `Collector` has written, or is still writing.
+
+    Raises:
+      ValueError: If the directory holds no such set, or a damaged one.
+    """
     path = array_files.folder(directory)
     try:
       self._files = Files(path)
@@ -149,6 +153,9 @@ class ParameterSet:
 
     Returns:
       float32 [done, num_front], mapped from the disk and read only.
+
+    Raises:
+      ValueError: If the samples are of another network or cut.
     """
     # An equal cut of a network with another name has the same fronts.
     same = [mine.fingerprint == cut.fingerprint for mine in self.cuts]

@@ -85,6 +85,10 @@ class Predictor:
     Args:
       params: Parameters with the structure of `init`.
       front: The front of one worker's parameters, or all of them.
+
+    Raises:
+      ValueError: If the front does not fit the cut, or the parameters are of
+        another predictor; it names the first leaf that differs.
     """
     return self.apply_vector(params, self.cut.flatten_front(front))
 

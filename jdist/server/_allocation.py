@@ -183,6 +183,9 @@ def largest_remainder(
     maximum: u, of each, or one for all; no bound if None.
     offsets: c, of each; 0 if None.
 
+  Raises:
+    ValueError: If the bounds allow no such sum.
+
   >>> largest_remainder([8, 4, 2, 1], 16)
   (9, 4, 2, 1)
   >>> largest_remainder([8, 4, 2, 1], 16, minimum=2, maximum=6)

@@ -93,6 +93,9 @@ class Weighting:
       samples: Size of the gradient's batch.
       mean_samples: Mean size of all workers' batches.
       worker: Name of the worker, which `parts` needs.
+
+    Raises:
+      ValueError: If `parts` does not name the worker.
     """
     # The weight acts as a factor of the learning rate: a gradient is a mean
     # over its samples, so more samples allow a larger step.

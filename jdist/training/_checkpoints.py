@@ -112,7 +112,11 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     self._finishing: concurrent.futures.Future[None] | None = None
 
   def claim(self) -> None:
-    """Leases the directory for this run until `close`, as `save` does."""
+    """Leases the directory for this run until `close`, as `save` does.
+
+    Raises:
+      ValueError: If another run that is alive has leased it.
+    """
     if self._is_first:
       self._lease.claim()
 

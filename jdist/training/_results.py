@@ -48,6 +48,10 @@ def append_rows(
 
   Numbers that are not finite, such as the loss of a diverged run, become null,
   since JSON has no other value for them.
+
+  Raises:
+    OSError: If the rows cannot be written, for instance because the disk is
+      full.
   """
   json_lines.append(path, map(json_lines.plain, rows))
 

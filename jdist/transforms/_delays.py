@@ -376,6 +376,9 @@ def predicted_weights(state: PyTree, params: optax.Params) -> optax.Params:
   Args:
     state: The state of any chain.
     params: The parameters, which are returned if nothing in the chain predicts.
+
+  Raises:
+    ValueError: If several transformations predict.
   """
   leaves = jax.tree.leaves(state, is_leaf=_predicts)
   found = [x for x in leaves if _predicts(x)]

@@ -255,6 +255,9 @@ def proximal(
   Args:
     strength: mu >= 0; 0 adds nothing.
 
+  Raises:
+    ValueError: At trace time, outside of `local_steps`.
+
   References:
     Li et al., FedProx (arXiv 1812.06127), equation 2.
 

@@ -67,6 +67,9 @@ def split_backward(
   the input, as a flattened function from `jax.vjp` does.  If the input has no
   gradient, the weight part has everything.  Shapes suffice for both arguments.
 
+  Raises:
+    ValueError: If a loop or a conditional computes gradients of both.
+
   >>> import jax.numpy as jnp
   >>> w, x = jnp.array([[2.0]]), jnp.array([[3.0]])
   >>> y, pull = jax.vjp(lambda w, x: x @ w, w, x)

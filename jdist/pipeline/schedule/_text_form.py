@@ -76,6 +76,9 @@ def parse_table(text: str, name: str = "table") -> Table:
   Args:
     text: The text; `#` starts a comment.
     name: The name of the table if the text has none.
+
+  Raises:
+    ValueError: If a line cannot be parsed; the message names it.
   """
   found: dict[str, str] = {}
   devices: list[tuple[Action, ...]] = []

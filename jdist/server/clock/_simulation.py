@@ -72,6 +72,10 @@ class Simulation(_driver.Driver):
         `GradientLearner(...)`; None simulates time alone.
       trace: Timeline that the simulation fills.
       detection_s: Seconds after which the server notices a failure.
+
+    Raises:
+      ValueError: If a machine has no learner, or its memory does not hold its
+        first batch.
     """
     self._environment = _driver.environment()
     here = [node.name for node in machines.nodes if node.available(0.0)]
@@ -154,6 +158,10 @@ class Simulation(_driver.Driver):
       seconds: Virtual seconds.
       samples: Number of samples in updates.
       events: Number of steps of the clock.
+
+    Raises:
+      ValueError: If no limit is given, or a machine's memory does not hold a
+        batch that the protocol gives out.
     """
     limits = {
       "updates": updates, "seconds": seconds, "samples": samples,

@@ -44,6 +44,9 @@ class GradientWorker:
     model_state: Batch statistics of the shapes that are sent.
     seed: Seed of the random numbers in the loss, and of the rounding.
     local_step: Step in front of what was sent; None takes none.
+
+  Raises:
+    ValueError: At a task whose batch is larger than all `sizes`.
   """
 
   # As in `ServerLedger`.

@@ -29,6 +29,10 @@ class Study:
     order: "variant" runs all seeds of a variant in turn. "seed" runs all
       variants of a seed in turn, so that other load on the machine slows them
       alike.
+
+  Raises:
+    ValueError: If a list is empty or has equal entries, or a tuning seed is
+      compared.
   """
 
   variants: Sequence[str]

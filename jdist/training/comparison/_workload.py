@@ -89,7 +89,10 @@ class Workload:
   def hold_out(
     self, fraction: signatures.UnitFloat = 0.1, *, seed: signatures.Seed = 0
   ) -> "Workload":
-    """Replaces the test set by a random `fraction` of the training set."""
+    """Replaces the test set by a random `fraction` of the training set.
+
+    `seed` chooses its samples, one at least.
+    """
     # The training part stays sorted, so that it is split among workers like the
     # whole set.
     order = np.random.default_rng(seed).permutation(len(self.train))

@@ -467,6 +467,9 @@ def pull_to_anchor(
     learning_rate: The inner optimizer's learning rate, a number or a schedule
       of the local step.
 
+  Raises:
+    ValueError: At trace time, outside of `local_steps`.
+
   References:
     Ju et al., multi-step delayed parameter update (2025, doi
     10.11918/202407052) names a parameter correction against drift and gives

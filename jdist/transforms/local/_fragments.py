@@ -271,6 +271,10 @@ def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
     tree: Parameters, or their shapes.
     fragments: The number of fragments, or a function, as in `fragment_steps`.
 
+  Raises:
+    ValueError: If there are fewer leaves than fragments, or the results of a
+      function are not all of 0, 1, 2, ...
+
   >>> tree = {"a": jnp.ones(4), "b": jnp.ones(2), "c": jnp.ones(2)}
   >>> fragments_of(tree, 2), fragments_of(tree, lambda path: int(path == "b"))
   ((0, 1, 1), (0, 1, 0))

@@ -74,6 +74,10 @@ def local_steps(
     A transformation; `update` needs `params`, and takes `loss=` (this worker's,
     float32 scalar) when the interval policy needs it.
 
+  Raises:
+    ValueError: If two arguments cannot be combined; at trace time, if `params`,
+      or a `loss` that the interval needs, is missing.
+
   >>> import jax.numpy as jnp
   >>> optimizer = local_steps(optax.sgd(0.1), 2, axis=None)
   >>> w = jnp.array(1.0)
