@@ -41,13 +41,12 @@ def test_stages_train_as_the_whole_model(tmp_path, capsys):
 def test_late_table_resumes_from_its_checkpoint(tmp_path, capsys):
   words = (
     "--augment --stages 2 --table ours --window 2 --microbatches 2 --cuts 1 "
-    "--checkpoint-every-epochs 0.1 --steps 4"
+    "--steps 4"
   )
-  _train(f"{words} --checkpoints {tmp_path / 'a'}", tmp_path / "a", capsys)
+  saved = f"--checkpoints {tmp_path / 'a'} --checkpoint-every-epochs 0.1"
+  _train(f"{words} {saved}", tmp_path / "a", capsys)
   whole = _train(words, tmp_path / "b", capsys)
-  again = _train(
-    f"{words} --checkpoints {tmp_path / 'a'}", tmp_path / "a", capsys
-  )
+  again = _train(f"{words} {saved}", tmp_path / "a", capsys)
   for name in ("test_loss", "accuracy", "sent_bytes"):
     assert again[name] == whole[name]
 
@@ -83,13 +82,14 @@ _HALF = "--late-from 0.5 --delay-fix prediction"
 def test_killed_run_resumes_with_the_same_bits(more, step, tmp_path, capsys):
   words = (
     "--stages 2 --table ours --window 2 --microbatches 2 --cuts 1 --steps 40 "
-    f"--checkpoint-every-epochs 0.05 --evaluate-every-epochs 1 {more}"
+    f"--evaluate-every-epochs 1 {more}"
   )
   killed = f"{_RUN} --output {tmp_path / 'a'} {words}"
   saved = tmp_path / "saved"
   command = [sys.executable, "-m", "jdist", *killed.split()]
+  kept = f"--checkpoints {saved} --checkpoint-every-epochs 0.05"
   process = subprocess.Popen(
-    [*command, "--checkpoints", str(saved)], stderr=subprocess.DEVNULL
+    [*command, *kept.split()], stderr=subprocess.DEVNULL
   )
 
   def newest():
@@ -106,7 +106,7 @@ def test_killed_run_resumes_with_the_same_bits(more, step, tmp_path, capsys):
     for path in saved.glob("step_*"):
       if int(path.stem.split("_")[1]) > step:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-  again = _train(f"{words} --checkpoints {saved}", tmp_path / "a", capsys)
+  again = _train(f"{words} {kept}", tmp_path / "a", capsys)
   whole = _train(words, tmp_path / "b", capsys)
   for name in ("test_loss", "accuracy", "rounds", "sent_bytes"):
     assert again[name] == whole[name]
