@@ -1,4 +1,4 @@
-"""The programs of a step, and the choice of the next one.
+"""The programs of a step, compiled once, and the choice of the next one.
 
 A program depends on the number of sub-tensors that the step sends, and on
 whether it ends a round. The host chooses it without waiting for the device,
@@ -6,14 +6,19 @@ because the state holds the places of the next two updates in their rounds.
 """
 
 import collections
-from collections.abc import Sequence
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks, collectives, transforms
+from jdist import checks, collectives, states, transforms
 from jdist.states import PyTree
+from jdist.training import _train_state
 
 # Without a decision of the host the device ends rounds.
 DEVICE = transforms.Control()
@@ -213,3 +218,199 @@ class RoundHost:
     if self._places:
       self._places.popleft()
       self._places.append(self._following(opt_state))
+
+
+class CompiledStep:
+  """A worker's step as one program per control, and the traffic of each.
+
+  It outlives a call of `fit`, so that several calls share the programs.
+  """
+
+  def __init__(
+    self,
+    workers: collectives.Workers,
+    step: Callable[..., tuple[_train_state.TrainState, dict[str, jax.Array]]],
+    max_shapes: int,
+  ):
+    """Compiles nothing yet; batches may have `max_shapes` shapes."""
+    checks.check_function("step", step, "a state and a batch", 2)
+    self.workers = workers
+    self._max_shapes = max_shapes
+    self._shapes: list[Any] = []
+    self.takes_control = _takes_control(step)
+    # The names of the metrics are known once the step has been traced.
+    self.names: tuple[str, ...] = ()
+    self._user_step = step
+    self._programs: dict[Any, Any] = {}
+    self._traffic: dict[Any, collectives.Traffic] = {}
+
+    def all_finite(state: _train_state.TrainState) -> jax.Array:
+      bad = ~_train_state.is_finite(
+        state.params, state.opt_state, state.model_state, state.laws
+      )
+      # The workers must decide alike, since all of them write a checkpoint.
+      return collectives.sum(bad.astype(jnp.float32), workers.axis) == 0
+
+    self._fingerprints = workers.jit(collectives.fingerprint)
+    self._all_finite = workers.jit(all_finite)
+
+  def _step(
+    self, state: _train_state.TrainState, batch: PyTree, control: Any
+  ) -> tuple[_train_state.TrainState, dict[str, jax.Array]]:
+    """Runs the user's step, and checks what it returns."""
+    # A user's own step may not have the parameter, so the default is left out.
+    given = {} if control == transforms.Control() else {"control": control}
+    found = self._user_step(state, batch, **given)
+    rule = "a state like its own"
+    new, metrics = checks.check_pair("step", found, f"{rule} and a dict")
+    checks.check_type("step(...)[1]", metrics, dict, "a dict of scalars")
+    checks.check_form(f"`step` must return {rule}", new, state, exact=True)
+    for name in metrics:
+      checks.check_type("step(...)[1]", name, str, "a dict with names as keys")
+    if missing := {"loss", "rounds"} - metrics.keys():
+      raise ValueError(
+        f"`step` must return the metrics `loss` and `rounds`, but {missing} "
+        f"are missing; got {sorted(metrics)}."
+      )
+    for name, value in metrics.items():
+      if not checks.is_number(value):
+        raise ValueError(
+          f"`step` must return scalars as metrics, got {checks.show(value)} as "
+          f"{name!r}. Take a mean."
+        )
+    return new, metrics
+
+  def _packed(
+    self,
+    state: _train_state.TrainState,
+    batch: PyTree,
+    control: transforms.Control,
+  ) -> tuple[_train_state.TrainState, jax.Array]:
+    """Runs the step, and stacks its metrics into one array."""
+    state, metrics = self._step(state, batch, control)
+    self.names = tuple(sorted(metrics))
+    # Each array that the host reads is a transfer, so all metrics are one.
+    values = [jnp.asarray(metrics[n], jnp.float32) for n in self.names]
+    return state, jnp.stack(values)
+
+  def shape_number(self, placed: PyTree) -> int:
+    """Returns the number of a batch's shape, from 0 in order of appearance."""
+    leaves, structure = jax.tree.flatten(placed)
+    shape = structure, tuple((x.shape, x.dtype) for x in leaves)
+    if shape in self._shapes:
+      return self._shapes.index(shape)
+    number, most = len(self._shapes) + 1, self._max_shapes
+    if number > most:
+      raise ValueError(
+        f"`max_shapes` must be at least the number of shapes of the batches, "
+        f"each of which compiles programs of its own, got {most} and a batch "
+        f"of shape {number}: {[x.shape for x in leaves]}. Pad the batches and "
+        'give them a `"mask"`, or raise `max_shapes`.'
+      )
+    if self._shapes:
+      warnings.warn(
+        f"Batch shape {number} of at most {most} (`max_shapes`) compiles "
+        f"further programs: {[x.shape for x in leaves]}.",
+        RuntimeWarning,
+        stacklevel=2,
+      )
+    self._shapes.append(shape)
+    return number - 1
+
+  def program(
+    self, state: _train_state.TrainState, control: transforms.Control
+  ) -> Any:
+    """Returns the compiled step for states with the sharding of this one."""
+    specs = self.workers.specs(state)
+    leaves, structure = jax.tree.flatten(specs)
+    key = (control, structure, tuple(leaves))
+    if key not in self._programs:
+      # The output gets the input's sharding. Otherwise the compiler may choose
+      # another one over the mesh's other axes, and the next call recompiles.
+      self._programs[key] = self.workers.jit(
+        functools.partial(self._packed, control=control),
+        donate_argnums=0,
+        out_specs=(specs, None),
+      )
+    return self._programs[key]
+
+  def traffic(
+    self,
+    state: _train_state.TrainState,
+    batch: PyTree,
+    control: transforms.Control,
+  ) -> collectives.Traffic:
+    """Returns the collectives of one worker's step and of its rounds."""
+
+    def one(x: Any) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+    args = jax.tree.map(one, (state, batch))
+    leaves, structure = jax.tree.flatten(args)
+    key = (control, structure, tuple((x.shape, str(x.dtype)) for x in leaves))
+    # Counting costs as much as tracing the step, so the result is kept.
+    if key not in self._traffic:
+      self._traffic[key] = collectives.traffic(
+        functools.partial(self._step, control=control), *args,
+        axis=self.workers.axis, num_workers=self.workers.num_workers,
+        inner_axes=self.workers.inner_axes,
+      )  # fmt: skip
+    return self._traffic[key]
+
+  def is_finite(self, state: _train_state.TrainState) -> bool:
+    """Returns whether training can continue from a state."""
+    return bool(self.workers.view(self._all_finite(state)))
+
+  def fingerprints(self, state: _train_state.TrainState) -> dict[str, str]:
+    """Returns a hash of each leaf that must be equal on all workers, by name.
+
+    A worker of several processes computes it by collectives of its own.
+    """
+    shared = checks.named_leaves(_train_state.shared_leaves(state))
+    leaves = checks.named_leaves(state)
+    chosen = {name: leaves[name] for name, once in shared.items() if once}
+    (row, *_) = local_rows(self._fingerprints(chosen))
+    # A dict's leaves are sorted by their names.
+    return {
+      f"`{name}`": np.asarray(x).tobytes().hex()
+      for name, x in zip(sorted(chosen), row, strict=True)
+    }
+
+  def check_communicates(
+    self, state: _train_state.TrainState, traffic: list[collectives.Traffic]
+  ) -> None:
+    """Raises a ValueError for several workers whose programs send nothing."""
+    num = self.workers.num_workers
+    # A step with plain Optax may still average its batch statistics, so that
+    # these bytes alone do not count as communication.
+    laws = states.find_laws(state.model_state, "statistic", state.laws)
+    pairs = zip(
+      jax.tree.leaves(state.model_state), jax.tree.leaves(laws), strict=True
+    )
+    statistics = sum(
+      x.nbytes // x.shape[0] for x, law in pairs if law == "statistic"
+    )
+    sent = max(
+      sum(c.payload_bytes * c.count for c in x.collectives) for x in traffic
+    )
+    if num > 1 and sent <= statistics:
+      raise _train_state.silent_step_error("step", num)
+
+
+def _takes_control(step: Callable[..., Any]) -> bool:
+  """Returns whether a user's own step passes a control to its optimizer."""
+  try:
+    parameters = inspect.signature(step).parameters
+  except (TypeError, ValueError):
+    return False
+  kinds = {p.kind for p in parameters.values()}
+  return "control" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def local_rows(metrics: jax.Array) -> np.ndarray:
+  """Returns the metrics of this process's workers, [local workers, metrics]."""
+  if metrics.is_fully_addressable:
+    return np.asarray(metrics)
+  return np.concatenate(
+    [np.asarray(s.data) for s in metrics.addressable_shards]
+  )

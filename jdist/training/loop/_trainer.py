@@ -82,7 +82,7 @@ class Trainer:
         message. Compiling, evaluating and saving may take four times as long.
     """
     self.workers = workers
-    self._step = _training_run.CompiledStep(workers, step, max_shapes)
+    self._step = _programs.CompiledStep(workers, step, max_shapes)
     self.interrupted: (
       tuple[_train_state.TrainState, list[_record.Record]] | None
     ) = None
