@@ -23,6 +23,7 @@ from jdist.transforms._predicted import Predict as Predict
 from jdist.transforms._predicted import predict_rest as predict_rest
 from jdist.transforms._predicted import Splitter as Splitter
 from jdist.transforms._shared import sharing as sharing
+from jdist.transforms._state import anchor as anchor
 from jdist.transforms._state import arrives_after as arrives_after
 from jdist.transforms._state import averages as averages
 from jdist.transforms._state import evaluation_params as evaluation_params
@@ -36,7 +37,6 @@ from jdist.transforms._state import synchronized as synchronized
 from jdist.transforms._state import update_pending as update_pending
 from jdist.transforms._update_first import update_first as update_first
 from jdist.transforms._update_first import UpdateFirst as UpdateFirst
-from jdist.transforms.local._anchor import anchor as anchor
 from jdist.transforms.local._anchor import apply_updates as apply_updates
 from jdist.transforms.local._anchor import lenient as lenient
 from jdist.transforms.local._anchor import only_floats as only_floats

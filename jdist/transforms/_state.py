@@ -41,7 +41,7 @@ def synchronized(state: PyTree) -> jax.Array | bool:
   if found is None:
     return True
   flag = found.clock.synchronized
-  for outer in _anchor.accumulates(state):
+  for outer in _accumulates(state):
     # Between two of its updates `optax.MultiSteps` leaves the flag of the
     # last one in the inner state.
     flag = flag & (outer.mini_step == 0)
@@ -108,7 +108,7 @@ def rounds_ahead(state: PyTree) -> jax.Array | None:
   """
   found = _anchor.find_rounds(state)
   # Under `optax.MultiSteps` a round has more updates than the clock counts.
-  if _anchor.accumulates(state):
+  if _accumulates(state):
     return None
   return found.ahead() if hasattr(type(found), "ahead") else None
 
@@ -173,7 +173,7 @@ def evaluation_params(
   >>> evaluation_params(state, jnp.array(3.0)).item()
   5.0
   """
-  found = _anchor.anchor(state, params)
+  found = anchor(state, params)
   if _anchor.contains(state, _evaluates):
     state = _iterates.at_anchor(state)
   for part in jax.tree.leaves(state, is_leaf=_evaluates):
@@ -228,3 +228,37 @@ def mean_statistics(
   for i, value in zip(chosen, collectives.mean(mine, axis), strict=True):
     leaves[i] = value
   return jax.tree.unflatten(structure, leaves)
+
+
+def anchor(state: PyTree, params: optax.Params) -> optax.Params:
+  """Returns the parameters on which all workers agree: evaluate on these.
+
+  Args:
+    state: The optimizer's state.
+    params: The parameters, whose dtypes the result has.  They are returned
+      for a method that keeps the workers equal and needs no anchor.
+
+  >>> from jdist import transforms
+  >>> optimizer = transforms.local_steps(optax.sgd(1.0), 8, axis=None)
+  >>> state = optimizer.init(jnp.array(5.0))
+  >>> anchor(state, jnp.array(3.0)).item()
+  5.0
+  """
+  found = _anchor.find_rounds(state)
+  if found is None:
+    return params
+  _anchor.check_anchor(found.anchor, params)
+  return _anchor.over(found.anchor, params, lambda a, p: a.astype(p.dtype))
+
+
+def _accumulates(state: PyTree) -> list[Any]:
+  """Returns the states of `optax.MultiSteps` around a method with rounds."""
+  rounds, found = _anchor.declares("rounds"), []
+
+  def around(x: Any) -> bool:
+    if isinstance(x, optax.MultiStepsState) and _anchor.contains(x, rounds):
+      found.append(x)
+    return rounds(x)
+
+  jax.tree.leaves(state, is_leaf=around)
+  return found

@@ -202,19 +202,6 @@ def _check_last(state: PyTree) -> None:
     state = next(x for x in parts if contains(x, rounds))
 
 
-def accumulates(state: PyTree) -> list[Any]:
-  """Returns the states of `optax.MultiSteps` around a method with rounds."""
-  rounds, found = declares("rounds"), []
-
-  def around(x: Any) -> bool:
-    if isinstance(x, optax.MultiStepsState) and contains(x, rounds):
-      found.append(x)
-    return rounds(x)
-
-  jax.tree.leaves(state, is_leaf=around)
-  return found
-
-
 def _kind(state: Any) -> str:
   name = type(state).__name__
   if isinstance(state, optax.MaskedState):
@@ -376,27 +363,6 @@ def over(anchor: PyTree, params: PyTree, one: Callable[..., Any]) -> PyTree:
     lambda a, p: p if is_masked(a) else one(a, p),
     anchor, params, is_leaf=is_masked,
   )  # fmt: skip
-
-
-def anchor(state: PyTree, params: optax.Params) -> optax.Params:
-  """Returns the parameters on which all workers agree: evaluate on these.
-
-  Args:
-    state: The optimizer's state.
-    params: The parameters, whose dtypes the result has.  They are returned
-      for a method that keeps the workers equal and needs no anchor.
-
-  >>> from jdist import transforms
-  >>> optimizer = transforms.local_steps(optax.sgd(1.0), 8, axis=None)
-  >>> state = optimizer.init(jnp.array(5.0))
-  >>> anchor(state, jnp.array(3.0)).item()
-  5.0
-  """
-  found = find_rounds(state)
-  if found is None:
-    return params
-  check_anchor(found.anchor, params)
-  return over(found.anchor, params, lambda a, p: a.astype(p.dtype))
 
 
 def apply_updates(
