@@ -79,7 +79,7 @@ def advise(options: _commands.Advise) -> None:
     _label(name, more, options.interval): _chain(name, more, common)
     for name, more in choices
   }
-  seconds = f"then measuring for about {options.limit_s:g} s"
+  seconds = f"then measuring for up to about {options.limit_s:g} s"
   print(f"Compiling {len(chains)} methods, {seconds}.", flush=True)
   found = advice.advise(
     loss_fn, params, batch, chains, link,
