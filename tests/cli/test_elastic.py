@@ -80,6 +80,25 @@ def test_clock_counts_the_bytes_of_plain_messages():
   assert _server_parts.simulation(parts).profile.push_bytes == 4 * 9610
 
 
+@pytest.mark.parametrize("peers", [False, True])
+@pytest.mark.parametrize("method", ["diloco", "decoupled_diloco"])
+def test_peers_reach_the_protocol_and_the_workers(method, peers, tmp_path):
+  options = _commands.Train(elastic=True, method=method, peers=peers)
+  if method == "decoupled_diloco":
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+      "[[nodes]]\nname = 'worker'\ncount = 4\n"
+      "[profile]\nseconds_per_sample = 0.01\n"
+    )
+    options = _commands.Train(
+      protocol=method, cluster=str(path), driver="clock", peers=peers
+    )
+  parts = _server_parts.assemble(options)
+  assert parts.protocol.peers is peers
+  learner = _server_parts._worker_learner(parts, parts.machines.names[0])
+  assert (learner._merging is not None) is peers
+
+
 WRONG = {
   "--method ssgd": "`method` must be one with rounds of local steps",
   "--method scaffold": "`rule` must be a mean or an outer optimizer",

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from jdist import cluster, server
+from jdist.server import _links
 from jdist.server.decoupled import _decoupled_diloco, _merged_model
 from jdist.server.gradients import _gradient_messages
-from jdist.server.runtime import _delivery, _envelope
+from jdist.server.runtime import _delivery, _engine, _envelope
 from jdist.storage import hashes
 from tests.elastic import test_rounds as plain
 
@@ -53,14 +54,13 @@ def merges(monkeypatch):
 class ByHand:
   """A server and its workers, whose messages are handed over one by one."""
 
-  def __init__(self, found, saved=None):
+  def __init__(self, found, saved=None, loss=plain.loss):
     self.found, self.syncer = found, found.syncer(shared=False)
     self.delivery = _delivery.Delivery(
       found.protocol, self.syncer, NAMES, () if saved else NAMES
     )
     self.tasks = {x: [] for x in NAMES}
-    self.runners = {x: found.runner(x, plain.loss, plain.Samples())
-                    for x in NAMES}  # fmt: skip
+    self.runners = {x: found.runner(x, loss, plain.Samples()) for x in NAMES}
     if saved is not None:
       self.syncer.load(*saved[0])
       self.delivery.load(saved[1])
@@ -88,9 +88,15 @@ class ByHand:
       header, payload = self.tasks[name].pop(0)
       runner = self.runners[name]
       runner.receive(header, payload)
+      # It computes from what it has merged.
+      jax.tree.map(
+        np.testing.assert_array_equal, runner._state.anchor,
+        runner._merging.anchor,
+      )  # fmt: skip
       more, found = runner.compute(header)
       payload, more = _gradient_messages.sendable(found, more)
-      push = server.Push(name, header["task"], header["samples"], 1.0)
+      seconds = 1.0 + NAMES.index(name)
+      push = server.Push(name, header["task"], header["samples"], seconds)
       assert self.delivery.accept(push, more, payload)
       self.deliver(push)
       self.deliver(server.Pull(name))
@@ -149,10 +155,42 @@ def test_returning_worker_takes_parameters_and_outer_momentum(merges):
   assert merges == {"named": 11, "sent": 0}
 
 
-def test_member_far_behind_is_sent_the_parameters(merges):
+def test_peers_merge_statistics_and_return_to_them(merges):
+  def loss(params, model_state, batch, key):
+    value, _ = plain.loss(params, model_state, batch, key)
+    seen = batch["rows"].mean()
+    return value, ({"mean": 0.9 * model_state["mean"] + 0.1 * seen}, {})
+
+  statistics = {"mean": np.float32(1.0)}
+  found = plain.rounds("local_sgd", peers=True, model_state=statistics)
+  hand = ByHand(found, loss=loss)
+  for _ in range(2):
+    hand.work(*NAMES)
+  hand.leave("b")
+  hand.work("a", "c", "b", *NAMES)
+  state = hand.runners["b"]._merging.model_state
+  assert state["mean"] != 1.0
+  assert merges["sent"] == 0
+
+
+def test_uneven_pushes_weigh_as_at_the_server(merges):
+  batches = server.SpeedBatches(24)
+  hand = ByHand(plain.rounds("diloco", peers=True, samples=batches))
+  for _ in range(6):
+    hand.work(*NAMES)
+  ((header, _),) = hand.tasks["a"]
+  ((_, _, weights, workers),) = header["merges"]
+  assert workers == list(NAMES) and weights[0] > weights[1] > weights[2]
+  assert merges == {"named": 15, "sent": 0}
+
+
+@pytest.mark.parametrize(
+  ("name", "parts"), [("local_sgd", 1), ("streaming", 2)]
+)
+def test_member_far_behind_is_sent_the_parameters(name, parts, merges):
   """Messages are kept for a fixed number of merges only."""
-  found = plain.rounds("local_sgd", peers=True, quorum=0.3)
-  hand, kept = ByHand(found), _decoupled_diloco.KEPT_MERGES
+  found = plain.rounds(name, peers=True, quorum=0.3)
+  hand, kept = ByHand(found), parts * _decoupled_diloco.KEPT_MERGES
   for _ in range(kept):
     hand.work("a")
   hand.work("c")  # Exactly as far behind as messages are kept.
@@ -188,6 +226,97 @@ def test_disturbed_peers_are_replayed_to_the_same_bits(tmp_path, merges):
   delivery = server.replay(path, found.protocol, syncer)
   np.testing.assert_array_equal(syncer.save()[1], session.payload)
   assert delivery.summary()["merges"] == summary["merges"]
+
+
+def test_engine_carries_handles_in_place_of_messages(monkeypatch, merges):
+  """The server hands on what an engine has given it, and keeps few."""
+  way, fetched, servers = _engine._ThreadChannel, [], []
+  push, pull = way.push, way.pull
+
+  def with_handle(self, header, payload=None):
+    servers[:] = [self._server]
+    # Also the push of a first task, which has named no merges.
+    assert header["kind"] != "push" or header["shared"]
+    return push(self, header | {"handle": {"object": payload}}, payload)
+
+  def fetch(self, worker, life):
+    header, payload = pull(self, worker, life)
+    handles = header.get("messages", [])
+    fetched.extend(handles)
+    header = header | {"messages": [x["object"] for x in handles]}
+    return header, payload
+
+  monkeypatch.setattr(way, "push", with_handle)
+  monkeypatch.setattr(way, "pull", fetch)
+  found = plain.rounds("local_sgd", peers=True)
+  own = functools.partial(
+    found.work, loss_fn=plain.loss, samples=plain.Samples()
+  )
+  plain.live(found, own, 20)
+  assert len(fetched) >= 19 * 3 * 2
+  core, kept = servers[0]._core, len(NAMES) * _decoupled_diloco.KEPT_MERGES
+  assert core._handles.keys() >= core.messages.keys()
+  assert len(core._handles) <= kept + 2 * len(NAMES)
+  # A worker that cannot fetch one asks for it, or has to join again.
+  task, message = next(iter(core.messages.items()))
+  assert servers[0].message(task) is message
+  with pytest.raises(ConnectionError, match="forgotten"):
+    servers[0].message(-1)
+
+
+def test_modelled_links_carry_messages_from_their_workers(monkeypatch, merges):
+  carried, send = [], _links.Links.send
+
+  def noted(self, kind, worker, *args, parts=None, **options):
+    if parts is not None:
+      carried.append((worker, parts))
+    send(self, kind, worker, *args, parts=parts, **options)
+
+  monkeypatch.setattr(_links.Links, "send", noted)
+  found = plain.rounds("local_sgd", peers=True)
+  link = cluster.Link(bandwidth_bits_per_s=1e9)
+  machines = cluster.Cluster(
+    tuple(map(cluster.Node, NAMES)),
+    cluster.star(dict.fromkeys((*NAMES, "server"), link), "switch"),
+  )
+  found._plan = dataclasses.replace(found._plan, machines=machines)
+  own = functools.partial(
+    found.work, loss_fn=plain.loss, samples=plain.Samples()
+  )
+  plain.live(found, own, 3)
+  assert len(carried) >= 2 * 3
+  for worker, parts in carried:
+    assert parts == [(x, 32) for x in NAMES if x != worker]
+
+
+def test_merges_are_compiled_before_the_first_task(monkeypatch):
+  found, merging, compiled = plain.rounds("streaming", peers=True), [], []
+  # Another outer optimizer than those of the tests before.
+  outer = plain.optax.sgd(0.6)
+  found._parts = found._parts._replace(outer=outer)
+  found._merging = {"outer": outer}
+  hand, merge = ByHand(found), _merged_model.MergedModel.merge
+  hand.syncer.prepare()
+  for runner in hand.runners.values():
+    runner.prepare()
+
+  def noted(self, *args):
+    merging.append(True)
+    merge(self, *args)
+    merging.pop()
+
+  monkeypatch.setattr(_merged_model.MergedModel, "merge", noted)
+  jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _, **__: (
+      compiled.append(event) if merging and "backend_compile" in event else None
+    )
+  )
+  try:
+    for _ in range(3):
+      hand.work(*NAMES)
+  finally:
+    jax.monitoring.clear_event_listeners()
+  assert not compiled
 
 
 def test_own_loop_merges(merges):
@@ -234,6 +363,22 @@ def test_clock_takes_messages_from_peers(peers, seconds):
   assert times == pytest.approx([7.0, 7.0 + seconds, 7.0 + 2 * seconds])
   # Three times the parameters at the beginning, and after each merge but one.
   assert run.pulled_bytes == (300 + 3 * (600 if peers else 300))
+
+
+def test_clock_takes_as_many_bytes_as_a_fragment_has():
+  protocol = server.DecoupledDiLoCo(
+    batches=server.FixedBatches(4), interval=2, fragments=2, quorum=1.0,
+    grace=0.0, ahead=0, parts=(3.0, 1.0), peers=True,
+  )  # fmt: skip
+  costs = cluster.Profile(0.01, pull_bytes=1000, push_bytes=100)
+  run = server.Simulation(cluster.workers([1.0, 1.0]), protocol, costs)
+  pulled = []
+  for updates in (1, 2, 3):
+    run.run(updates=updates, seconds=100.0)
+    run.run(seconds=run.now_s)
+    pulled.append(run.pulled_bytes)
+  # Both begin with all parameters, and get the other's push of each fragment.
+  assert np.diff([2000, *pulled]).tolist() == [150, 50, 150]
 
 
 def test_clock_trains_to_the_same_bits_with_peers():

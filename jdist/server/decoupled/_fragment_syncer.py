@@ -161,11 +161,6 @@ class FragmentSyncer(_gradient_server.ServerLedger):
     if self._peers:
       self.messages[task] = payload
 
-  def discard(self, task: int) -> None:
-    """Drops a task, and its push if that has been decoded."""
-    super().discard(task)
-    self.messages.pop(task, None)
-
   def apply(self, update: _messages.Apply) -> None:
     """Makes the outer step of pushes, which are of one fragment."""
     tasks, pushes, _, _ = self._take(update)

@@ -68,8 +68,9 @@ def narrowed(
 def _factors(weights: tuple[float, ...], parts: tuple[float, ...]) -> Any:
   if weights == (1.0,):
     return None
-  # An array of NumPy would be copied to the device in each update.
-  return jnp.array([weights, parts], jnp.float32)
+  # An array of NumPy would be copied to the device in each update; numbers of
+  # Python would be cast there, by a program that has to be compiled.
+  return jax.device_put(np.array([weights, parts], np.float32))
 
 
 def forms(num_workers: int) -> list[tuple[int, Any]]:
