@@ -812,3 +812,31 @@ def test_session_keeps_its_first_generation_until_it_rejoins():
   )  # fmt: skip
   _worker_loop._Session._pull(session)
   assert seen == [None, 1, 1, 3]
+
+
+@pytest.mark.parametrize("method", ("pull", "push"))
+def test_worker_whose_connection_fails_raises(method):
+  """A thread that ended silently would let it wait for ever."""
+
+  class Channel:
+    def push(self, header, payload=None):
+      if method == "push" and header["kind"] != "hello":
+        raise RuntimeError("The connection is broken.")
+      return {"life": 1}
+
+    def pull(self, worker, life):
+      if method == "pull":
+        raise RuntimeError("The connection is broken.")
+      time.sleep(0.01)
+      return {"kind": "save", "generation": 0}, np.zeros(0, np.uint8)
+
+  class Learner:
+    def restart(self, *, lost=False):
+      pass
+
+    def save(self):
+      return {}, np.zeros(0, np.uint8)
+
+  loop = server.WorkerLoop(Channel(), "a", Learner(), depth=1)
+  with pytest.raises(RuntimeError, match="connection is broken"):
+    loop.run()

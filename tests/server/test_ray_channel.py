@@ -32,7 +32,7 @@ class _Ray:
 
   exceptions = types.SimpleNamespace(
     RayTaskError=KeyError, RayActorError=KeyError, ObjectLostError=_LostError,
-    GetTimeoutError=_TimeoutError,
+    GetTimeoutError=_TimeoutError, RayError=Exception,
   )  # fmt: skip
 
   cloudpickle = pickle
@@ -151,8 +151,8 @@ def test_message_that_a_peer_has_lost_comes_from_the_server(monkeypatch):
   assert waited == [(["x", "y", "z"], 3, t) for t in (first, first, short)]
 
 
-def test_message_for_peers_is_taken_by_the_server(monkeypatch):
-  """The server asks for it, so that it is the owner, and not the worker."""
+def test_message_for_peers_is_a_result_of_the_servers_call(monkeypatch):
+  """The server is its owner, and does not wait for it: it has the message."""
   sent, taken, asked = [], [], []
   worker = _ray_actors.WorkerActor()
 
@@ -171,24 +171,26 @@ def test_message_for_peers_is_taken_by_the_server(monkeypatch):
       taken.append((header, payload.tolist()))
       return {}
 
-  def message(task):
-    asked.append(asyncio.ensure_future(worker.message(task)))
-    return asked[0]
-
   payload, way = np.array([7], np.uint8), channel(Ray(set()), monkeypatch)
+  monkeypatch.setattr(_ray_actors, "_SHARED", {})
   for shared in (True, False):
     way.push({"kind": "push", "task": 3, "shared": shared}, payload)
-  (note, peer), (plain,) = sent
-  assert peer == "this worker" and len(note) < len(plain)
+  (first, peer), (second,) = sent
+  assert (
+    peer == "this worker"
+    and first.tolist() == asyncio.run(worker.message(3)).tolist()
+  )
   actor = _ray_actors.ServerActor()
   actor._server = Server()
-  peer = types.SimpleNamespace(message=types.SimpleNamespace(remote=message))
-  asyncio.run(actor.push(note, peer))
-  asyncio.run(actor.push(plain))
-  (first, one), (second, other) = taken
-  assert one == other == [7] and first["kind"] == second["kind"] == "push"
-  assert first["handle"] is asked[0] and second["handle"].tolist() == [7]
-  assert not _ray_actors._SHARED  # The worker has given it away.
+  remote = types.SimpleNamespace(remote=lambda task: asked.append(task) or "it")
+  asyncio.run(actor.push(first, types.SimpleNamespace(message=remote)))
+  asyncio.run(actor.push(second))
+  assert [x["handle"] for x, _ in taken[:1]] == ["it"] and asked == [3]
+  assert taken[1][0]["handle"].tolist() == [7]
+  assert [x for _, x in taken] == [[7], [7]]
+  for task in range(10, 20):
+    way.push({"kind": "push", "task": task, "shared": True}, payload)
+  assert list(_ray_actors._SHARED) == [16, 17, 18, 19]
 
 
 # Two modules that import each other: of two threads that begin at either end,

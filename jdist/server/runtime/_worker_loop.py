@@ -129,6 +129,8 @@ class WorkerLoop:
       kind = header["kind"]
       if kind in ("stop", "lost"):
         return kind == "stop"
+      if kind == "failed":
+        raise header["error"]
       if kind == "load":
         self._learner.load(header["notes"], payload)
       elif kind == "save":
@@ -231,14 +233,17 @@ class _Session:
     try:
       target()
     except _engine.LostServerError:
-      self._tell_lost()
+      self._tell("lost")
+    # Without its thread a worker would wait for ever.
+    except Exception as error:
+      self._tell("failed", error=error)
 
-  def _tell_lost(self) -> None:
+  def _tell(self, kind: str, **more: Any) -> None:
     if not self._closed.is_set():
       none = np.zeros(0, np.uint8)
       self._closed.set()
       with contextlib.suppress(queue.Full):
-        self.inbox.put(({"kind": "lost"}, none, 0.0), timeout=5.0)
+        self.inbox.put(({"kind": kind} | more, none, 0.0), timeout=5.0)
 
   def _pull(self) -> None:
     while not self._closed.is_set():
@@ -264,5 +269,5 @@ class _Session:
       if "refused" in receipt:
         # The server knows another process of this name by now. A new hello
         # finds out whether it still wants this one.
-        self._tell_lost()
+        self._tell("lost")
         return

@@ -15,8 +15,9 @@ from jdist.server.runtime.ray_actors import _ray_access
 
 # By this name workers find the server.
 SERVER = "jdist-server"
-# Messages of this worker that the server has not taken yet, by task.
+# The last messages of this worker, by task, and how many of them.
 _SHARED: dict[int, np.ndarray] = {}
+_LAST = 4
 # Seconds between looks at a server that is silent, and for its answer to one.
 _ASK_S, _SILENCE_S = 5.0, 20.0
 
@@ -40,13 +41,12 @@ class ServerActor:
     # A stranger's bytes are refused here, before anything reads them.
     # A shard computes before it answers.
     header, payload = _envelope.unpack(message)
-    handle: Any = payload
+    # Once more, as the result of a call that nobody awaits: it stays on the
+    # worker's machine, from where others take it, and outlives its process,
+    # because this one owns it.
+    header["handle"] = payload
     if peer is not None:
-      # As the result of a call it is on the worker's machine, from where others
-      # take it, and the server's, so that it outlives the worker's process.
-      handle = peer.message.remote(header["task"])
-      header, payload = _envelope.unpack(await handle)
-    header["handle"] = handle
+      header["handle"] = peer.message.remote(header["task"])
     return await asyncio.to_thread(self._server.push, header, payload)
 
   async def pull(self, worker: str, life: int) -> tuple[np.ndarray, Any]:
@@ -74,8 +74,8 @@ class WorkerActor:
     self._working: Any = None
 
   async def message(self, task: int) -> np.ndarray:
-    """Gives the server a message that it shares with the others."""
-    return _SHARED.pop(task)
+    """Returns a message that this worker has sent, for others to take."""
+    return _SHARED[task]
 
   async def work(self, work: bytes | None) -> None:
     """Does pickled work; None waits for that of before, whose call was cut."""
@@ -120,8 +120,10 @@ class _RayChannel:
     if not header.get("shared"):
       return self._call("push", message)
     _SHARED[header["task"]] = message
+    for task in list(_SHARED)[:-_LAST]:
+      del _SHARED[task]
     peer = self._ray.get_runtime_context().current_actor
-    return self._call("push", _envelope.pack({"task": header["task"]}), peer)
+    return self._call("push", message, peer)
 
   def pull(self, worker: str, life: int) -> _engine.Message:
     message, handles = self._call("pull", worker, life)
@@ -143,7 +145,7 @@ class _RayChannel:
       try:
         message = ray.get(handle, timeout=0)
         found.append(_envelope.unpack(message)[1])
-      except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError):
+      except ray.exceptions.RayError:
         # A peer's link may be cut, and the others' merge must not wait for it.
         found.append(self._call("ask", "message", (task,)))
     return found
