@@ -128,6 +128,10 @@ def replay(
 
   Returns:
     The driver at the end, with the protocol's state and all counts.
+
+  Raises:
+    ValueError: If the file is no recording, or one of another protocol or
+      learner.
   """
   delivery: Delivery | None = None
   sent: dict[int, str] = {}

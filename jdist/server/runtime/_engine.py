@@ -51,10 +51,19 @@ class Channel(Interface):
   def push(
     self, header: dict[str, Any], payload: np.ndarray | None = None
   ) -> dict[str, Any]:
-    """Sends a message and returns the server's receipt."""
+    """Sends a message and returns the server's receipt.
+
+    Raises:
+      LostServerError: If the server does not answer.
+    """
 
   def pull(self, worker: str, life: int) -> Message:
-    """Waits for the next message to a worker."""
+    """Waits for the next message to a worker.
+
+    Raises:
+      LostServerError: If the server does not answer, or has forgotten a message
+        that another worker has lost; a hello then begins anew.
+    """
 
 
 class Engine(Interface):

@@ -86,7 +86,12 @@ class WorkerLoop:
     self._fresh = True
 
   def run(self) -> None:
-    """Runs until a stop message."""
+    """Runs until a stop message.
+
+    Raises:
+      LostServerError: If the server does not answer for `patience_s`.
+      Exception: Whatever the learner or the connection raises.
+    """
     while True:
       receipt = self._hello()
       if receipt is None:
