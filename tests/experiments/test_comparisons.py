@@ -65,6 +65,8 @@ def test_smoke_preset_runs_and_is_reported(name, tmp_path):
   assert synchronous["rounds"] == 11
   assert 2 < other["rounds"] < 8 if name == "msdpu" else other["rounds"] == 11
   assert other["sent_bytes"] < synchronous["sent_bytes"]
+  # The report draws only what a page shows.
+  (folder / "PAGE.md").write_text("![bytes](results/smoke.png)")
   table = run(folder, "report.py", "smoke").split("\n\n")[0].splitlines()
   assert table[0].startswith("| variant | test accuracy")
   assert {line.split("|")[1].strip() for line in table[2:]} == {

@@ -141,6 +141,8 @@ def test_smoke_preset_runs_and_is_reported(
   named = {(row["method"], row["seed"]): row for row in rows}
   assert len(named) == 4 and {row["steps"] for row in rows} == {45}
   assert named["sync", 0]["accuracy"] > 0.85
+  # The report draws only what a page shows.
+  (tmp_path / "PAGE.md").write_text("![curves](results/accuracy_smoke.png)")
   report.main(tmp_path)
   told = capsys.readouterr().out
   assert "| W=2, prediction | 0.05 | 2 |" in told
