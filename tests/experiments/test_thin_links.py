@@ -26,3 +26,28 @@ def test_measures_count_waits_heartbeats_and_losses(monkeypatch):
   row["rounds_s"] = [[[1.0, 2.0]], [[1.0, 0.0]]]
   assert report.kept(row) == pytest.approx(100 * (4 / 6 + 1) / 2)
   assert report.waits(row) == pytest.approx(100 * (2 / 6) / 2)
+
+
+def test_rounds_of_peers_are_compared_with_the_servers(monkeypatch):
+  monkeypatch.syspath_prepend(_loading.FOLDER)
+  _loading.enter("thin_links", monkeypatch)
+  report = _loading.load("thin_report", "thin_links/report.py", monkeypatch)
+
+  def row(peers, seconds, parameters):
+    return {
+      "config": {"peers": peers, "bits": 4, "rounds": 2, "workers": 4},
+      "seed": 0, "commit": "0123456789ab", "rounds_s": seconds,
+      "pulled_bytes": 16e6, "server_received": 6e6, "server_sent": 1e6,
+      "parameters": parameters,
+    }  # fmt: skip
+
+  lines = report.of_peers([
+    row(False, [8.0, 9.0, 12.0], "a"), row(True, [1.0, 3.0, 4.0], "a"),
+    row(True, [9.0], "b"),
+  ]).splitlines()  # fmt: skip
+  cells = [[x.strip() for x in line.split("|")[1:-1]] for line in lines[2:]]
+  assert [x[0] for x in cells] == ["by the server", "by peers", "by peers"]
+  assert cells[1][3:7] == ["2", "3.00", "1.00 to 4.00", "3.00"]
+  # Bytes of a round: to one of four workers, and all of the server's host.
+  assert cells[1][7:10] == ["2.00", "3.00", "0.50"]
+  assert [x[10] for x in cells] == ["yes", "yes", "**no**"]
