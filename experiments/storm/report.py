@@ -387,13 +387,12 @@ def main():
     ),
     "unequal": unequal(studies.read(mixed.ROWS)),
   }  # fmt: skip
-  peers = pairs(rows, "peers")
+  peers = pairs(rows + studies.read(run.PEERS), "peers")
   tables = {
     "setting": setting(rows, found), "before": verdict(before),
     "storms": table(last + before),
+    "peers": verdict(peers), "peers-storms": table(peers),
   }  # fmt: skip
-  if peers:
-    tables |= {"peers": verdict(peers), "peers-storms": table(peers)}
 
   def show():
     draw(*last[0], run.ROWS.parent / "storm.png")

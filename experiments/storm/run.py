@@ -42,6 +42,8 @@ from jdist import (
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 ROWS = FOLDER / "results" / "rows.jsonl"
+# Rows of workers that merge by themselves.
+PEERS = ROWS.with_name("peers.jsonl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,7 +401,8 @@ def main(words: list[str]) -> None:
       links.limit_rto(storm.rto_s)
   elif "cut" in storm.kinds and storm.faults_per_hour:
     raise SystemExit("Cuts of links need root and `ip`.")
-  make(storm, map(int, seeds or storm.seeds), ROWS, train)
+  path = PEERS if storm.peers else ROWS
+  make(storm, map(int, seeds or storm.seeds), path, train)
 
 
 def make(storm: Any, seeds: Any, path: pathlib.Path, run: Any) -> None:
