@@ -80,6 +80,7 @@ _DEFAULTS = {
   server.SpeedBatches: {"smoothing": 0.5, "minimum": 1},
   server.DecoupledDiLoCo: {
     "interval": 8, "fragments": 1, "quorum": 0.5, "grace": 0.5, "ahead": 1,
+    "peers": False,
     "weights": "paper", "in_step": False,
   },
   server.dbs: {"smoothing": 0.5, "minimum": 1},
@@ -87,6 +88,7 @@ _DEFAULTS = {
   server.h_ps: {"pipelined": True, "smoothing": 0.5, "slack": 0.9},
   elastic.Rounds: {
     "samples": 32, "quorum": 0.5, "grace": 1.0, "timeout_s": None, "seed": 0,
+    "peers": False,
   },
   elastic.Rounds.session: {"record": None, "shared": True},
   elastic.Rounds.syncer: {"shared": True},
@@ -165,7 +167,7 @@ _OPTIONS = {
   _groups.StageOptions: {"table": "1f1b", "cuts": (), "delay_fix": "none"},
   _server_options.ProtocolOptions: {
     "parts": ("tasks", "pipeline", "bits"), "pipeline_from": 0.0,
-    "error_limit": 0.02,
+    "error_limit": 0.02, "peers": False,
   },
   _server_options.ServerOptions: {
     "elastic": False, "cpus_per_worker": 1.0, "gpus_per_worker": 0.0,
