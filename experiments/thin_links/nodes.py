@@ -85,6 +85,13 @@ def _start(*words: str) -> None:
   raise SystemExit("Ray did not start.")
 
 
+def shared_folder() -> pathlib.Path:
+  """Returns a folder of this run: all hosts have one parent, and one disk."""
+  folder = pathlib.Path(tempfile.gettempdir(), f"jdist-thin-{os.getppid()}")
+  folder.mkdir(exist_ok=True)
+  return folder
+
+
 def start(
   folder: pathlib.Path,
   cpus: int,

@@ -15,7 +15,6 @@ import functools
 import hashlib
 import os
 import pathlib
-import tempfile
 from typing import Any
 
 import jax.numpy as jnp
@@ -152,8 +151,7 @@ def main() -> None:
     raise SystemExit("Start it by scripts/slow_network.py.")
   known = training.read_rows(ROWS) if ROWS.exists() else []
   there = {(x["config"]["peers"], x["config"]["bits"]) for x in known}
-  folder = pathlib.Path(tempfile.gettempdir(), f"jdist-thin-{os.getppid()}")
-  folder.mkdir(exist_ok=True)
+  folder = nodes.shared_folder()
   workers = Setting(False, 4).workers
   address = nodes.start(folder, 1, far=workers, resources=("near", "far"))
   if address is not None:

@@ -19,7 +19,6 @@ import os
 import pathlib
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -336,9 +335,7 @@ def main(words: list[str]) -> None:
   config = config_of(run)
   if any((x["config"], x["seed"]) == (config, seed) for x in known):
     return
-  # Both hosts have the same parent, and the same disk.
-  folder = pathlib.Path(tempfile.gettempdir(), f"jdist-thin-{os.getppid()}")
-  folder.mkdir(exist_ok=True)
+  folder = nodes.shared_folder()
   row = (ssgd_run if run.method == "ssgd" else elastic_run)(run, seed, folder)
   if row is None:
     return

@@ -12,8 +12,6 @@ of them alone, then two and all four.  A row that is there is not made again.
 import dataclasses
 import functools
 import os
-import pathlib
-import tempfile
 from typing import Any
 
 import jax.numpy as jnp
@@ -171,8 +169,7 @@ def main() -> None:
     for x in known
     if x["config"]["seconds"] == Setting.seconds
   }
-  folder = pathlib.Path(tempfile.gettempdir(), f"jdist-thin-{os.getppid()}")
-  folder.mkdir(exist_ok=True)
+  folder = nodes.shared_folder()
   address = nodes.start(
     folder, Setting(1).workers + 1, far=int(os.environ["JDIST_PROCESSES"]) - 1,
     resources=("near", "far"),

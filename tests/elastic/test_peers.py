@@ -319,6 +319,53 @@ def test_merges_are_compiled_before_the_first_task(monkeypatch):
   assert not compiled
 
 
+def test_learner_without_the_outer_optimizer_is_told(monkeypatch):
+  found = plain.rounds("local_sgd", peers=True)
+  found._merging = {}
+  runner = found.runner("a", plain.loss, plain.Samples())
+  header = {"pulled": None, "merges": (), "more": {"steps": 0}}
+  with pytest.raises(ValueError, match="`outer` must be the server's outer"):
+    runner.receive(header, np.zeros(32, np.uint8))
+
+
+def test_outer_optimizer_does_nothing_without_peers():
+  """A protocol without them sends merged fragments."""
+  found = plain.rounds("diloco")
+  found._merging = {"outer": found._parts.outer}
+  own = functools.partial(
+    found.work, loss_fn=plain.loss, samples=plain.Samples()
+  )
+  _, params, _ = plain.live(found, own, 6)
+  pair, _ = plain.on_clock(plain.rounds("diloco"), 6)
+  jax.tree.map(np.testing.assert_array_equal, params, pair.model.params)
+
+
+def test_learner_of_another_kind_keeps_no_messages():
+  """Its payloads are sent, also if the protocol has peers."""
+  found = plain.rounds("local_sgd", peers=True)
+
+  def make_server(plan):
+    return server.LiveServer(found.protocol, server.EmptyServer(), plan)
+
+  def work(channel, name):
+    server.WorkerLoop(channel, name, server.EmptyWorker(), depth=1).run()
+
+  engine = server.ThreadEngine()
+  session = server.LiveSession(
+    engine, make_server, {x: functools.partial(_call, work, x) for x in NAMES},
+    server.LivePlan(workers=NAMES),
+  )  # fmt: skip
+  try:
+    server.ServerRun(session).fit(5)
+    assert session.summary()["updates"] >= 5
+  finally:
+    engine.stop()
+
+
+def _call(work, name, channel):
+  work(channel, name)
+
+
 def test_own_loop_merges(merges):
   found = plain.rounds("diloco", peers=True)
 

@@ -238,7 +238,12 @@ class FragmentRunner:
   def _merged(self, header: dict[str, Any], payload: Any) -> PyTree:
     """Returns the merged fragments of a task, or all and the statistics."""
     payload = np.zeros(0, np.uint8) if payload is None else payload
-    if self._merging is not None:
+    if header.get("merges") is not None and not self.decoded:
+      if self._merging is None:
+        raise ValueError(
+          "`outer` must be the server's outer optimizer with a protocol of "
+          "`peers=True`, got None. Give it, or take `peers=False`."
+        )
       return self._merging.receive(header, payload)
     kinds: PyTree = (self._anchor, self._model_state)
     if header["pulled"] is not None:

@@ -310,7 +310,8 @@ class ServerCore:
     }
     size = 0 if sent.payload is None else len(sent.payload)
     size, parts = sent.more.get("size", size), None
-    if sent.reply.merges:
+    # A learner of its own kind may send payloads all the same.
+    if sent.reply.merges and self.messages:
       tasks = [task for merge in sent.reply.merges for task in merge.tasks]
       peers = [str(x) for merge in sent.reply.merges for x in merge.workers]
       header["messages"] = [self._handles[task] for task in tasks]

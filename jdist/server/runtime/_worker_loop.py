@@ -167,7 +167,7 @@ class WorkerLoop:
       "waited_s": start_s - arrived_s,
       "over_s": over_s,
       "more": more,
-      # Whether peers fetch it, too.
+      # Peers fetch it, too, if workers merge.
       "shared": header.get("merges") is not None,
     }
     session.send("push", push, out)

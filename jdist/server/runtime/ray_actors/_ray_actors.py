@@ -119,6 +119,8 @@ class _RayChannel:
     message = _envelope.pack(header, payload)
     if not header.get("shared"):
       return self._call("push", message)
+    # Behind all others: an earlier run may have had a task of this number.
+    _SHARED.pop(header["task"], None)
     _SHARED[header["task"]] = message
     for task in list(_SHARED)[:-_LAST]:
       del _SHARED[task]

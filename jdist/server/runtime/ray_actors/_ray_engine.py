@@ -34,8 +34,8 @@ ONE_THREAD = {
   "NPROC": "1",
   "OMP_NUM_THREADS": "1",
 }
-# Variables of workers with a GPU, in place of those.
-_ON_GPU = {"JAX_PLATFORMS": "cuda"}
+# Variables of workers with a GPU, in place of those; merges are on the CPU.
+_ON_GPU = {"JAX_PLATFORMS": "cuda,cpu"}
 
 _CACHE = (
   "JAX_COMPILATION_CACHE_DIR",
