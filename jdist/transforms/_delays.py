@@ -140,7 +140,13 @@ def delay_gradients(
   delays = check_steps(steps)
   # Without a delay the result is the optimizer's to the bit, with its state.
   if delays == [0]:
-    return optax.with_extra_args_support(optimizer)
+    plain = optax.with_extra_args_support(optimizer)
+
+    def checked(params: optax.Params) -> PyTree:
+      broadcast(steps, params)
+      return plain.init(params)
+
+    return plain._replace(init=checked)
   optimizer = _anchor.lenient(optimizer)
 
   def ring(p: jax.Array, k: int) -> Any:

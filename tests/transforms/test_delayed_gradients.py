@@ -91,11 +91,20 @@ def test_tree_of_equal_delays_equals_their_number():
   )
 
 
-def test_zero_delay_equals_the_optimizer_to_the_bit():
+@pytest.mark.parametrize(
+  "steps",
+  [
+    0,
+    np.int32(0),
+    {"early": 0, "late": 0},
+    {"early": 0, "late": {"w": 0}},
+    {"early": np.int64(0), "late": {"w": 0}},
+  ],
+)
+def test_zero_delay_equals_the_optimizer_to_the_bit(steps):
   plain = run(MOMENTUM, PARAMS, 5)
-  tree = {"early": 0, "late": 0}
   chex.assert_trees_all_equal(
-    plain, run(transforms.delay_gradients(MOMENTUM, tree), PARAMS, 5)
+    plain, run(transforms.delay_gradients(MOMENTUM, steps), PARAMS, 5)
   )
 
 
@@ -161,7 +170,9 @@ def test_invalid_delays_raise(steps, words):
     transforms.delay_gradients(MOMENTUM, steps)
 
 
-def test_delays_of_other_parameters_are_refused():
-  optimizer = transforms.delay_gradients(MOMENTUM, {"other": 1})
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("name", ["other", "early"])
+def test_delays_of_other_parameters_are_refused(name, delay):
+  optimizer = transforms.delay_gradients(MOMENTUM, {name: delay})
   with pytest.raises(ValueError, match="`steps` must be a number, or a tree"):
     optimizer.init(PARAMS)
