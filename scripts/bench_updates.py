@@ -2,9 +2,10 @@
 
     python scripts/bench_updates.py COMMIT [--cases asp ssp] [--inline]
 
-Two small perceptrons under the servers' protocols, workers of four speeds.  A
-process of the older tree, another one of it, whose ratio to the first is the
-noise, and one of this tree run each case in turn, in blocks of as many updates.
+Two small perceptrons and a small convolutional net under the servers'
+protocols, workers of four speeds.  A process of the older tree, another one of
+it, whose ratio to the first is the noise, and one of this tree run each case in
+turn, in blocks of as many updates.
 Prints for each case the microseconds of an update, the lowest decile of the
 blocks, as others may be at work; its ratio, and the median ratio of neighbours;
 and whether both trees end with the same bits.  Run it alone: a thread that has
@@ -26,6 +27,7 @@ import time
 from typing import Any
 
 _HIDDEN = {"small": 32, "large": 900}  # 2,410 and 67,510 parameters.
+_SIZES = (*_HIDDEN, "convolutional")  # 28,864 parameters.
 _PROTOCOLS = (
   "asp", "ssp", "bsp", "dbs", "h_ps", "compensation", "int4", "topk",
   "momentum", "decoupled",
@@ -43,11 +45,15 @@ def _simulation(case: str) -> Any:
   from jdist import cluster, codecs, data, reducers, server
 
   protocol, size = case.split("/")
-  features, hidden = 64, _HIDDEN[size]
+  # The convolutional net sees each digit with pixels of 4 x 4.
+  features, hidden, batch_size = 64, _HIDDEN.get(size, 64), 8
   rng = np.random.default_rng(0)
-  shapes = {
+  shapes: dict[str, tuple[int, ...]] = {
     "a": (features, hidden), "b": (hidden,), "c": (hidden, 10), "d": (10,),
   }  # fmt: skip
+  if size == "convolutional":
+    batch_size = 32
+    shapes |= {"a": (5, 5, 1, 6), "e": (5, 5, 6, 16), "f": (400, hidden)}
   params = {
     name: jnp.asarray(0.1 * rng.normal(size=shape), jnp.float32)
     for name, shape in shapes.items()
@@ -55,8 +61,23 @@ def _simulation(case: str) -> Any:
 
   def loss_fn(params, model_state, batch, key):
     del key
-    x = batch["image"].reshape(-1, features) / 16.0
-    x = jax.nn.relu(x @ params["a"] + params["b"])
+    x = batch["image"] / 16.0
+    if "e" in params:
+      x = jnp.repeat(jnp.repeat(x, 4, axis=1), 4, axis=2)
+      for name in "ae":
+        x = jax.lax.conv_general_dilated(
+          x, params[name], (1, 1), "VALID",
+          dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )  # fmt: skip
+        n, height, width, channels = x.shape
+        x = (
+          jax.nn.relu(x)
+          .reshape(n, height // 2, 2, width // 2, 2, channels)
+          .max((2, 4))
+        )
+      x = jax.nn.relu(x.reshape(len(x), -1) @ params["f"] + params["b"])
+    else:
+      x = jax.nn.relu(x.reshape(-1, features) @ params["a"] + params["b"])
     losses = optax.softmax_cross_entropy_with_integer_labels(
       x @ params["c"] + params["d"], batch["label"]
     )
@@ -66,13 +87,15 @@ def _simulation(case: str) -> Any:
 
   machines = cluster.workers([4.0, 3.0, 2.0, 1.0])
   samples = data.SampleStream(data.load("digits"), _WORKERS, seed=0)
-  batches = server.FixedBatches(8)
+  batches = server.FixedBatches(batch_size)
   message = getattr(reducers, "MessageCodec", None) or server.MessageCodec
   own = {
     "ssp": lambda: server.SSP(bound=3, batches=batches),
     "bsp": lambda: server.BSP(batches=batches),
-    "dbs": lambda: server.dbs(32),
-    "h_ps": lambda: server.h_ps(32, plans=server.fit_bit_plans(params)),
+    "dbs": lambda: server.dbs(4 * batch_size),
+    "h_ps": lambda: server.h_ps(
+      4 * batch_size, plans=server.fit_bit_plans(params)
+    ),
     "decoupled": lambda: server.DecoupledDiLoCo(
       batches=batches, interval=4, fragments=2, ahead=2
     ),
@@ -171,7 +194,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("commit", help="the older tree: a commit, or a folder")
   parser.add_argument("--cases", nargs="*", default=_PROTOCOLS)
-  parser.add_argument("--sizes", nargs="*", default=tuple(_HIDDEN))
+  parser.add_argument("--sizes", nargs="*", default=_SIZES)
   parser.add_argument("--blocks", type=int, default=60)
   parser.add_argument("--updates", type=int, default=50, help="of a block")
   parser.add_argument("--inline", action="store_true", help="without a thread")

@@ -66,7 +66,8 @@ class PairMessages:
     name = str(reply.worker)
     more, payload = self._sent[name].pop(reply.task)
     worker = self.pair.workers[name]
-    header = reply._asdict() | {"more": more}
+    header = reply._asdict()
+    header["more"] = more
     worker.receive(header, payload)
     return None if late else worker.compute(header)
 
