@@ -5,7 +5,7 @@ from jdist.channel._connection import Connection as Connection
 from jdist.channel._connection import listen as listen
 from jdist.channel._connection import Listener as Listener
 from jdist.channel._identity import adopt as adopt
-from jdist.channel._identity import differences as differences
+from jdist.channel._identity import disagreement as disagreement
 from jdist.channel._identity import draw as draw
 from jdist.channel._identity import Identity as Identity
 from jdist.channel._identity import identity as identity

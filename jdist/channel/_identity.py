@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import platform
 import secrets
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -66,9 +67,10 @@ _run_ids: list[str] = []
 
 @functools.cache
 def package_versions() -> dict[str, str]:
-  """Returns the versions of packages of which others may compute other bits."""
+  """Returns the versions that all processes of a run must have in common."""
   packages = "jdist", "jax", "jaxlib", "flax", "optax", "numpy"
   found = dict.fromkeys(packages, "not installed")
+  found["python"] = ".".join(platform.python_version_tuple()[:2])
   for package in packages:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
       found[package] = importlib.metadata.version(package)
@@ -116,17 +118,32 @@ def _kept_secret() -> bytes:
     ) from error
 
 
-def differences(
-  facts: Mapping[str, Any], others: Mapping[str, Any]
-) -> dict[str, tuple[str, str]]:
-  """Returns the values of both by name where they differ, in JSON's words."""
+def disagreement(
+  facts: Mapping[str, Any], others: Mapping[str, Any], here: str, there: str
+) -> str:
+  """Returns the error for two processes with other facts; empty if equal.
+
+  Args:
+    facts: Values of JSON by name.
+    others: Those of the other process.
+    here: The name of this process.
+    there: The name of the other one.
+  """
   # JSON has no tuples, and unlike Python's its NaN is equal to itself.
-  here, there = (
+  ours, theirs = (
     {name: json.dumps(x, sort_keys=True) for name, x in each.items()}
     for each in (facts, others)
   )
-  return {
-    name: (here.get(name, "missing"), there.get(name, "missing"))
-    for name in sorted(here.keys() | there.keys())
-    if here.get(name) != there.get(name)
-  }
+  found = [
+    f"{name} is {ours.get(name, 'missing')} in {here} and "
+    f"{theirs.get(name, 'missing')} in {there}"
+    for name in sorted(ours.keys() | theirs.keys())
+    if ours.get(name) != theirs.get(name)
+  ]
+  if not found:
+    return ""
+  more = f", and {len(found) - 5} more differ" if len(found) > 5 else ""
+  return (
+    f"all processes of a run must agree, but {', '.join(found[:5])}{more}. "
+    "Start all of them with the same options and versions."
+  )

@@ -35,8 +35,8 @@ def make_row(
   return {
     "config": config, "seed": seed, "run": channel.run_id(),
     "commit": _commit(), "device": _device(),
-    "versions": {"python": platform.python_version()}
-    | channel.package_versions(), **measured,
+    "versions": channel.package_versions()
+    | {"python": platform.python_version()}, **measured,
   }  # fmt: skip
 
 

@@ -77,15 +77,30 @@ def test_directory_of_ones_own_is_closed_to_others(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("here", "there", "different"),
+  ("ours", "theirs", "told"),
   [
-    ({"a": 1}, {"a": 1}, {}),
-    ({"a": (1, 2)}, {"a": [1, 2]}, {}),
-    ({"a": float("nan")}, {"a": float("nan")}, {}),
-    ({"a": 1}, {"a": 2}, {"a": ("1", "2")}),
-    ({"a": None}, {}, {"a": ("null", "missing")}),
-    ({}, {"a": None}, {"a": ("missing", "null")}),
+    ({"a": 1}, {"a": 1}, None),
+    ({"a": (1, 2)}, {"a": [1, 2]}, None),
+    ({"a": float("nan")}, {"a": float("nan")}, None),
+    ({"a": 1}, {"a": 2}, "a is 1 in A and 2 in B"),
+    ({"a": None}, {}, "a is null in A and missing in B"),
+    ({}, {"a": None}, "a is missing in A and null in B"),
+    (
+      {"b": 1, "a": ""},
+      {"b": 2, "a": "x"},
+      'a is "" in A and "x" in B, b is 1 in A and 2 in B',
+    ),
   ],
 )
-def test_differences_are_those_of_json(here, there, different):
-  assert channel.differences(here, there) == different
+def test_disagreement_is_that_of_json(ours, theirs, told):
+  text = channel.disagreement(ours, theirs, "A", "B")
+  if told is None:
+    assert text == ""
+  else:
+    assert text.startswith(f"all processes of a run must agree, but {told}. ")
+
+
+def test_many_differences_are_shortened():
+  ours, theirs = ({str(i): x for i in range(7)} for x in "ab")
+  text = channel.disagreement(ours, theirs, "A", "B")
+  assert '4 is "a" in A and "b" in B, and 2 more differ. Start all' in text

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from jdist import cli
+from tests import _processes
 
 pytest.importorskip("grain")
 _RUN = (
@@ -137,6 +138,25 @@ def test_resumed_processes_train_to_the_same_bits(ended, tmp_path, capsys):
     assert process.wait(300) == 0
     found = _row(tmp_path / "a")
   assert found == _train(words, tmp_path / "b", capsys)
+
+
+def test_processes_with_other_options_name_them(tmp_path):
+  address = f"127.0.0.1:{_processes.free_port()}"
+  words = f"{_CUT} {_PROCESSES} --num-processes 2 --coordinator-address"
+  started = [
+    subprocess.Popen(
+      [sys.executable, "-m", "jdist", *_RUN.split(), *words.split(), address,
+       "--process-id", str(i), "--seed", str(i), "--output",
+       str(tmp_path / str(i))],
+      env=_processes.environment(), stderr=subprocess.PIPE, text=True,
+    )
+    for i in range(2)
+  ]  # fmt: skip
+  for number, process in enumerate(started):
+    _, error = process.communicate(timeout=200)
+    assert process.returncode == 2, error
+    told = f"must agree, but `--seed` is {number} in the process of dev"
+    assert told in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

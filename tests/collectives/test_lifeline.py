@@ -1,6 +1,7 @@
 """Processes notice each other's ends over real sockets, without JAX."""
 
 import contextlib
+import inspect
 import os
 import pathlib
 import signal
@@ -11,6 +12,7 @@ import time
 
 import pytest
 
+from jdist import collectives, training
 from jdist.collectives.processes import _lifeline
 from tests import _processes
 
@@ -349,6 +351,17 @@ def test_taken_port_is_told_from_wrong_address(team):
   wrong = team.start(0, 2, address=f"192.0.2.1:{team.port}")
   assert wrong.wait(timeout=60) == 4
   assert "Give an address of this machine" in wrong.stdout.read()
+
+
+def test_process_may_join_as_late_as_it_may_begin():
+  """A machine that is late at the start is awaited as at its first step."""
+  waits = [
+    inspect.signature(x).parameters["timeout_s"].default
+    for x in (
+      collectives.start_processes, collectives.agree, training.Trainer,
+    )
+  ]  # fmt: skip
+  assert waits == [900.0] * 3
 
 
 def test_duplicate_process_number_is_refused(team):

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import math
 import os
 import pathlib
@@ -27,7 +26,7 @@ from jdist.cli.pipelines import _pipeline_run
 from jdist.cli.report import _status
 from jdist.storage import array_files, numbered_files, sealed_json
 
-_CONNECT_S, _TIMEOUT_S = 120.0, 3600.0
+_CONNECT_S, _TIMEOUT_S = 900.0, 3600.0
 _FORM, _FREE = 1, ("epochs", "steps")
 
 
@@ -137,8 +136,8 @@ class _Run:
     )  # fmt: skip
     self._peers, self._options = self._process.peers, options
     self._identity = _options.identity(options, _workload.ELSEWHERE)
-    words = json.dumps(self._identity, sort_keys=True)
-    self._peers.check_agreement("Options", words)
+    common = {f"`{_options.word(x)}`": y for x, y in self._identity.items()}
+    self._peers.check_agreement(common)
     self._first = not self._peers.device
     self._evaluate = workload.evaluator(model.apply) if self._first else None
 

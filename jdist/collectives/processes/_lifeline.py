@@ -195,13 +195,15 @@ class Lifeline:
     self, number: int, subject: str, facts: dict[str, Any], timeout_s: float
   ) -> dict[str, Any]:
     """Collects the others' facts, and returns the answer to all."""
-    others, found = set(range(1, self._num)), dict[int, Any]()
+    others, found = set(range(1, self._num)), dict[int, str]()
     with self._changed:
       said = self._said.setdefault(number, {})
 
       def settled() -> bool:
         for process in said.keys() - found.keys():
-          found[process] = channel.differences(facts, said[process])
+          found[process] = channel.disagreement(
+            facts, said[process], "process 0", f"process {process}"
+          )
         return others <= said.keys() or any(found.values())
 
       self._changed.wait_for(settled, timeout_s)
@@ -211,7 +213,7 @@ class Lifeline:
       del self._said[number]
     for process in sorted(found):
       if found[process]:
-        return {"error": _different(process, found[process]), "wrong": True}
+        return {"error": found[process], "wrong": True}
     if missing := sorted(others - said.keys()):
       host, port = self._address
       strangers = self._listener.refused
@@ -341,21 +343,6 @@ def _bound(host: str) -> str:
     if str(found).startswith("127.") and not own:
       return ""
   return host
-
-
-def _different(process: int, found: dict[str, tuple[str, str]]) -> str:
-  """Returns the error for a process with other facts than process 0."""
-  names = list(found)
-  shown = ", ".join(
-    f"{name} is {found[name][0]} in process 0 and {found[name][1]} in process "
-    f"{process}"
-    for name in names[:5]
-  )
-  more = f", and {len(names) - 5} more differ" if len(names) > 5 else ""
-  return (
-    f"all processes of a run must agree, but {shown}{more}. Start all of them "
-    "with the same options and versions."
-  )
 
 
 def _relay(

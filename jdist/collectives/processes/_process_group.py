@@ -1,6 +1,5 @@
 """Joins the processes of one run, and ends them together."""
 
-import platform
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ def start_processes(
   process_id: int | None = None,
   *,
   cpu_devices_per_process: int = 1,
-  timeout_s: signatures.PositiveFloat = 120.0,
+  timeout_s: signatures.PositiveFloat = 900.0,
   options: Mapping[str, Any] | None = None,
 ) -> None:
   """Connects the processes of one run; call it before using JAX.
@@ -61,8 +60,7 @@ def start_processes(
     return
   checks.check_int("process_id", process_id, 0, num_processes - 1)
   joined = _lifeline.Lifeline(coordinator_address, num_processes, process_id)
-  facts = {"Python": ".".join(platform.python_version_tuple()[:2])}
-  facts |= channel.package_versions() | dict(options or {})
+  facts = channel.package_versions() | dict(options or {})
   address, bind = joined.join(timeout_s, facts)
   jax.distributed.initialize(
     address, num_processes, process_id, coordinator_bind_address=bind,

@@ -2,11 +2,12 @@
 
 import contextlib
 import enum
+import json
 import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -156,15 +157,20 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
         del self._messages[key]
       return first
 
-  def check_agreement(self, what: str, text: str, number: int = 0) -> None:
-    """Raises a ValueError unless all processes' calls of a number agree."""
-    found = self._exchange(Tag(Kind.AGREED, iteration=number), text.encode())
+  def check_agreement(self, facts: Mapping[str, Any], number: int = 0) -> None:
+    """Raises a ValueError unless all processes' calls of a number agree.
+
+    The facts, values of JSON, are named if they differ.
+    """
+    own = json.dumps(facts).encode()
+    found = self._exchange(Tag(Kind.AGREED, iteration=number), own)
+    names = "the process of device {}".format
     for other, body in zip(self.others, found, strict=True):
-      if (theirs := body.decode(errors="replace")) != text:
-        raise ValueError(
-          f"{what} must be the same in all processes, got {text} on device "
-          f"{self.device} and {theirs} on device {other}."
-        )
+      wrong = channel.disagreement(
+        facts, json.loads(body), names(self.device), names(other)
+      )
+      if wrong:
+        raise ValueError(wrong)
 
   def any(self, own: bool, number: int) -> bool:
     """Returns whether any process calls this with True, for one number."""
@@ -276,7 +282,8 @@ def connect(
     )
   deadline = time.monotonic() + connect_s
   if listener is None:
-    listener = channel.listen(*addresses[device])
+    host, port = addresses[device]
+    listener = channel.listen(host or _own_host(addresses[0], deadline), port)
   identity, where = channel.Identity("", secret), list(addresses)
   # Each key names the called device, which shows where addresses are swapped.
   keys = [identity.key(f"pipeline {x}") for x in range(len(addresses))]
@@ -333,6 +340,20 @@ def connect(
   finally:
     listening.close()
   return Peers(device, found, timeout_s=timeout_s)
+
+
+def _own_host(address: tuple[str, int], deadline: float) -> str:
+  """Returns this machine's address on its way to another one."""
+  while time.monotonic() < deadline:
+    # A cluster may not know the name of the other one yet.
+    with contextlib.suppress(OSError):
+      found = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)
+      family, kind, _, _, where = found[0]
+      with socket.socket(family, kind) as way:
+        way.connect(where)  # It sends nothing.
+        return str(way.getsockname()[0])
+    time.sleep(0.1)
+  return ""
 
 
 def _bytes(x: Any) -> memoryview:

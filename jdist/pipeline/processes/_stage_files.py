@@ -57,7 +57,7 @@ def save_stages(
     array_files.save_arrays(target, _part(state, stage), body)
   # An earlier step may be removed only when all processes have this one: if one
   # is killed before, the others must still have a step in common with it.
-  part.peers.check_agreement("`state.step`", str(state.step), exchange)
+  part.peers.check_agreement({"`state.step`": state.step}, exchange)
   # This run has restored an earlier step, so later ones were given up.
   earlier = [x for x in _steps(directory) if x <= state.step]
   for step in later + earlier[keep:]:

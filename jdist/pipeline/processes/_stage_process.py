@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, cluster, collectives, reducers, signatures, states
+from jdist import channel, checks, cluster, collectives, reducers, signatures
 from jdist.pipeline.processes import (
   _device_part,
   _peers,
@@ -22,8 +22,8 @@ from jdist.pipeline.processes import (
 )
 from jdist.pipeline.runtime import _stages, _traced_model
 from jdist.pipeline.schedule._table import Table
-from jdist.states import PyTree
-from jdist.storage import array_files, hashes
+from jdist.states import num_bytes, PyTree
+from jdist.storage import array_files, hashes, lease
 
 
 @signatures.checked
@@ -135,8 +135,9 @@ class StageProcess:
     # All processes make the same calls in the same order, so a count separates
     # messages of one call from those of another.
     self._exchanges = itertools.count(1)
-    # Directories that this run has restored from or saved to.
+    # Directories that this run has restored from or saved to, and those leased.
     self._directories: set[pathlib.Path] = set()
+    self._leases: dict[pathlib.Path, lease.Lease] = {}
     self._agree()
 
   def __repr__(self) -> str:
@@ -155,7 +156,7 @@ class StageProcess:
       for s, like in enumerate(part.model.between)
       if device_of[s] != device_of[s + 1]
     ]
-    return 2 * self.table.num_microbatches * states.num_bytes(part.like(sent))
+    return 2 * self.table.num_microbatches * num_bytes(part.like(sent))
 
   def init_state(
     self,
@@ -249,10 +250,11 @@ class StageProcess:
         removed when all processes have saved this one.
 
     Raises:
-      ValueError: If another run has saved a later step there.
+      ValueError: If another run has saved a later step there, or has leased
+        the directory and is alive.
     """
     checks.check_int("keep", keep, 1)
-    place = array_files.folder(directory).resolve()
+    place = self._claim(directory)
     _stage_files.save_stages(
       directory,
       self._part,
@@ -277,12 +279,24 @@ class StageProcess:
       ValueError: If the stages are cut differently or belong to another model
         or optimizer, or processes have no step in common.
     """
-    like = self.init_state(optimizer)
+    place, like = self._claim(directory), self.init_state(optimizer)
     found = _stage_files.restore_stages(
       directory, self._part, like, exchange=next(self._exchanges)
     )
-    self._directories.add(array_files.folder(directory).resolve())
+    self._directories.add(place)
     return found
+
+  def _claim(self, directory: str | os.PathLike[str]) -> pathlib.Path:
+    """Returns a directory that the first process has leased for the run."""
+    place = array_files.folder(directory).resolve()
+    if not self._part.device:
+      place.mkdir(parents=True, exist_ok=True)
+      new = lease.Lease(place, channel.run_id())
+      held = self._leases.setdefault(place, new)
+      held.claim()
+      # A process that was suspended for long may have lost it.
+      held.check()
+    return place
 
   def run(
     self, state: _device_part.ProcessState, batches: Iterable[PyTree]
@@ -400,11 +414,12 @@ class StageProcess:
       f"{x.dtype}{list(x.shape)}"
       for x in jax.tree.leaves((model.microbatch, model.between))
     ]
-    names = [stage.name for stage in self.stages]
     digest = hashes.hash_bytes(repr(self.table).encode())
-    self.peers.check_agreement(
-      "Table, stages and micro-batch",
-      f"{self.table} ({digest[:12]}), stages {names}, micro-batch and "
-      f"what stages pass on {shapes}, clip_norm {model.clip_norm}, edges "
-      f"{self._coded}",
-    )
+    facts = {
+      "the table": f"{self.table} ({digest[:12]})",
+      "the list of stages": [stage.name for stage in self.stages],
+      "what stages take and pass on": shapes,
+      "`clip_norm`": str(model.clip_norm),
+      "`edges`": str(self._coded),
+    }
+    self.peers.check_agreement(facts | channel.package_versions())

@@ -49,7 +49,7 @@ class LivePlan(RunPlan):
     machines: The cluster whose links messages take; none are modelled if None.
     record: A file for all messages of a run from its beginning. A run that is
       resumed records nothing.
-    versions: Versions of Python, JAX and jdist that workers must have, too.
+    versions: Versions of Python and packages that workers must have, too.
     shards: Servers over which a `GradientServer`'s parameters are divided, by
       whole tensors; another one decides for all of them.
     shard: The number of a shard, from 1; 0 is the server that decides.

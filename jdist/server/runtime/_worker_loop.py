@@ -6,7 +6,6 @@ task may be on its way while a push travels.
 
 import contextlib
 import dataclasses
-import platform
 import queue
 import random
 import threading
@@ -14,15 +13,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
-from jdist import _version, cluster
+from jdist import channel, cluster
 from jdist.server.gradients import _gradient_messages, _learner
 from jdist.server.runtime import _engine, _server_shards
 
 # Time between two attempts to reach a server that does not answer.
 _AGAIN_S = 0.25
+# Those that server and workers must have in common.
+versions = channel.package_versions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,16 +42,6 @@ class Pace:
   node: cluster.Node
   profile: cluster.Profile
   seed: int = 0
-
-
-def versions() -> dict[str, str]:
-  """Returns the versions that server and workers must have in common."""
-  return {
-    "python": ".".join(platform.python_version_tuple()[:2]),
-    "jax": jax.__version__,
-    "numpy": np.__version__.split(".")[0],
-    "jdist": _version.__version__,
-  }
 
 
 class WorkerLoop:

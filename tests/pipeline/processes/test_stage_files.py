@@ -1,5 +1,6 @@
 """Stages saved and restored: killed at any time and resumed, the same bits."""
 
+import json
 import shutil
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import pipeline
+from jdist import channel, pipeline
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
@@ -107,8 +108,7 @@ def test_old_steps_are_removed_and_narrow_dtypes_kept(tmp_path):
   for batch in _batches(jnp.bfloat16)[:3]:
     state, _ = process.run(state, [batch])
     process.save(tmp_path, state, keep=2)
-  steps = sorted(x.name for x in tmp_path.iterdir())
-  assert steps == ["step_00000002", "step_00000003"]
+  assert _saved(tmp_path) == ["step_00000002", "step_00000003"]
   found = process.restore(tmp_path, _optimizer())
   assert found.step == 3 and _bits(found) == _bits(state)
   leaves = jax.tree.leaves(found.params)
@@ -128,7 +128,7 @@ def test_different_cuts_model_or_optimizer_raise(tmp_path):
 
 
 def _saved(folder):
-  return sorted(x.name for x in folder.iterdir())
+  return sorted(x.name for x in folder.glob("step_*"))
 
 
 def test_later_steps_of_another_run_raise(tmp_path):
@@ -144,6 +144,26 @@ def test_later_steps_of_another_run_raise(tmp_path):
   with pytest.raises(ValueError, match="no step after 1, got 3 of another run"):
     anew.save(tmp_path, state)
   assert _saved(tmp_path) == before
+
+
+def test_directory_of_another_run_that_is_alive_is_refused(
+  tmp_path, monkeypatch
+):
+  process = _alone()
+  state = process.init_state(_optimizer())
+  process.save(tmp_path, state)
+  monkeypatch.setattr(channel, "run_id", lambda: "another")
+  for call in (
+    lambda: _alone().restore(tmp_path, _optimizer()),
+    lambda: _alone().save(tmp_path, state),
+  ):
+    with pytest.raises(ValueError, match="is in use by run"):
+      call()
+  # Should another run have taken the lease, this one saves nothing more.
+  entry = json.loads((tmp_path / "lease.json").read_text())
+  (tmp_path / "lease.json").write_text(json.dumps(entry | {"run": "other"}))
+  with pytest.raises(ValueError, match="is in use by run other"):
+    process.save(tmp_path, state)
 
 
 def test_saving_after_incomplete_later_steps_keeps_the_new_step(

@@ -1,12 +1,14 @@
 """A process for each device matches the unsplit model, late or not."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from jdist import models, pipeline, transforms
+from jdist import channel, models, pipeline, transforms
 from jdist.pipeline.processes import _device_part, _segment
 from jdist.pipeline.runtime import _stages
 from jdist.pipeline.schedule import _table
@@ -339,11 +341,25 @@ def test_scanned_stage_raises_only_if_its_backward_pass_is_split():
 def test_processes_with_unlike_tables_raise():
   def work(peers):
     name = "1f1b" if peers.device else "gpipe"
-    with pytest.raises(ValueError, match="must be the same in all processes"):
+    with pytest.raises(ValueError, match="must agree, but the table is"):
       _training.process(
         small.layers(), pipeline.make_table(name, 2, 4), peers=peers
       )
 
+  in_threads(2, work)
+
+
+def test_processes_with_other_versions_raise(monkeypatch):
+  def work(peers):
+    table = pipeline.make_table("1f1b", 2, 4)
+    with pytest.raises(ValueError, match=r"but jax is \"\d\" in the p"):
+      _training.process(small.layers(), table, peers=peers)
+
+  # Threads share a function, and so each call gets another version.
+  versions = itertools.count(1)
+  monkeypatch.setattr(
+    channel, "package_versions", lambda: {"jax": f"{next(versions)}"}
+  )
   in_threads(2, work)
 
 
