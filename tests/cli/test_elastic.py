@@ -32,6 +32,9 @@ def rows(tmp_path):
 def test_row_and_output_name_the_members(train, tmp_path, capsys):
   assert train("--method", "diloco") == 0
   out = capsys.readouterr().out
+  # The start is not silent: it may take minutes.
+  ready = [out.index(f"worker{i} ready\n") for i in range(2)]
+  assert max(ready) < out.index("worker0 joined")
   lines = out[out.index("worker0 joined") :].splitlines()
   assert lines[0].startswith("worker0 joined at 0 s, update 0: 2 members")
   assert "100.0 % of the living in a merge" in lines[2]

@@ -14,7 +14,7 @@ class Result(NamedTuple):
 
 def run(engine, make_server, works, total, unit="updates", **options):
   """Runs on an engine that stays; `options` are those of the session, `fit`."""
-  own = ("plan", "model", "startup_s", "on_status")
+  own = ("plan", "model", "startup_s", "on_status", "on_event")
   given = {name: options.pop(name) for name in own if name in options}
   plan = given.pop("plan", None) or server.LivePlan(workers=tuple(works))
   session = server.LiveSession(engine, make_server, works, plan, **given)

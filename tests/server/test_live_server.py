@@ -232,6 +232,12 @@ def test_different_package_versions_are_refused_in_one_line(hand):
   assert by.server.status()["error"] == receipt["refused"]
 
 
+def test_versions_are_those_of_all_packages_that_compute():
+  found = server.versions()
+  packages = {"python", "jdist", "jax", "jaxlib", "flax", "optax", "numpy"}
+  assert set(found) == packages and "not installed" not in found.values()
+
+
 def test_timer_without_a_task_expires(hand):
   """The end of a grace window, which no task has."""
   by = hand(
@@ -511,6 +517,7 @@ def test_run_ends_if_a_worker_never_connects():
   def work(channel):
     server.WorkerLoop(channel, "a", server.EmptyWorker(), depth=1).run()
 
+  events = []
   try:
     with pytest.raises(server.LostRunError, match=r"^b did not connect within"):
       _live_runs.run(
@@ -520,10 +527,12 @@ def test_run_ends_if_a_worker_never_connects():
         4,
         "samples",
         startup_s=0.2,
+        on_event=events.append,
       )
   finally:
     ended.set()
     engine.stop()
+  assert [(x["kind"], x["worker"]) for x in events] == [("ready", "a")]
 
 
 @pytest.mark.parametrize("wrong", (("a",), NAMES))

@@ -163,6 +163,7 @@ def _session(parts: _server_parts.Parts) -> Iterator[Any]:
       if options.driver == "threads":
         engine = server.ThreadEngine()
       else:
+        print(f"Starting a server and {len(names)} workers on Ray.", flush=True)
         engine = server.RayEngine(
           len(names),
           address=options.address,

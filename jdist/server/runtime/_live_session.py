@@ -31,9 +31,10 @@ class LiveSession:
       checkpoints.
     model: Parameters and batch statistics of the shapes that are trained, to
       read the server's snapshots. Needed only to evaluate.
-    startup_s: How long to wait for all workers at the start.
+    startup_s: The time within which all workers must be ready at the start.
     on_status: Is called with the server's status ten times a second.
-    on_event: Is called with each new entry of `events`.
+    on_event: Is called with each new entry of `events`, and at the start with
+      one of kind `ready` for each worker that has connected.
     survive: Whether the others continue without a worker that is lost for good,
       as long as there is one.
 
@@ -54,7 +55,7 @@ class LiveSession:
     plan: _run_marks.LivePlan,
     *,
     model: Any = None,
-    startup_s: float = 300.0,
+    startup_s: float = 900.0,
     on_status: Callable[[dict[str, Any]], None] = lambda status: None,
     on_event: Callable[[dict[str, Any]], None] = lambda event: None,
     survive: bool = False,
@@ -170,10 +171,13 @@ class LiveSession:
     return self._status
 
   def _wait_for(self, names: list[str], stops: Callable[[], bool]) -> None:
-    until = time.monotonic() + self._startup_s
+    until, missing = time.monotonic() + self._startup_s, set(names)
     while not stops():
       self.engine.poll()
-      missing = set(names) - set(self._ask_status()["here"]) - self._gone
+      here = missing.intersection(self._ask_status()["here"])
+      for name in sorted(here):
+        self._on_event(_event("ready", name))
+      missing -= here | self._gone
       if not missing:
         return
       if time.monotonic() > until:
@@ -204,10 +208,8 @@ class LiveSession:
       self.engine.spawn(name, self._works[name])
 
   def _add_event(self, kind: str, worker: str, reason: str = "") -> None:
-    at_s = time.monotonic()
-    event = {"kind": kind, "worker": worker, "at_s": at_s, "reason": reason}
-    self.events.append(event)
-    self._on_event(event)
+    self.events.append(_event(kind, worker, reason))
+    self._on_event(self.events[-1])
 
   def _serve_again(self, reason: str, stops: Callable[[], bool]) -> None:
     for _ in range(_MAX_TRIES):
@@ -232,6 +234,11 @@ class LiveSession:
     raise _engine.LostRunError(
       f"The server was lost {_MAX_TRIES} times before it returned: {reason}"
     )
+
+
+def _event(kind: str, worker: str, reason: str = "") -> dict[str, Any]:
+  at_s = time.monotonic()
+  return {"kind": kind, "worker": worker, "at_s": at_s, "reason": reason}
 
 
 def _make(

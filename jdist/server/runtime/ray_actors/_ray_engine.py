@@ -15,6 +15,8 @@ from jdist import signatures
 from jdist.server.runtime import _engine
 from jdist.server.runtime.ray_actors import _ray_access, _ray_actors
 
+# The longest start of a server, as of all workers.
+_START_S = 900.0
 # A worker that was stopped returns within this time.
 _HOME_S = 5.0
 # A worker has joined within this time, which spares would make longer.
@@ -194,7 +196,7 @@ class RayEngine:
 
   def _serve(self, makes: dict[str, _engine.Make]) -> None:
     for name, make in makes.items():
-      self._get(self._servers[name].serve.remote(make), 300.0)
+      self._get(self._servers[name].serve.remote(make), _START_S)
 
   def _server_actor(self, name: str, **options: Any) -> Any:
     actor = self._ray.remote(_ray_actors.ServerActor).options(
