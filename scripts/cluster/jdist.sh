@@ -9,7 +9,7 @@ coordinator=${1:-$(hostname)}:29400
 
 wait_s=1
 for restart in $(seq 0 5); do
-  mpirun -n 16 --map-by ppr:8:node bash -c 'JDIST_RUN_ID="$0" exec "$@" --process-id "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$PMIX_RANK}}"' "$run" \
+  mpirun -n 16 --map-by ppr:8:node bash -c 'export JDIST_RUN_ID="$0" JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jdist/compiled}"; exec "$@" --process-id "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$PMIX_RANK}}"' "$run" \
     python -m jdist train --method diloco --workers 16 --batch-size 1024 --checkpoints checkpoints \
     --coordinator-address "$coordinator" --num-processes 16
   status=$?

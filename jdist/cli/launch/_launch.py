@@ -13,6 +13,11 @@ from jdist.cli.servers import _protocols
 
 _PORT = 29400
 _MOUNTED = "/etc/jdist/cluster.toml"
+# Where a restarted process finds compiled programs, as that of a local run.
+_CACHE = (
+  "JAX_COMPILATION_CACHE_DIR="
+  '"${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jdist/compiled}"'
+)
 
 
 def launch(options: _commands.Launch) -> int:
@@ -111,6 +116,7 @@ def _fill(template: str, options: _commands.Launch, **values: str) -> str:
     "checkpoints": json.dumps(options.train.checkpoints), "name": options.name,
     "n": str(options.num_processes), "restarts": str(options.restarts),
     "port": str(_PORT),
+    "cache": json.dumps(f"{options.train.checkpoints}/compiled"),
   }  # fmt: skip
   # One pass over the template: a value may contain such a name itself.
   return re.sub(r"@(\w+)@", lambda found: values[found[1]], text)
@@ -122,8 +128,8 @@ def _started(options: _commands.Launch, process_id: str) -> str:
   # The shell of the process itself must expand the number: the script runs once
   # for all of them.  It also sets the run's id, as MPI passes no variables on.
   return (
-    f'bash -c \'JDIST_RUN_ID="$0" exec "$@" --process-id {process_id}\' '
-    '"$run" \\\n'
+    f'bash -c \'export JDIST_RUN_ID="$0" {_CACHE}; exec "$@" --process-id '
+    f'{process_id}\' "$run" \\\n'
     f"    {words} \\\n"
     f'    --coordinator-address "$coordinator" '
     f"--num-processes {options.num_processes}"

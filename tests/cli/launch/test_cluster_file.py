@@ -35,6 +35,7 @@ def test_examples_match_the_printed_files(kind, capsys):
   name, checkpoints = _FILES[kind]
   told = _print(capsys, kind, *_COMMAND, checkpoints)
   assert (_ROOT / "scripts" / "cluster" / name).read_text() == told
+  assert "JAX_COMPILATION_CACHE_DIR" in told  # Restarts take seconds.
 
 
 def test_slurm_starts_the_image_of_a_container(capsys):
