@@ -1,5 +1,6 @@
 """Connections: proofs of one key, whole messages, and strangers."""
 
+import contextlib
 import hmac
 import socket
 import struct
@@ -101,6 +102,26 @@ def test_proof_of_the_listener_admits_no_caller(listener, side):
     else:
       assert not connected.recv(1)
       assert not admitted.is_set() and found.refused == 1
+
+
+def test_recorded_proof_admits_no_second_caller(listener):
+  """The bytes of an admitted caller, once more."""
+  found, address, admitted = listener
+  with socket.create_connection(address) as connected:
+    theirs, _ = answer_of(connected, bytes(32))
+    proof = hmac.digest(b"key", b"caller" + bytes(32) + theirs, "sha256")
+    connected.sendall(proof + frame() + b"{}")
+    assert admitted.wait(10)
+  admitted.clear()
+  with socket.create_connection(address) as connected:
+    connected.settimeout(10)
+    connected.sendall(b"jdc1" + bytes(32) + proof + frame() + b"{}")
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+      while part := connected.recv(100):
+        answer += part
+    assert len(answer) == 64 and answer[:32] != theirs
+  assert not admitted.is_set() and found.refused == 1
 
 
 def test_listener_with_another_key_is_not_told_the_first_message(listener):

@@ -113,6 +113,41 @@ def test_elastic_run_refuses_a_value_in_one_line(
     refused(" ".join(words), name, capsys)
 
 
+# Of servers: words behind `train`, each refused by the option's name.
+_SERVERS = {
+  "--buffer": (
+    *(f"--protocol fedbuff --buffer {x}" for x in ("0", "-1", "1.5", "x")),
+    "--protocol asp --buffer 4",
+  ),
+  "--peers": (
+    "--peers", "--protocol bsp --peers", "--protocol asp --peers",
+    "--stages 2 --peers", "--elastic --method diloco --no-peer",
+  ),
+  "--shards": (
+    *(f"--protocol asp --shards {x}" for x in ("0", "-1", "x")),
+    "--protocol decoupled_diloco --shards 2",
+    "--elastic --method diloco --shards 2",
+  ),
+}  # fmt: skip
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("option", _SERVERS)
+def test_server_refuses_a_value_in_one_line(
+  option, leaves_nothing, capsys, tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "machines.toml").write_text(
+    "[[nodes]]\nname = 'worker'\ncount = 2\n"
+    "[profile]\nseconds_per_sample = 0.01\n"
+  )
+  for value in _SERVERS[option]:
+    if "--protocol" in value:
+      value += " --cluster machines.toml --driver threads"
+    refused(f"train --batch-size 64 {value}", option, capsys)
+
+
 METHOD = methods.diloco(optax.sgd(0.1), 2, axis=None)
 ROUNDS = functools.partial(elastic.Rounds, workers=("a", "b"))
 # Each line has a factory, one of its arguments, and its wrong values.

@@ -240,3 +240,39 @@ def test_every_process_raises_if_all_checkpoints_are_damaged(tmp_path):
   (tmp_path / "step_00000001.json").write_text("{")
   told = _processes.run(restore_damaged, str(tmp_path), num_processes=2)
   assert all("all are damaged" in text for text in told), told
+
+
+def begin_apart():
+  """Fits from parameters of each process's own; returns the error."""
+  import itertools
+
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+  import optax
+
+  from jdist import collectives, methods, training
+
+  def loss(params, model_state, batch, key):
+    return jnp.mean((batch["x"] @ params["w"]) ** 2), (model_state, {})
+
+  team = collectives.workers(2)
+  chain = methods.diloco(optax.sgd(0.1), 2, axis=team.axis)
+  own = {"w": jnp.full(3, 1.0 + jax.process_index(), jnp.float32)}
+  state = training.init_state(team, chain, own)
+  step = training.make_step(loss, chain, axis=team.axis)
+  batch = {"x": np.ones((1, 4, 3), np.float32)}
+  try:
+    training.Trainer(team, step).fit(
+      state, lambda i: itertools.repeat(batch), 4
+    )
+  except ValueError as error:
+    return str(error)
+  return "trained"
+
+
+def test_processes_with_other_first_states_do_not_train():
+  errors = _processes.run(begin_apart, num_processes=2)
+  assert errors[0] == errors[1]
+  assert errors[0].startswith("all processes of a run must agree, but `")
+  assert "`params" in errors[0] or "anchor" in errors[0]
