@@ -199,6 +199,13 @@ def run(tmp_path, capsys):
 _BYTES = (784 * 128 + 128 + 128 * 10 + 10) * 4 * 2 * 7 / 8
 
 
+def test_compiler_combines_messages_of_megabytes():
+  options = _commands.Overlap(in_flight=3, combine_mb=2.5)
+  flags = _overlap_inputs.compiler_flags(options)
+  assert list(flags.values()) == [3, 2_500_000]
+  assert not _overlap_inputs.compiler_flags(_commands.Overlap())
+
+
 @needs_compiler
 def test_one_method_lists_its_collectives(run):
   (row,), out = run("--methods", "ssgd", "--topology", "8xh200")

@@ -11,8 +11,6 @@ from jdist import cluster, collectives, models, profiling, training, transforms
 from jdist.cli import _commands, _output
 from jdist.cli.programs import _overlap_inputs
 
-_COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"
-
 
 @dataclasses.dataclass(frozen=True)
 class Found:
@@ -127,11 +125,7 @@ def _programs(
     workers, optimizer, task.model.params, task.model.state
   )
   batch = profiling.abstract(workers, task.batch)
-  flags: dict[str, Any] = {}
-  if options.in_flight is not None:
-    flags[_overlap_inputs.IN_FLIGHT] = options.in_flight
-  if options.combine_mb is not None:
-    flags[_COMBINE] = int(options.combine_mb * 1e6)
+  flags: Any = _overlap_inputs.compiler_flags(options)
   stream_steps: Any = options.interval if streamed else "fixed"
   ahead = jax.eval_shape(transforms.rounds_ahead, state.opt_state)
   # A method of fragments has one more axis here, and no program by the host.

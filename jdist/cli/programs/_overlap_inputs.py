@@ -33,7 +33,8 @@ _VOCABULARY = 50_257
 _GPT2 = {"num_layers": 12, "width": 768, "num_heads": 12, "tied": True}
 
 # Collectives in flight at once, for the compiler's latency-hiding scheduler.
-IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+_IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+_COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +168,16 @@ def make_optimizer(
     in_flight=options.in_flight or 1, scatter=form == "scattered",
     pending=options.pending if form == "hybrid" else 1.0, **sized,
   )  # fmt: skip
+
+
+def compiler_flags(options: _commands.Overlap) -> dict[str, int]:
+  """Returns flags for the messages at once, and the bytes that are combined."""
+  flags = {}
+  if options.in_flight is not None:
+    flags[_IN_FLIGHT] = options.in_flight
+  if options.combine_mb is not None:
+    flags[_COMBINE] = int(options.combine_mb * 1e6)
+  return flags
 
 
 def memory_bytes(program: Any) -> int:
