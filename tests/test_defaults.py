@@ -99,6 +99,10 @@ _DEFAULTS = {
   server.FragmentSyncer: {
     "outer": None, "fragments": 1, "push_codec": None, "shared": True,
   },
+  pipeline.Candidate: {
+    "extra_live": 0, "send_factor": 1.0, "plan": None, "made": None,
+    "times": None, "samples_per_s": 0.0, "delay": None, "reason": None,
+  },
   pipeline.Footprint: {
     "optimizer_copies": 1.0, "versions": 1, "in_flight": 1, "recompute": False,
     "input_bytes": 0.0,

@@ -1,5 +1,7 @@
 """The law of each leaf: inferred, declared and overridden."""
 
+import importlib
+import pkgutil
 import typing
 
 import equinox
@@ -216,3 +218,49 @@ def test_rounding_is_that_of_a_cast(dtype):
   np.testing.assert_array_equal(
     found.astype(jnp.float32), wanted.astype(jnp.float32)
   )
+
+
+# What a worker has of its own; a checkpoint stores all other fields once.
+OWN = {
+  "AllToAllState": ("residual", ""),
+  "AverageGradientsState": ("", "averages"),
+  "ChunkedStreamState": ("progress loss sent shares", "streams"),
+  "CompressionState": ("reducer feedback", "averages"),
+  "ControlVariatesState": ("own", ""),
+  "DelayGradientsState": ("pending inner", "drains"),
+  "EF21State": ("own nonfinite", ""),
+  "ErrorFeedbackState": ("residual nonfinite", ""),
+  "Flight": ("held", ""),
+  "FragmentsState": ("clock inner fragments", "rounds drains"),
+  "HierarchicalState": ("inner outer", ""),
+  "InFlightState": ("inner step older flight", ""),
+  "LocalStepsState": ("inner sync", "rounds drains"),
+  "MessageState": ("step feedback", ""),
+  "MomentumCorrectionState": ("momentum residual nonfinite", ""),
+  "PowerSGDState": ("", ""),
+  "PredictRestState": ("clock front rest", "rounds drains"),
+  "PullToAnchorState": ("", ""),
+  "PulledAnchorState": ("", ""),
+  "RoundClock": ("round_loss", ""),
+  "ScheduledState": ("phases", ""),
+  "ShardedFeedbackState": ("trees nonfinite", ""),
+  "SkipNonfiniteState": ("", ""),
+  "SlowMomentumState": ("", ""),
+  "SmoothingState": ("momentum nonfinite", ""),
+  "SyncState": ("clock flight compression", ""),
+  "UpdateFirstState": ("pending loss inner", "drains averages update_pending"),
+}
+FLAGS = ("rounds", "drains", "averages", "update_pending", "streams")
+
+
+def test_every_state_says_what_each_worker_has_of_its_own():
+  found = {}
+  for room in ("pipeline", "reducers", "training", "transforms"):
+    package = importlib.import_module(f"jdist.{room}")
+    for module in pkgutil.walk_packages(package.__path__, f"jdist.{room}."):
+      for name, kind in vars(importlib.import_module(module.name)).items():
+        if isinstance(getattr(kind, "shared", None), frozenset):
+          own = [x for x in kind._fields if x not in kind.shared]
+          flags = [x for x in FLAGS if getattr(kind, x) is True]
+          found[name] = " ".join(own), " ".join(flags)
+  assert found == OWN

@@ -106,3 +106,70 @@ def test_remedy_is_a_batch_that_every_worker_has_a_part_of():
     with _refusals.refused("--batch-size", told):
       _workload.check_batch(size, 4, 1, "")
   _workload.check_batch(8, 4, 2, "")
+
+
+# Options that may change when a run is resumed.
+_FREE = (
+  "checkpoint_every_epochs checkpoints coordinator_address "
+  "evaluate_every_epochs files final_params num_processes output predictor "
+  "preset process_id tensorboard text"
+)
+
+
+def test_resumed_run_may_have_other_values_of_these_options_alone():
+  found = _options.identity(_commands.Train(), _workload.ELSEWHERE)
+  given = {field.name for field in dataclasses.fields(_commands.Train)}
+  assert given - {*found} == {*_FREE.split()}
+
+
+# Options that are refused without another one, or without its values.
+_TRAIN = {
+  "files": "image_size",
+  "steps None": "epochs",
+  "optimizer sgd": "momentum",
+  "checkpoints": "checkpoint_every_epochs",
+  "stages": "table microbatches window chunks cuts late_from delay_fix runtime",
+  "runtime processes": "edge_codec",
+  "protocol": "bound splits buffer max_staleness backups parts pipeline_from "
+  "error_limit local_rate local_momentum fragments quorum grace ahead peers "
+  "cluster driver timeout_s shards owned",
+  "driver ray": "address cpus_per_worker gpus_per_worker",
+  "driver ray threads": "paced record",
+}
+_NEEDS = {
+  "Train": _TRAIN,
+  "Compare": {x: _TRAIN[x] for x in ("files", "steps None", "optimizer sgd")},
+  "Advise": {"files": "image_size"},
+  "Simulate": {
+    "protocol": _TRAIN["protocol"].removesuffix(
+      " cluster driver timeout_s shards owned"
+    )
+  },
+  "Pipeline": {
+    "action draw check simulate": "iterations chunks",
+    "action check": "sends max_live max_versions",
+    "action plan": "batch_size samples max_delay model",
+    "action simulate plan": "cluster costs edge_codec optimizer_copies output",
+    "action simulate": "forward_s backward_s output_bytes parameter_bytes "
+    "saved_bytes",
+  },
+  "Launch": {
+    "print None": "backoff_s",
+    "print": "name",
+    "print slurm kubernetes mpi": "gpus_per_node",
+    "print kubernetes kuberay slurm": "image",
+    "print kubernetes kuberay": "claim",
+  },
+}
+
+
+@pytest.mark.parametrize("command", _COMMANDS, ids=lambda x: x.__name__)
+def test_options_need_what_they_are_for(command):
+  found = {}
+  for field in dataclasses.fields(command):
+    option = field.metadata.get("option")
+    if option is not None and option.needs:
+      needs = " ".join(map(str, option.needs))
+      found.setdefault(needs, set()).add(field.name)
+  wanted = _NEEDS.get(command.__name__, {})
+  assert found == {need: {*names.split()} for need, names in wanted.items()}
