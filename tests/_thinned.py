@@ -512,7 +512,7 @@ EVERY = {
     "test_damaged_checkpoint_warns_and_the_previous_one_is_used": 10,
   },
   "training/test_fragments.py": {
-    "test_host_ends_rounds_of_many_fragments_where_the_device_does": 0,
+    "test_host_ends_rounds_of_many_fragments_where_the_device_does": 3,
   },
   "training/test_gradient.py": {
     "test_label_out_of_range_gives_nan": 3,
