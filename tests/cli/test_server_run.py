@@ -392,6 +392,21 @@ def test_clock_sends_pushes_of_the_codec_s_size(file):
   assert costs.push_bytes < 38_440 / 6  # Those of the file.
 
 
+def test_workers_of_all_seeds_have_streams_of_their_own(file):
+  found = []
+  for seed in (0, 1):
+    options = _commands.Train(
+      protocol="asp", cluster=file, driver="clock", batch_size=64, epochs=1.0,
+      seed=seed,
+    )  # fmt: skip
+    parts = _server_parts.assemble(options)
+    found += [
+      _server_parts._worker_learner(parts, name)._stream
+      for name in parts.machines.names
+    ]
+  assert found == [0, 1, 2, 3]
+
+
 def test_padded_sizes_of_a_worker_are_at_least_one_sample():
   """Eighths of the largest batch, rounded up so that all batches fit."""
   sizes = _server_parts.batch_sizes(server.dbs(10), "a")

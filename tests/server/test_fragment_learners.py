@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from jdist import codecs, reducers, server, training, transforms
+from jdist.server.decoupled import _merged_model
 from jdist.server.gradients import _gradient_messages, _merge
 
 FOUR_BITS = reducers.MessageCodec(
@@ -361,3 +362,12 @@ def test_learners_of_every_seed_round_by_numbers_of_their_own():
     for seed in range(5)
   ]  # fmt: skip
   assert len(set(steps)) == len(steps)
+
+
+def test_models_merge_where_jax_has_no_cpu(monkeypatch):
+  def none(backend):
+    raise RuntimeError(f"Unknown backend {backend}")
+
+  monkeypatch.setattr(jax, "local_devices", none)
+  with _merged_model._on_cpu():
+    assert jnp.ones(2).sum() == 2

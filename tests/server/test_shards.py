@@ -275,6 +275,9 @@ def test_watcher_of_a_server_sees_that_a_shard_is_lost():
         coordinator.lost("x")
         time.sleep(0.05)
         assert coordinator.status()["error"] is None
+    # Workers wait for servers that begin again, and are not sent home.
+    time.sleep(0.1)
+    assert not coordinator.pull("x", 1).done()
   finally:
     coordinator.stop()
 

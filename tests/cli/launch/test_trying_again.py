@@ -1,5 +1,6 @@
 """`launch` tries again what heals: a full disk that empties, a taken port."""
 
+import contextlib
 import os
 import shutil
 import socket
@@ -79,3 +80,12 @@ def test_taken_port_is_survived(tmp_path, monkeypatch, capfd):
   assert told.count("status 75 (try again); restarting all from") == 1, told
   assert "Traceback" not in told
   assert training.read_rows(tmp_path / "rows.jsonl")[-1]["steps"] == 40
+
+
+def test_drawn_port_is_free():
+  drawn = []
+  with contextlib.ExitStack() as stack:
+    for _ in range(3):
+      drawn.append(_local_run._free_port())
+      stack.enter_context(socket.create_server(("127.0.0.1", drawn[-1])))
+  assert len({*drawn}) == 3

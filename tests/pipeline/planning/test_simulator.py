@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jdist import cluster, pipeline
+from jdist import cluster, codecs, pipeline
 from jdist.pipeline.planning import _simulator
 from jdist.pipeline.schedule import _table
 
@@ -150,3 +150,9 @@ def test_unconnected_machines_raise():
       tuple(map(cluster.Node, names)), apart, server="a"
     )
     _simulate(pipeline.make_table("1f1b", 3, 1), _EQUAL[:3], machines)
+
+
+def test_coded_message_has_an_entry_for_each_float32():
+  # Ten entries: ten signs, and a scale of 32 bits.
+  coded = _Cost("a", output_bytes=40.0).coded(codecs.Sign())
+  assert coded.sent_bytes == (10 + 32) / 8

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jdist import training
+import jdist
+from jdist import data, training
 from jdist.training import comparison
 from jdist.training.comparison import _study
 from tests import _refusals
@@ -193,3 +194,11 @@ def test_rank_that_is_no_pair_raises(rank):
 def test_lowest_of_equally_good_rates_is_taken():
   found = _study.best_of({0.4: (0.9, 1.0), 0.1: (0.5, 1.0), 0.2: (0.9, 1.0)})
   assert (found.best, found.end) == (0.2, None)
+
+
+def test_workload_has_the_split_for_tests():
+  team = jdist.workers(2, substrate="vmap")
+  found = comparison.Workload.load("synthetic", lambda *given: given, team, 8)
+  train, test = data.load("synthetic"), data.load("synthetic", "test")
+  assert len(found.train) == len(train) != len(found.test) == len(test)
+  assert found.model(3) == (found.train, 3)

@@ -201,6 +201,28 @@ def test_falling_rate_lengthens_the_rounds():
     assert unfold(policy, [1.0] * 4)[-1] == 8
 
 
+@pytest.mark.parametrize(
+  "policy",
+  [
+    lambda rate: intervals.adacomm(4, 1, rate, form="capped"),
+    lambda rate: intervals.growth(rate, start=1.0),
+    lambda rate: intervals.msdpu(4, rate),
+    lambda rate: intervals.qsr(rate, 2.0, 1),
+  ],
+  ids=["adacomm", "growth", "msdpu", "qsr"],
+)
+def test_round_has_the_rate_of_its_very_first_step(policy):
+  def at(step, rate):
+    rule = policy(rate)
+    _, state = rule.next(rule.init(), jnp.int32(1), jnp.float32(1.0))
+    return int(rule.next(state, jnp.int32(step), jnp.float32(1.0))[0])
+
+  def falls(t):
+    return jnp.where(t < 8, 1.0, 0.25)
+
+  assert at(7, falls) == at(7, lambda t: jnp.float32(1.0)) < at(8, falls)
+
+
 def test_rate_that_warms_up_from_zero_does_not_shorten_the_rounds():
   warmup = optax.linear_schedule(0.0, 0.1, 8)
   assert unfold(intervals.msdpu(4, warmup), [1.0] * 4) == [4] * 6
