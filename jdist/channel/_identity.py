@@ -121,14 +121,7 @@ def _kept_secret() -> bytes:
 def disagreement(
   facts: Mapping[str, Any], others: Mapping[str, Any], here: str, there: str
 ) -> str:
-  """Returns the error for two processes with other facts; empty if equal.
-
-  Args:
-    facts: Values of JSON by name.
-    others: Those of the other process.
-    here: The name of this process.
-    there: The name of the other one.
-  """
+  """Returns the error for processes `here` and `there`; empty if both agree."""
   # JSON has no tuples, and unlike Python's its NaN is equal to itself.
   ours, theirs = (
     {name: json.dumps(x, sort_keys=True) for name, x in each.items()}
