@@ -6,6 +6,7 @@ import sys
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import optax
@@ -16,13 +17,7 @@ from studies import Presets
 from jdist import codecs, reducers, transforms
 
 RATIO = 0.005
-MOMENTA = (0.0, 0.5, 0.9)
-# Tuned at each momentum, of which the best by validation is compared.
-METHODS: dict[str, reducers.Feedback | None] = {
-  "top-k": reducers.ErrorFeedback(),
-  "repeated mean": RepeatedMean(),
-  "ssgd": None,
-}
+METHODS = "top-k", "repeated mean", "ssgd"
 
 
 def _chain(
@@ -43,17 +38,29 @@ def _chain(
   )
 
 
-def name_of(method: str, momentum: float) -> str:
-  """Returns the name of a variant."""
-  return f"{method}, momentum {momentum:g}"
+def _points() -> Iterator[tuple[str, float, reducers.Feedback | None]]:
+  """Yields the names, momenta and feedbacks, as many of both methods."""
+  for momentum in (0.0, 0.5, 0.9, 0.3, 0.7):
+    yield "top-k", momentum, reducers.ErrorFeedback()
+  for share, momentum in (
+    (1, 0.0),
+    (0.9, 0.0),
+    (0.6, 0.0),
+    (0.9, 0.5),
+    (0.6, 0.5),
+  ):
+    # A share of 1 is the name alone.
+    name = "repeated mean" if share == 1 else f"repeated mean {share:g}"
+    yield name, momentum, RepeatedMean(share)
+  for momentum in (0.0, 0.5, 0.9):
+    yield "ssgd", momentum, None
 
 
 VARIANTS: dict[str, Variant] = {
-  name_of(method, momentum): functools.partial(
+  f"{name}, momentum {momentum:g}": functools.partial(
     _chain, momentum=momentum, feedback=feedback
   )
-  for method, feedback in METHODS.items()
-  for momentum in MOMENTA
+  for name, momentum, feedback in _points()
 }
 
 _COMMON: dict[str, Any] = {

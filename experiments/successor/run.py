@@ -2,13 +2,15 @@
 
     python experiments/successor/run.py mnist-mlp
 
-Every method is tuned at each momentum, over three seeds and with a grid of
-rates that is extended until the best lies inside.  Each method's best momentum
-by validation loss is compared on seeds of its own.  A run whose row is there is
+Every method is tuned at five points, of a momentum and the share of the mean
+that is predicted, over three seeds and with a grid of rates that is extended
+until the best lies inside.  Each method's best point by validation loss is
+compared on seeds of its own.  A run whose row is there is
 not repeated.
 """
 
 import pathlib
+import statistics
 import sys
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
@@ -22,22 +24,15 @@ from jdist.training import comparison
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 
 
-def best_momentum(
-  tuned: dict[str, comparison.Tuned], rows: list[comparison.Row], method: str
-) -> str:
-  """Returns the variant of a method that is best by its tuning rows."""
+def best(rows: list[comparison.Row], method: str) -> tuple[str, float]:
+  """Returns the variant of a method, and its rate, of the lowest mean loss."""
+  own = [row for row in rows if row["method"].startswith(method)]
+  points = studies.group(own, lambda x: (x["method"], x["learning_rate"]))
 
-  def rank(variant: str) -> tuple[float, float]:
-    own = [
-      row
-      for row in rows
-      if row["purpose"] == "tuning"
-      and row["method"] == variant
-      and row["learning_rate"] == tuned[variant].best
-    ]
-    return comparison.mean_rank(own, comparison.by_loss)
+  def mean(point: tuple[str, float]) -> float:
+    return statistics.mean(map(studies.loss, points[point]))
 
-  return max((config.name_of(method, m) for m in config.MOMENTA), key=rank)
+  return min(points, key=mean)
 
 
 def main(name: str) -> None:
@@ -57,7 +52,7 @@ def main(name: str) -> None:
       print(purpose, variant, rate, seed, row["test_loss"], flush=True)
     return row
 
-  tuned, tuning = {}, []
+  tuning = []
   for variant in config.VARIANTS:
 
     def measure(rate: float, variant: str = variant) -> list[comparison.Row]:
@@ -65,14 +60,16 @@ def main(name: str) -> None:
       tuning.extend(found)
       return found
 
-    tuned[variant] = comparison.tune(
-      options.rates, measure, options.extensions, comparison.by_loss
+    studies.warn_of_end(
+      variant,
+      comparison.tune(
+        options.rates, measure, options.extensions, comparison.by_loss
+      ),
     )
-    studies.warn_of_end(variant, tuned[variant])
   for method in config.METHODS:
-    variant = best_momentum(tuned, tuning, method)
+    variant, rate = best(tuning, method)
     for seed in options.seeds:
-      run("comparison", variant, tuned[variant].best, seed)
+      run("comparison", variant, rate, seed)
 
 
 if __name__ == "__main__":
