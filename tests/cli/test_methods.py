@@ -369,3 +369,12 @@ def test_rate_begins_at_its_peak_without_a_warm_up(
   run = _methods.make_budget(options, 0.2, 2.0)
   found = [float(run.learning_rate(step)) for step in (0, 2, 4)]
   assert found == pytest.approx(rates, rel=1e-5)
+
+
+def test_nonfinite_gradients_are_skipped_where_it_is_asked_for():
+  run, w = methods.Run(100, 10, 0.1), jnp.ones(2)
+  for skips in (False, True):
+    options = _commands.Train(method="ssgd", skip_nonfinite=skips)
+    optimizer = _methods.build_method("ssgd", options, run, None)
+    updates, _ = optimizer.update(jnp.full(2, jnp.nan), optimizer.init(w), w)
+    assert bool((updates == 0).all()) == skips

@@ -1,6 +1,7 @@
 """A live server and a worker's loop count, and forget."""
 
 import concurrent.futures
+import contextlib
 import queue
 import time
 import types
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from jdist import cluster, server
-from jdist.server.runtime import _engine, _mailboxes
+from jdist.server.runtime import _engine, _mailboxes, _worker_loop
 
 pytest.importorskip("simpy")
 
@@ -116,6 +117,30 @@ def test_only_the_first_hello_of_a_process_is_fresh():
   channel = Losing()
   server.WorkerLoop(channel, "a", server.EmptyWorker(), depth=1).run()
   assert channel.said == [True, False, False]
+
+
+class Away:
+  """A channel to a server that two hellos do not reach."""
+
+  hellos = 0
+
+  def push(self, header, payload=None):
+    self.hellos += 1
+    if self.hellos < 3:
+      raise _engine.LostServerError("It is away.")
+    return {"refused": "done"}
+
+
+def test_worker_says_hello_until_its_patience_ends(monkeypatch):
+  monkeypatch.setattr(_worker_loop, "_AGAIN_S", 0.0)
+  for patience_s, hellos in ((60.0, 3), (-1.0, 1)):
+    channel = Away()
+    loop = server.WorkerLoop(
+      channel, "a", server.EmptyWorker(), depth=1, patience_s=patience_s
+    )
+    with contextlib.suppress(_engine.LostServerError):
+      loop.run()
+    assert channel.hellos == hellos
 
 
 def test_tasks_that_were_taken_from_a_worker_are_not_computed(monkeypatch):

@@ -88,7 +88,7 @@ def test_ray_cluster_has_the_cores_of_its_machines(capsys):
 def test_ray_cluster_has_memory_and_gpus(capsys, tmp_path):
   file = tmp_path / "c.toml"
   file.write_text(
-    '[[nodes]]\nname = "A_b"\nmemory_gb = 2\n[profile]\n'
+    '[[nodes]]\nname = "A_b"\nspeed = 0.3\nmemory_gb = 2\n[profile]\n'
     "seconds_per_sample = 1\n"
   )
   told = _ray_manifest(capsys, file, "--gpus-per-worker", "0.5", "--no-paced")

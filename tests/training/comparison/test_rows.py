@@ -98,3 +98,9 @@ def test_spread_is_that_of_a_sample():
   """Its square is divided by one less than the number of values."""
   found = comparison.mean_and_spread([{"x": 1.0}, {"x": 3.0}], "x")
   assert found == pytest.approx((2.0, 2**0.5))
+
+
+def test_option_that_a_row_lacks_differs_from_none(path):
+  _write(path, {"epochs": 5.0})
+  config = {"epochs": 5.0, "file": None}
+  assert comparison.Rows(path, config).find(_TRIAL) is None

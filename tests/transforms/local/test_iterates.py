@@ -228,8 +228,13 @@ def averaging(kind=AverageState):
   return optax.GradientTransformation(kind, update)
 
 
-def test_copy_of_the_parameters_without_a_law_raises():
-  optimizer = jdist.local_sgd(averaging(), INTERVAL, axis=None)
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_copy_of_the_parameters_without_a_law_raises(scale):
+  def scaled(params):
+    return AverageState(jax.tree.map(lambda p: scale * p, params))
+
+  inner = averaging(AverageState if scale is None else scaled)
+  optimizer = jdist.local_sgd(inner, INTERVAL, axis=None)
   with pytest.raises(ValueError, match=r"copy of the parameters.*\.average"):
     optimizer.init({"w": jnp.ones(2)})
 
