@@ -214,7 +214,7 @@ EVERY = {
     "test_late_control_variates_settle_at_the_optimum": 3,
     "test_method_with_neutral_arguments_equals_simpler_one": 3,
     "test_rounds_match_the_paper": 4,
-    "test_slow_mo_treats_momenta_as_configured": 3,
+    "test_slow_mo_treats_momenta_as_configured": 2,
   },
   "methods/test_overlapped.py": {
     "test_rounds_match_the_paper": 2,

@@ -115,6 +115,10 @@ def test_messages_without_arrays_count_kept_samples_once():
   for task in range(2):
     empty.reply(server.Reply("a", task, 0, 10 + task))
   empty.apply(server.Apply((0, 1), (0.5, 0.5), (0, 0), frozenset({0})))
+  # A restored one counts on, and knows what the kept task has.
+  notes, payload = empty.save()
+  empty = server.EmptyServer()
+  empty.load(notes, payload)
   assert empty.samples == 11
   empty.apply(server.Apply((0,), (1.0,), (1,)))
   assert empty.samples == 21

@@ -139,6 +139,21 @@ def test_restart_delays_double(tmp_path, monkeypatch):
   assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_both_signals_are_noted_and_their_handlers_come_back(sent):
+  run = _local_run.LocalRun(
+    ("true",), 1, checkpoints=None, restarts=0, backoff_s=0.0
+  )
+  before = signal.signal(sent, signal.SIG_IGN)
+  try:
+    with run._signals():
+      signal.raise_signal(sent)
+    assert run._stop is sent
+    assert signal.getsignal(sent) is signal.SIG_IGN
+  finally:
+    signal.signal(sent, before)
+
+
 def test_sigterm_is_forwarded_and_ends_the_run():
   # Each line is one write, because two processes share the pipe.
   waits = "import os, time; os.write(1, b'up\\n'); time.sleep(600)"

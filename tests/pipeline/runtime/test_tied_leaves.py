@@ -90,6 +90,22 @@ def test_norm_counts_the_first_of_three_copies():
   assert len(again) == 2 and not any(x["table"].any() for x in again)
 
 
+def test_each_of_two_tied_leaves_has_its_own_sum():
+  one, two = np.full(2, 1.0, np.float32), np.full(2, 10.0, np.float32)
+  given = {"one": {"w": one}, "two": {"w": two}}
+  layers = [
+    dataclasses.replace(small.tied_layers()[0], name=name, params=given)
+    for name in "ab"
+  ]
+  params = _stage_arrays.StageArrays([given] * 2, 2, pack=True)
+  tied = _ticks.TiedLeaves(layers, params, "stage")
+  arrays = params.join([given] * 2)
+  summed = jax.vmap(tied.sum, axis_name="stage")(arrays)
+  for found in params.split(summed):
+    np.testing.assert_array_equal(found["one"]["w"], 2 * one)
+    np.testing.assert_array_equal(found["two"]["w"], 2 * two)
+
+
 def test_differently_rounded_copies_receive_the_first_ones_update():
   # The stage of the second copy begins with another layer, so that the codec's
   # blocks have other borders.
