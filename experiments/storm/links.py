@@ -11,6 +11,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+import sys
 
 # Rules that drop packets come before that of the local addresses.
 _LOCAL, _FIRST = "1000", 10
@@ -18,13 +19,34 @@ _SETTINGS = pathlib.Path("/proc/sys/net/ipv4")
 _TABLES = ("tcp", "tcp6")
 
 
+# Makes any user the root of a namespace of users, where the kernel has them.
+_AS_ROOT = ("unshare", "--user", "--map-root-user")
+
+
 def possible() -> bool:
-  """Returns whether this program may cut links: it is root, and has `ip`."""
-  return os.geteuid() == 0 and shutil.which("ip") is not None
+  """Returns whether this program can cut links: it needs `ip` and a namespace.
+
+  Root may make one.  Other users need `unshare`, and a kernel that lets them.
+  """
+  if shutil.which("ip") is None:
+    return False
+  if os.geteuid() == 0:
+    return True
+  able = shutil.which(_AS_ROOT[0]) is not None
+  return able and not subprocess.call(
+    (*_AS_ROOT, "true"), stderr=subprocess.DEVNULL
+  )
 
 
 def enter() -> None:
-  """Moves this program, and all that it starts, into its own namespace."""
+  """Moves this program, and all that it starts, into its own namespace.
+
+  Unless it is root, it begins again from its first line, as root of a namespace
+  of users: a process with threads cannot enter one.
+  """
+  if os.geteuid() != 0:
+    sys.stdout.flush()
+    os.execvp(_AS_ROOT[0], (*_AS_ROOT, sys.executable, *sys.argv))
   os.unshare(os.CLONE_NEWNET)
   _ip(
     "link set lo up",

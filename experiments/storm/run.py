@@ -400,7 +400,10 @@ def main(words: list[str]) -> None:
     if storm.rto_s is not None:
       links.limit_rto(storm.rto_s)
   elif "cut" in storm.kinds and storm.faults_per_hour:
-    raise SystemExit("Cuts of links need root and `ip`.")
+    raise SystemExit(
+      "Cuts of links need `ip`, and root or a kernel on which `unshare --user` "
+      "works for all users."
+    )
   path = PEERS if storm.peers else ROWS
   make(storm, map(int, seeds or storm.seeds), path, train)
 
