@@ -193,18 +193,20 @@ def _carries(connection):
 
 def of_shards(rows):
   """Returns the updates a second of one server and of its shards."""
-  ordered = {(x["config"]["seconds"], x["config"]["shards"]): x for x in rows}
+  ordered = {
+    (x["config"]["seconds"], x["seed"], x["config"]["shards"]): x for x in rows
+  }
   lines, wanted = [], {2: 1.8, 4: 3.2}
-  for (seconds, num), row in sorted(ordered.items()):
+  for (seconds, seed, num), row in sorted(ordered.items()):
     config = row["config"]
-    one = ordered[seconds, 1]["updates_per_s"]
+    one = ordered[seconds, seed, 1]["updates_per_s"]
     factor = row["updates_per_s"] / one
     aim = wanted.get(num)
     # A part goes to each server, and one comes from it, for each update.
     part = 4 * config["tensors"] * config["entries"] / num
     ceiling = config["bits_per_s"] / 8 / part
     lines.append((
-      num, config["workers"], row["commit"][:7], row["updates"],
+      num, seed, config["workers"], row["commit"][:7], row["updates"],
       f"{config['skipped_s']:g}", f"{row['counted_s']:.1f}",
       f"{row['updates_per_s']:.3f}",
       f"{100 * row['updates_per_s'] / ceiling:.0f}", f"{factor:.2f}",
@@ -212,8 +214,9 @@ def of_shards(rows):
       f"{row['staleness']:.1f}",
     ))  # fmt: skip
   return studies.table(
-    "servers | workers | commit | updates | after s | in s | updates a second "
-    "| of what the links carry, % | times one server | aim | staleness",
+    "servers | run | workers | commit | updates | after s | in s "
+    "| updates a second | of what the links carry, % | times one server | aim "
+    "| staleness",
     lines,
   )
 

@@ -1,17 +1,19 @@
 r"""Updates a second of a server whose link is the ceiling, and of its shards.
 
     sudo python scripts/slow_network.py --hosts 5 --rate 400mbit,16mbit \
-      --timeout-s 1800 -- python experiments/thin_links/shards.py
+      --timeout-s 1800 -- python experiments/thin_links/shards.py 0 1 2
     python experiments/thin_links/report.py
 
 It runs on all hosts of the network.  Host 0 has a fast link, the workers and
 what decides; each other host has a slow one, and a server with parameters: one
-of them alone, then two and all four.  A row that is there is not made again.
+of them alone, then two and all four, once for each number of the command line.
+A row that is there is not made again.
 """
 
 import dataclasses
 import functools
 import os
+import sys
 from typing import Any
 
 import jax.numpy as jnp
@@ -131,8 +133,8 @@ class Rate:
       self.counts.append((now_s, status["updates"]))
 
 
-def measure(setting: Setting, engine: Placed) -> dict[str, Any]:
-  """Trains, and returns the row."""
+def measure(setting: Setting, seed: int, engine: Placed) -> dict[str, Any]:
+  """Trains, and returns the row; `seed` is the number of the repetition."""
   rate, engine.num = Rate(setting), setting.shards
   # A run of seconds, which begin when all workers are there.
   whole_s = setting.skipped_s + setting.seconds + 20.0
@@ -151,7 +153,7 @@ def measure(setting: Setting, engine: Placed) -> dict[str, Any]:
     "bits_per_s": float(os.environ["JDIST_BITS_PER_S"])
   }
   return training.make_row(
-    config, 0, updates_per_s=(last - first) / (last_s - first_s),
+    config, seed, updates_per_s=(last - first) / (last_s - first_s),
     counted_s=last_s - first_s, updates=last - first,
     pushed_bytes=summary["pushed_bytes"], pulled_bytes=summary["pulled_bytes"],
     staleness=summary["staleness"]["mean_over_updates"],
@@ -159,13 +161,13 @@ def measure(setting: Setting, engine: Placed) -> dict[str, Any]:
   )  # fmt: skip
 
 
-def main() -> None:
+def main(seeds: list[str]) -> None:
   """Runs on this host."""
   if "JDIST_COORDINATOR" not in os.environ:
     raise SystemExit("Start it by scripts/slow_network.py.")
   known = training.read_rows(ROWS) if ROWS.exists() else []
-  left = {1, 2, 4} - {
-    x["config"]["shards"]
+  left = {(int(x), shards) for x in seeds or "0" for shards in (1, 2, 4)} - {
+    (x["seed"], x["config"]["shards"])
     for x in known
     if x["config"]["seconds"] == Setting.seconds
   }
@@ -177,8 +179,8 @@ def main() -> None:
   if address is not None:
     engine = Placed(Setting(1).workers, address=address)
     try:
-      for shards in sorted(left):
-        row = measure(Setting(shards), engine)
+      for seed, shards in sorted(left):
+        row = measure(Setting(shards), seed, engine)
         training.append_rows(ROWS, [row])
         print(f"{shards} servers: {row['updates_per_s']:.3f} updates a second")
     finally:
@@ -187,4 +189,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  main(sys.argv[1:])
