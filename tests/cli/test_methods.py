@@ -276,11 +276,14 @@ def test_host_ends_rounds_by_default(monkeypatch):
       super().__init__(*args, host_rounds=host_rounds, **options)
 
   monkeypatch.setattr(training.loop, "Trainer", Recorded)
-  options = _commands.Train(dataset="digits", model="mlp", workers=2)
+  options = _commands.Train(
+    dataset="digits", model="mlp", workers=2, evaluate_every_epochs=0.5
+  )
   for host_rounds in (True, False):
     chosen = dataclasses.replace(options, host_rounds=host_rounds)
     workload = _workload.build(chosen)
-    _workload.Prepared(workload, chosen, "diloco", 0.1)
+    found = _workload.Prepared(workload, chosen, "diloco", 0.1)
+    assert found.evaluate_every == round(0.5 * workload.steps_per_epoch) > 1
   # None lets the trainer decide.
   assert told == [None, False]
 

@@ -389,3 +389,10 @@ def test_numbers_of_stages_that_are_tried(place_s, wanted):
   )  # fmt: skip
   search = _plan_search._Search(problem, None)
   assert [x[0] for x in search._stages(False)] == wanted
+
+
+@pytest.mark.parametrize(("batch_s", "slower"), [(1.003, False), (1.01, True)])
+def test_half_a_percent_makes_no_choice_slower(batch_s, slower):
+  problem = types.SimpleNamespace(batch_size=8)
+  search = types.SimpleNamespace(problem=problem, _best=8.0)
+  assert _plan_search._Search._is_slower(search, batch_s) == slower
