@@ -194,7 +194,7 @@ def find_laws(
 
   Args:
     tree: The state of an optimizer or of a model, or its shapes.
-    floats: The law of real and complex numbers of which nothing is known:
+    floats: The law of real and complex numbers that nothing declares:
       "moment" for optimizers, "statistic" for models.
     laws: Exceptions by name.
 
@@ -252,10 +252,10 @@ def fold_keys(tree: PyTree, number: jax.typing.ArrayLike) -> PyTree:
   )  # fmt: skip
 
 
-def untold(tree: PyTree) -> list[int]:
-  """Returns the numbers of the floats in states of which nothing is known."""
-  laws = _walk(tree, None, "", "moment", unknown="untold")
-  return [number for number, law in enumerate(laws) if law == "untold"]
+def unknown_floats(tree: PyTree) -> list[int]:
+  """Returns the numbers of the float leaves whose law is unknown."""
+  laws = _walk(tree, None, "", "moment", unknown="unknown")
+  return [number for number, law in enumerate(laws) if law == "unknown"]
 
 
 def field_laws(kind: type) -> Mapping[str, Law] | None:
@@ -341,9 +341,9 @@ def wide(x: jax.Array) -> jax.Array:
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
   """Casts an array so that a cast back shows the rounding error."""
-  # XLA's GPU compiler takes a cast to fewer bits and back for nothing, and a
-  # residual would be zero; it keeps an explicit rounding.  That would flush
-  # the denormals of float16.
+  # XLA's GPU compiler removes a cast to fewer bits and back, so that a residual
+  # would be zero.  It keeps an explicit rounding, which would flush the
+  # denormals of float16.
   if not all(jnp.issubdtype(one, jnp.floating) for one in (x.dtype, dtype)):
     return x.astype(dtype)
   kind, own = jnp.finfo(dtype), jnp.finfo(x.dtype)

@@ -4,7 +4,7 @@
 
 An index shows the README alone, so that its links to other files must name the
 repository; and `[project.urls]` becomes the index's own links.  Both are known
-only to whoever publishes, and so are not kept in the repository.  The index's
+only to the publisher, and so are not kept in the repository.  The index's
 page is a file of its own: the archive's README stays the one that its tests
 check, and its links lead to the archive's other files.
 """

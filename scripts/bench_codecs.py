@@ -1,4 +1,4 @@
-"""Measures what encoding and decoding cost beside a copy of the tensor.
+"""Measures the time of encoding and decoding in copies of the tensor.
 
     python scripts/bench_codecs.py [--codecs int8 int4] [--size 4194304]
       [--repeats 30] [--in-flight 1] [--sort] [--workers 8]

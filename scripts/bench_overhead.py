@@ -119,7 +119,7 @@ def main() -> None:
   states, programs, copied = {}, {}, {}
   for name, chain in _chosen(options).items():
     step = training.make_step(loss, chain, axis=None)
-    # One that goes on with the round and one that ends it.
+    # One continues the round and one ends it.
     steps = [step]
     if name.endswith(_TOLD):
       steps = [

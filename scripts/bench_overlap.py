@@ -122,7 +122,7 @@ def main() -> None:
     parser.error(
       f"--kinds must be of {list(chains)[1:]}, got {sorted(unknown)}"
     )
-  # All sent bytes are told as parts of the synchronous step's.
+  # All sent bytes are parts of the synchronous step's.
   built = {"computation", "ssgd", *kinds}
   chains = {name: chain for name, chain in chains.items() if name in built}
   states, programs, sent = {}, {}, {}

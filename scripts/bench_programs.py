@@ -55,7 +55,7 @@ def _export(path: str) -> None:
     )
     leaves, tree = jax.tree.flatten(state)
     steps = [step]
-    if name.endswith(_TOLD):  # One that goes on and one that ends the round.
+    if name.endswith(_TOLD):  # One continues the round and one ends it.
       steps = []
       for ends in (False, True):
         told: dict[str, Any] = {"round_ends": ends}
@@ -84,7 +84,7 @@ def _export(path: str) -> None:
 
 
 def _compiled(entry: Any) -> Any:
-  """Compiles a tree's steps: to go on, to end the round, state and batch."""
+  """Compiles a tree's steps, in a round and at its end, and its inputs."""
   steps, leaves, batch = entry
   # Copies: the first step donates them.
   leaves = [jax.numpy.array(x, copy=True) for x in leaves]

@@ -1,4 +1,4 @@
-"""Measures what SSGD in jdist costs beside the same step written by hand.
+"""Measures the cost of SSGD in jdist over the same step written by hand.
 
     python scripts/bench_step.py [--model cnn] [--workers 8] [--blocks 30]
 

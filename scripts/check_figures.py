@@ -14,7 +14,7 @@ as they are, in percent, or in thousands or millions.  Any other figure of the
 text is traced if a report prints it, or if it is a setting: of a row's config,
 or its learning rate.
 Signs count.  The figures may also be those of an experiment that a page links
-to.  What a paper says is told by a comment, `paper: 88.98`.
+to.  A comment names the figures of a paper, `paper: 88.98`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Measures how the library is built, beside the limits that tests hold.
+"""Measures how the library is built, and prints the limits that tests hold.
 
     python scripts/measure_house.py [TREE] [--notes] [--json FILE]
 

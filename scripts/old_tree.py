@@ -1,4 +1,4 @@
-"""Checks an older commit out beside this tree, for as long as it is needed."""
+"""Checks out an older commit next to this tree, for as long as it is needed."""
 
 import contextlib
 import pathlib

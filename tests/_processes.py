@@ -87,7 +87,7 @@ def run(
     ProcessesError: when a process failed, upon which the others are killed, or
       when they took too long.
   """
-  __tracebackhide__ = True  # Of no interest beside the processes' own.
+  __tracebackhide__ = True  # The processes' own tracebacks say more.
   source = textwrap.dedent(inspect.getsource(function))
   port = free_port()
   with tempfile.TemporaryDirectory() as folder_name:
@@ -102,7 +102,7 @@ def run(
           str(i), str(num_processes if join else 0), str(devices_per_process),
           str(port), json.dumps(args), str(folder / f"{i}.json"),
         ]  # fmt: skip
-        # To a file and not a pipe, which would block when nobody reads it.
+        # To a file and not a pipe, which would block without a reader.
         with (folder / f"{i}.log").open("wb") as log:
           processes.append(
             subprocess.Popen(
@@ -128,7 +128,7 @@ def run(
 
 
 def free_port() -> int:
-  """A port of the loopback interface that nobody listens on.
+  """A port of the loopback interface without a listener.
 
   Below those that systems give to connections as their own ends: of these one
   could take it before a process of the test listens there.

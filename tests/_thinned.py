@@ -700,7 +700,7 @@ def thinned(*axes, rounds=1):
 
   In the default set each value of each axis occurs: the first of all of them,
   the second of all of them, and so on, shorter axes again from their start and
-  each shifted by its own round; with more `rounds` that goes on.  What is left
+  each shifted by its own round; `rounds` repeats that.  What is left
   out runs by `./scripts/test.sh -m slow`.
   """
   longest = max(map(len, axes))

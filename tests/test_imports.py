@@ -69,7 +69,7 @@ _MAY_USE = {
 }
 # Every room may use these.
 _GROUND = {"checks", "signatures", "states"}
-# May use everything, and nobody may use them.
+# They may use everything, and no room may use them.
 _TOPS = {"cli", "conformance", "__main__"}
 _EXTRAS = {
   "array_record",

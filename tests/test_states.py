@@ -74,7 +74,7 @@ def test_optax_states_have_laws(name):
   for part, law in wanted.items():
     assert {x for leaf, x in found.items() if part in leaf} == {law}
   # Nothing is left that a round would have to ask for.
-  assert not states.untold(optimizer.init(W))
+  assert not states.unknown_floats(optimizer.init(W))
 
 
 def test_integers_count_and_keys_are_random():

@@ -8,7 +8,7 @@
 
 Gradients are real, time is computed: every variant has the same virtual
 seconds.  Every row is written when its run has ended, and runs whose rows are
-there are not repeated: the same command goes on where it was stopped.
+there are not repeated: the same command continues where it was stopped.
 """
 
 import dataclasses

@@ -5,7 +5,7 @@
 
 Every variant takes as many samples; each has its own best rate.  Every row is
 written when its run has ended, and runs whose rows are there are not repeated:
-the same command goes on where it was stopped.
+the same command continues where it was stopped.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """H-PS and others on real Ray workers of this machine, in seconds.
 
     python experiments/h_ps/workers.py gain      # H-PS over each baseline
-    python experiments/h_ps/workers.py computes  # the same; nobody sleeps
+    python experiments/h_ps/workers.py computes  # the same; no worker sleeps
     python experiments/h_ps/workers.py gpus      # the same, on four GPUs
     python experiments/h_ps/workers.py profile   # constants for the clock
     python experiments/h_ps/workers.py clock     # the clock beside real runs
@@ -79,7 +79,7 @@ def gain(
     engine.stop()
 
 
-# (b) The clock beside real runs.
+# (b) The clock against real runs.
 
 SPEED = config.SPEEDS
 CLOCK = {

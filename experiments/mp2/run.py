@@ -6,7 +6,7 @@
     python experiments/mp2/run.py mnist --times
 
 Every row is written when its run has ended, and runs whose rows are there are
-not repeated: the same command goes on where it was stopped.  `--times` measures
+not repeated: the same command continues where it ended.  `--times` measures
 what each method adds to a step instead.
 """
 

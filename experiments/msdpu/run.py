@@ -1,11 +1,11 @@
-"""MSDPU beside everything it is compared with.
+"""MSDPU and all methods that it is compared with.
 
     python experiments/msdpu/run.py cifar10
     python experiments/msdpu/run.py mnist --seeds 0 1 2 3 4
     python experiments/msdpu/run.py cifar10 --variants "ssgd" "msdpu H0=8"
 
 Every row is written when its run has ended, and runs whose rows are there are
-not repeated: the same command goes on where it was stopped.
+not repeated: the same command continues where it was stopped.
 """
 
 import pathlib

@@ -9,7 +9,7 @@ Real processes over `jax.distributed`, a worker each, a link of its own each.
 Variants take turns within a seed, so that whatever else the machine does slows
 all alike.  Evaluating and compiling are not counted.  Rates are those that
 `run.py` has found by held-out images, for eight workers and as many images a
-step.  A command that was stopped goes on where it was.
+step.  A command that was stopped continues where it was.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@
 A pipeline of the table `ours` with a window of W iterations, not flushed,
 computes what `delay_gradients(optimizer, W - 1)` does on one device: so that is
 what runs here.  Every row is written when its run has ended, and runs whose
-rows are there are not repeated: the same command goes on where it was stopped.
+rows are there are not repeated: the same command continues where it ended.
 """
 
 import dataclasses

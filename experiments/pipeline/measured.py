@@ -1,4 +1,4 @@
-"""Timelines of real processes, beside what the simulator foretells.
+"""Timelines of real processes, against the simulator's.
 
     python experiments/pipeline/measured.py sleeping
     python experiments/pipeline/measured.py computing

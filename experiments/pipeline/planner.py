@@ -114,7 +114,7 @@ def _bottleneck(
 
 
 def cases(number: int) -> dict[str, Any]:
-  """The partition beside the best of all cuts, in random cases."""
+  """The partition against the best of all cuts, in random cases."""
   worst, fitting, refused = 1.0, 0, 0
   for seed in range(number):
     costs, machines = _random_case(seed)

@@ -2,7 +2,7 @@
 
     python experiments/pipeline/replan.py hosts
 
-On the virtual clock: the throughput before, while the old plan goes on, and
+On the virtual clock: the throughput before, while the old plan continues, and
 under the plan that `Replanner` proposes, once the pipeline has been drained and
 the moved layers have gone over the links with their momentum.  The measure is a
 plan made afresh for the changed machines.

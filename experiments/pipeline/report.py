@@ -249,7 +249,7 @@ def draw_gains(
 def draw_utilisation(
   cells: Mapping[Cell, Mapping[Run, Row]], path: pathlib.Path
 ) -> None:
-  """Draws how busy each device is, beside two baselines."""
+  """Draws how busy each device is, next to two baselines."""
   import matplotlib.pyplot as plt
 
   stages = max(cell[2] for cell in cells)

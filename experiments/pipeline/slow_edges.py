@@ -1,4 +1,4 @@
-"""Coded messages between stages on slow links, beside plain ones.
+"""Coded messages between stages on slow links, against plain ones.
 
     sudo python experiments/pipeline/slow_edges.py sleeping     # 8 hosts
     sudo python experiments/pipeline/slow_edges.py computing    # 2 hosts
@@ -137,7 +137,7 @@ def on_host(config: Config) -> None:
 
 
 def main() -> None:
-  """Measures at each rate, beside the simulator."""
+  """Measures at each rate, and simulates."""
   preset, flags = sys.argv[1], "--xla_cpu_multi_thread_eigen=false"
   config = PRESETS[preset]
   env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}

@@ -202,7 +202,7 @@ class Heartbeats(threading.Thread):
     self.answers_s: dict[str, list[float]] = {"worker0": [], "worker1": []}
 
   def run(self) -> None:
-    """Calls until it is told to end."""
+    """Calls until it is stopped."""
     while not self._over.wait(self._run.heartbeat_s):
       for name, found in self.answers_s.items():
         began_s = time.monotonic()

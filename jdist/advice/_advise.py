@@ -333,7 +333,7 @@ def measure_link(
     run = functools.partial(_seconds, jitted[count], (workers.place(rows),), 1)
     # In turns, short means would wait for the last packets of long ones.
     own_s = statistics.median([run() for _ in range(repeats + 1)][1:])
-    # All processes go on with the same number, as their means must be alike.
+    # All processes continue with one number, as their means must be alike.
     return float(np.mean(_gathered(workers, jitted[1], own_s)))
 
   jitted = {n: workers.jit(functools.partial(means, n)) for n in (1, 9)}

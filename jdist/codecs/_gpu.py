@@ -15,7 +15,7 @@ _BLOCK, _PER_WARP = 4096, 1024
 
 def choose(*operands: Any, plain: Any, cuda: Any) -> Any:
   """Returns the result of `plain`, on NVIDIA GPUs that of `cuda`."""
-  # Kernels are compiled for GPUs that are there, not for described ones.
+  # A kernel can be compiled only on a machine that has the GPU.
   if jax.default_backend() != "gpu":
     return plain(*operands)
   return jax.lax.platform_dependent(*operands, cuda=cuda, default=plain)
@@ -26,10 +26,11 @@ def places(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the places of the largest entries of rows, ascending, and counts.
 
-  A row of float32 [rows, length] has `capacity` slots; entries beyond are left
-  out, and slots without an entry hold any number.  `threshold` is a key and the
-  last place at which an entry of this key counts, int32 [rows].  None, for
-  short rows, fills all slots.  Without a GPU the kernel is interpreted.
+  Each row of `x`, float32 [rows, length], has `capacity` slots; entries beyond
+  are left out, and slots without an entry hold any number.  `keys_of` maps
+  entries to int32 keys >= 0, larger for larger entries.  `threshold` is a key
+  and the last place at which an entry of this key counts, int32 [rows]; None,
+  for short rows, fills all slots.  Without a GPU the kernel is interpreted.
   """
   from jax.experimental import pallas
   from jax.experimental.pallas import triton

@@ -233,10 +233,10 @@ def mean_of(
 
   Args:
     compression: How the mean of `tree` is taken; None takes it exactly.
-    tree: This worker's.
-    exact: a few numbers whose mean is taken exactly in any case.
-    state: The compression's; `()` without one.
-    axis: The workers' axis.
+    tree: The tree of this worker.
+    exact: A few numbers whose mean is always taken exactly.
+    state: The state of the compression; `()` without one.
+    axis: The axis of the workers.
 
   Returns:
     The means of both trees, and the new state.

@@ -66,7 +66,7 @@ class Expired(NamedTuple):
 
 
 class Merge(NamedTuple):
-  """A merge of pushes, as workers that merge themselves are told of it.
+  """A merge of pushes, as it is sent to workers that merge themselves.
 
   Attributes:
     fragment: The fragment that is merged.

@@ -74,7 +74,7 @@ def _commit() -> str:
       subprocess.run, cwd=folder, capture_output=True, text=True, check=True
     )
     commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
-    code = ["--", ":/", ":/!*.jsonl"]  # Rows are appended while runs go on.
+    code = ["--", ":/", ":/!*.jsonl"]  # Running commands append rows.
     changed = git(["git", "status", "--porcelain", "-uno", *code]).stdout
   except (OSError, subprocess.CalledProcessError):
     # An installed package has no repository. Its version identifies it.

@@ -318,7 +318,7 @@ def test_processes_send_each_methods_messages(tmp_path):
   ]  # fmt: skip
   try:
     said = [one.communicate(timeout=400) for one in running]
-  finally:  # On a busy machine, where they would go on.
+  finally:  # On a busy machine they would continue.
     for one in running:
       one.kill()
   assert [one.returncode for one in running] == [0, 0], said

@@ -86,7 +86,7 @@ def test_protocols_are_compared_in_virtual_time(tmp_path):
   for row in rows:
     assert row["clock"] == "virtual" and len(row["curve"]) == 2
     assert row["config"]["speed"] == 4.0 and row["accuracy"] > 0.4
-    # The same virtual time, a pass in which nobody waits.
+    # The same virtual time, a pass in which no worker waits.
     assert row["train_s"] == pytest.approx(rows[0]["train_s"], rel=0.05)
     assert row["samples"] == pytest.approx(1442, rel=0.05)
   assert rows[1]["iteration_spread"] < 2 < rows[0]["iteration_spread"]

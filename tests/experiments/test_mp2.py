@@ -196,7 +196,7 @@ def test_test_images_are_not_used(monkeypatch, tmp_path):
 
 
 class _Stopped(BaseException):
-  """Nobody catches it."""
+  """No handler catches it."""
 
 
 def test_depths_are_studied_for_epochs_of_their_own(monkeypatch, tmp_path):
@@ -383,7 +383,7 @@ def test_prepared_predictors_are_compared_and_reported(tmp_path):
     ("4-workers", *which)
     for which in (("published", 1), ("rich", 1), ("published", 2))
   ]
-  # Beside what that run itself has reached.
+  # The row has that run's own result, too.
   reached = made[9]["validation_accuracy"]
   assert {row["ordinary_accuracy"] for row in made[-3:]} == {reached}
   # What is there is not made again.

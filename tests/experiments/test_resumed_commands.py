@@ -1,4 +1,4 @@
-"""The commands of the experiments' pages go on with the rows that are there."""
+"""The commands of the experiments' pages resume from the existing rows."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Every method inside and around Optax's wrappers, and beside other leaves.
+"""Every method inside and around Optax's wrappers, and next to other leaves.
 
 What is not trained has no anchor, no momentum, no residual, and is not sent:
 with it a method takes the steps, and sends the bytes, of the method alone.

@@ -1,4 +1,4 @@
-"""Runs a combination through the library, and beside it the reference."""
+"""Runs a combination through the library and through the reference."""
 
 import contextlib
 import dataclasses

@@ -86,7 +86,7 @@ def test_collector_saves_averaged_fronts_of_every_cut(tmp_path, method):
 
 
 class _Killed(BaseException):
-  """Nobody catches it, as nobody catches SIGKILL."""
+  """No handler catches it, as none catches SIGKILL."""
 
 
 def _kill_at(monkeypatch, number):

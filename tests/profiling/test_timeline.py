@@ -60,7 +60,7 @@ def test_events_are_in_program_order():
     ("compute", "out"),
     ("compute", "bw"),
     ("compute", "bf"),
-    # Synchronous: nothing runs beside it.
+    # Synchronous: nothing runs at the same time.
     ("start", "all-reduce.2"),
     ("done", "all-reduce.2"),
     # Of the conditional, the branch that sends.

@@ -88,7 +88,7 @@ def test_nothing_is_lost(name, dtype):
       np.testing.assert_array_equal(worker, m[0])
     total = 3 * (m[0].sum(0) + h[0]) + (x - s).sum((0, 1))
     scale = max(np.abs(x).max(initial=0), 1)
-    # A bfloat16 mean that nobody re-encodes is rounded, and the rest is lost.
+    # A bfloat16 mean that is not encoded again is rounded; the rest is lost.
     loose = 1e-5 if dtype == "float32" else 2e-2
     np.testing.assert_allclose(total, x.sum((0, 1)), 0, 9 * loose * scale)
   chex.assert_trees_all_equal(empty, first)

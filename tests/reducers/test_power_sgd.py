@@ -125,7 +125,7 @@ def test_nan_does_not_affect_other_leaves():
     reducer = reducers.PowerSGD(2, factors=factors)
     means, shares, states, _ = _reducers.run(reducer, trees, 2)
     assert np.isnan(means["b"]).any()
-    # In one block with the vector all directions are lost, and told.
+    # In one block with the vector all directions are lost, with a warning.
     assert np.isnan(means["dense"]).all() == (factors is not None)
     if factors is not None:
       np.testing.assert_array_equal(shares["dense"], 0.0)

@@ -37,7 +37,7 @@ def test_unbounded_batches_are_within_one_of_their_share(shares, total):
 
 
 def test_batches_make_iterations_equally_long():
-  """With a cost of each batch beside that of its samples, too."""
+  """The cost may be one of each batch and of its samples."""
   fixed, each = [0.05, 0.01, 0.2], [0.001, 0.004, 0.002]
   protocol = server.dbs(300, smoothing=0.0)
   state = protocol.init("abc")

@@ -45,7 +45,7 @@ def run(works, total=4, **options):
 
   def work(name, channel):
     works.get(name, lambda: None)()
-    time.sleep(0.05)  # Whoever does not wait for it spawns the next one now.
+    time.sleep(0.05)  # Without a wait the next one is spawned now.
     server.WorkerLoop(channel, name, server.EmptyWorker(), depth=1).run()
 
   found = {name: functools.partial(work, name) for name in "abc"}

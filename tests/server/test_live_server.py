@@ -187,7 +187,7 @@ def test_hanging_worker_leaves_at_its_timeout_and_joins_again(hand):
   by.push("a", 0)
   assert by.pull("a")["version"] == 1
   assert 0.1 < time.monotonic() - start < 10.0
-  # It wakes up, is told, and its old gradient is not used.
+  # It wakes up, and the server refuses its old gradient.
   assert by.pull("b")["kind"] == "rejoin"
   by.push("b", task)
   by.until(lambda x: x.summary()["discarded"].get("left") == 1)
@@ -632,7 +632,7 @@ def test_server_continues_from_its_checkpoint(tmp_path):
     second.server.stop()
   with pytest.raises(training.OtherRunError) as refused:
     Hand(BSP, checkpoints=folder, identity={"x": 2})
-  # It is told by the server's process, and read in another one.
+  # The server's process sends it, and another one reads it.
   error = pickle.loads(pickle.dumps(refused.value))
   assert error.differences == {"x": (1, 2)}
   assert str(error).startswith("`identity` must be that of the checkpoint, but")
@@ -691,7 +691,7 @@ class _Opens:
 
 @pytest.mark.parametrize("kind", ("driver", "array"))
 def test_crafted_checkpoint_runs_nothing(kind, tmp_path):
-  """Whoever writes the directory names no type, function or file to open."""
+  """A writer of the directory cannot name a type, function or file to open."""
   victim, folder = tmp_path / "victim", tmp_path / "checkpoints"
   victim.write_text("precious")
   if kind == "driver":

@@ -232,7 +232,41 @@ def simulated(loss, workers, codec=None):
   return run, learner
 
 
-def test_workers_round_independently():
+def mean_on_clock(loss, workers, codec):
+  run, learner = simulated(loss, workers, codec)
+  run.run(updates=20)
+  return -np.asarray(learner.model.params) / 20
+
+
+def mean_on_threads(loss, workers, codec):
+  names = cluster.workers([1.0] * workers).names
+  protocol, params = server.BSP(batches=server.FixedBatches(1)), jnp.zeros(400)
+  plans = server.message_plans(codec)
+
+  def work(number, channel):
+    learner = server.GradientWorker(
+      loss, params, Marked(), plans, number=number, num_workers=workers
+    )
+    server.WorkerLoop(channel, names[number], learner, depth=1).run()
+
+  def make(plan):
+    own = server.GradientServer(optax.sgd(1.0), params, plans, workers=names)
+    return server.LiveServer(protocol, own, plan)
+
+  engine = server.ThreadEngine()
+  try:
+    result = _live_runs.run(
+      engine, make,
+      {name: functools.partial(work, i) for i, name in enumerate(names)}, 20,
+      plan=server.LivePlan(workers=names),
+    )  # fmt: skip
+  finally:
+    engine.stop()
+  return -result.payload[: params.nbytes].view(np.float32) / 20
+
+
+@pytest.mark.parametrize("mean_of", (mean_on_clock, mean_on_threads))
+def test_workers_round_independently(mean_of):
   """The error of a mean of N gradients falls with the square root of N."""
 
   def loss(params, model_state, batch, key):
@@ -242,9 +276,7 @@ def test_workers_round_independently():
   wanted, errors = np.linspace(0.1, 1.0, 400), {}
   for workers in (1, 16):
     codec = reducers.MessageCodec(codecs.Ternary())
-    run, learner = simulated(loss, workers, codec)
-    run.run(updates=20)
-    mean = -np.asarray(learner.model.params) / 20
+    mean = mean_of(loss, workers, codec)
     errors[workers] = np.sqrt(np.mean((mean - wanted) ** 2))
   assert errors[16] == pytest.approx(errors[1] / 4, rel=0.1)
 

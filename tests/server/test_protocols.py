@@ -181,7 +181,7 @@ def test_each_push_is_applied_once_or_discarded(name, num_workers, seed):
     each_push_is_counted_once(net)
   sizes = [member.samples for member in net.state.members.values()]
   assert sum(sizes) == net.state.total_samples
-  # Whatever went wrong before: who is here goes on.
+  # Whatever failed before, the members continue.
   for worker in net.names:
     net.queues[worker] += [server.Join(worker), server.Pull(worker)]
   net.away.clear()

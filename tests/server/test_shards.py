@@ -271,7 +271,7 @@ def test_watcher_of_a_server_sees_that_a_shard_is_lost():
     coordinator.push({"kind": "hello", "worker": "x"})
     coordinator.start()
     with pytest.raises(_engine.LostServerError, match="It was killed"):
-      for _ in range(10):  # It is seen when the shard is told more.
+      for _ in range(10):  # The next message to the shard finds it.
         coordinator.lost("x")
         time.sleep(0.05)
         assert coordinator.status()["error"] is None

@@ -238,7 +238,7 @@ def test_manifest_that_has_changed_is_refused(change, message, tmp_path):
 
 
 class _Killed(BaseException):
-  """Nobody catches it, as nobody catches SIGKILL."""
+  """No handler catches it, as none catches SIGKILL."""
 
 
 @pytest.mark.parametrize("begun", (False, True), ids=("first", "second"))

@@ -130,7 +130,7 @@ def test_damaged_checkpoint_warns_and_the_previous_one_is_used(
     found = _restore(folder, team, template)
   assert found.step == 2
   _tiny.assert_same_bits(found.state, three[1][2])
-  # And writing goes on over it.
+  # Later saves overwrite it.
   _save(folder, team, three[1][3], 3)
   found = _restore(folder, team, template)
   assert found.step == 3

@@ -1,4 +1,4 @@
-"""Several workers that never communicate are told so, unless it is meant."""
+"""Workers that never communicate cause a warning, unless it is intended."""
 
 import re
 

@@ -109,7 +109,7 @@ def test_free_metadata_may_differ(tmp_path):
   assert seen[0].metadata["length"] == 2
   with _refusals.refused("rate", "is 1 there and 2 here"):
     _fit("momentum", tmp_path, 5, metadata={"rate": 2}, free=["length"])
-  # Before it is said that a run goes on, and before arrays are compared.
+  # It comes before the message of the resume, and before arrays are compared.
   seen.clear()
   with _refusals.refused("rate", "is 1 there and 2 here"):
     _fit(
@@ -186,7 +186,7 @@ def stop_among_processes(folder, told):
 
 
 def test_processes_agree_on_the_step(tmp_path):
-  # JAX asks every process when one was told, which takes a second.
+  # JAX asks every process after one got the signal, which takes a second.
   told = _processes.run(stop_among_processes, str(tmp_path), 1, num_processes=2)
   assert told[0] == told[1]
   code, step, saved = told[0]

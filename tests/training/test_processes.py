@@ -119,7 +119,7 @@ def train(names, dtypes, steps, every_way, folder):
         results[label]["state"] = hashlib.sha256(
           b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(before))
         ).hexdigest()
-        # And the run goes on from there.
+        # The run continues from there.
         with training.Checkpoints(place, team) as checkpoints:
           more, _ = trainer.fit(
             template, batches.iterate, steps + 2, checkpoints=checkpoints

@@ -1,4 +1,4 @@
-"""Going on with another number of workers."""
+"""Runs resume with another number of workers."""
 
 import jax
 import numpy as np
@@ -68,13 +68,13 @@ def test_resizing_loses_no_mass(steps):
   assert not any(
     x.any() for x in new.opt_state.sync.compression.reducer.residual
   )
-  # Momenta: the mean of the old ones. Counters go on.
+  # Momenta are the mean of the old ones, and counters continue.
   for row in new.opt_state.inner[0].trace["w"]:
     np.testing.assert_allclose(
       row, rows.opt_state.inner[0].trace["w"].mean(0), rtol=1e-6, atol=1e-6
     )
   assert new.step.tolist() == [steps, steps]
-  # And it goes on.
+  # Training continues.
   state = trained(optimizer, team(2), 3, state=found)
   assert np.isfinite(state.params["w"]).all()
 

@@ -1,4 +1,4 @@
-"""A loop of one's own that chooses programs, beside the trainer's."""
+"""A loop of one's own chooses programs as the trainer's does."""
 
 import functools
 

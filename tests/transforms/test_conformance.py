@@ -266,7 +266,7 @@ def test_scan_over_steps_is_the_same(name):
   close(_running.copied(state), reference.states[-1], 1e-5)
 
 
-# A streamed worker must be told how it is split: see test_sending.
+# A streamed worker needs the specs of its shards: see test_sending.
 @pytest.mark.parametrize(
   "name",
   [

@@ -94,7 +94,7 @@ METHODS = {
 }
 
 
-# Where a worker's parameters are beside the anchor, their rounding is too.
+# Parameters that differ from the anchor have a rounding of their own.
 ROUNDED = ("easgd", "overlap", "streaming")
 
 
@@ -199,7 +199,7 @@ def test_springs_with_a_late_mean_relax_at_the_end_of_a_round():
 
 def test_springs_pull_after_a_drain():
   # Drained before, workers go to 2 and 6 from 0, and end a round at 1.5 and
-  # 4.5, beside the centre at 2; drained there, all meet.
+  # 4.5, away from the center at 2; a drain moves all there.
   optimizer = methods.easgd(optax.sgd(0.5), 1, 0.5, axis="worker")
   nothing = np.zeros((1, 2, 1), np.float32)
   targets = np.array([[[4.0], [12.0]]], np.float32)

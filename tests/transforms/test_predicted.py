@@ -152,7 +152,7 @@ def test_replicas_are_equal_to_the_bit(make, substrate):
       continue
     meetings += 1
     anchor = {k: x[0] for k, x in state.anchor.items()}
-    if make is not late:  # There a worker stands beside the anchor.
+    if make is not late:  # There a worker differs from the anchor.
       chex.assert_trees_all_equal(anchor, jax.tree.map(lambda x: x[0], params))
     wanted = jax.jit(predict)(THETA, anchor)
     for k, x in wanted.items():

@@ -1,4 +1,4 @@
-"""The guard: who skips, what goes on, and what it costs."""
+"""The guard skips updates that are not finite; its effects and its cost."""
 
 import jax
 import jax.numpy as jnp

@@ -130,14 +130,14 @@ class Status:
       self._drawn_s = self._written_s
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     body = json_lines.plain(self._body | {"updated": now})
-    # A run must not end because nobody can look at it.
+    # A run must not end because its page cannot be written.
     with contextlib.suppress(OSError, ValueError, KeyError):
       json_lines.write(self.output / _page.STATUS, [body])
       if page and importlib.util.find_spec("vl_convert"):
         _page.write(self.output, self._link)
 
   def __enter__(self) -> "Status":
-    # The page takes seconds, in which nobody could explain an interrupt yet:
+    # The page takes seconds, in which an interrupt could not be explained yet:
     # the first note draws it.
     if self._first:
       self._write(page=False)

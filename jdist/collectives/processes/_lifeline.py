@@ -318,7 +318,7 @@ class Lifeline:
     # It is written at once, so that no other line is printed inside it.
     message = (
       f"jdist: {lost}; this process ends, too, with status {EXIT_STATUS}. To "
-      f"go on from the last checkpoint start all again: {command}\n"
+      f"resume from the last checkpoint, start all again: {command}\n"
     )
     with contextlib.suppress(Exception):
       sys.stdout.flush()

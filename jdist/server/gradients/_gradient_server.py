@@ -346,7 +346,7 @@ class GradientServer(ServerLedger):
       pushes, update.weights, parts, self.num_workers, self.model.params,
       self._compensation,
     )  # fmt: skip
-    # A single push that nobody uses again gives its memory to the parameters.
+    # A single push that is not used again gives its memory to the parameters.
     spent = factors is None and not update.kept and not self._compensation
     move = self._updates[spent]
     self._model = move(self._model, pushes, factors, np.float32(loss))

@@ -241,7 +241,7 @@ class LiveServer:
       self._answer_pulls()
 
   def _answer_pulls(self) -> None:
-    """Sends home the workers whose pulls the thread has not taken."""
+    """Stops the workers whose pulls the thread has not taken."""
     with contextlib.suppress(queue.Empty):
       while True:
         item = self._inbox.get_nowait()

@@ -1,7 +1,7 @@
 """Shards of a server: each has a part of the parameters, one decides for all.
 
 The coordinator runs the protocol and has no parameters.  A worker sends each
-shard its part of a push, and then tells the coordinator, which has all shards
+shard its part of a push, then notifies the coordinator, which has all shards
 do the same in the same order: a version is that of every part.
 """
 
@@ -26,7 +26,7 @@ from jdist.server.runtime import _engine
 
 
 class Shard:
-  """A server of a part of the parameters, which does what it is told."""
+  """A server of a part of the parameters, on the coordinator's commands."""
 
   def __init__(self, arguments: dict[str, Any]):
     self._learner = _gradient_server.GradientServer(**arguments)
@@ -129,7 +129,7 @@ class _Link:
 
 
 class ShardedServer(_gradient_server.GradientServer):
-  """The coordinator's learner: counts, and tells the shards what to do."""
+  """The coordinator's learner: counts, and commands the shards."""
 
   # No parameters are here, and none of their messages.
   decoded = True

@@ -142,8 +142,8 @@ def check_told(
       "`optax.LookaheadParams.init_synced(params)`, and gradients by its "
       "`fast` parameters."
     )
-  untold = states.untold(inner)
-  if not untold:
+  unknown = states.unknown_floats(inner)
+  if not unknown:
     return
   shapes = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params
@@ -156,7 +156,7 @@ def check_told(
       copies.update(equation.outvars)
   known = jax.tree_util.tree_leaves_with_path(params)
   leaves = jax.tree_util.tree_leaves_with_path(inner)
-  for number in untold:
+  for number in unknown:
     (path, leaf), out = leaves[number], traced.outvars[number]
     if _is_literal(out) or out not in copies or _fit(path, leaf, known) < 0:
       continue

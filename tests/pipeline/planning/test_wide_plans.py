@@ -1,4 +1,4 @@
-"""Plans beside the fastest of all choices, in cases of every kind."""
+"""Plans are as fast as the best of all choices, in cases of every kind."""
 
 import math
 

@@ -55,7 +55,7 @@ import time
 from jdist.training.loop import _watchdog
 with _watchdog.Watchdog(4.0):
   print("begun", flush=True)
-  for _ in range(10):  # Not one sleep, which would be over when it goes on.
+  for _ in range(10):  # One sleep would be over when it continues.
     time.sleep(0.1)
 """
 
@@ -77,7 +77,7 @@ _HANGS_AFTERWARDS = """
 import signal, threading, time
 from jdist.training.loop import _watchdog
 gone_on = threading.Event()
-# Not told from the clock, which misses a stop between two looks at it.
+# The clock would miss a stop between two reads of it.
 signal.signal(signal.SIGCONT, lambda *_: gone_on.set())
 with _watchdog.Watchdog(3.0) as watchdog:
   print("begun", flush=True)
@@ -140,7 +140,7 @@ def test_suspension_extends_the_deadline_by_its_length():
 
 
 def test_suspension_before_the_last_beat_extends_nothing():
-  # Going on at 13.5 it beat before it was looked at, and hangs since.
+  # It continued at 13.5, beat before the next look, and hangs since.
   looks_s = [1.0, 13.5, 14.5, 15.5, 16.5, 17.5]
   assert _ended_at_s([0.0, 13.5], looks_s) == 17.5
 

@@ -334,7 +334,7 @@ def test_loss_changes_the_interval_two_rounds_later(name):
         lengths, rounds, which
       )
     assert length(other, other_rounds, r + 2) == 1
-    # It was told when round r + 1 began, a whole round before.
+    # It was known when round r + 1 began, a whole round before.
     assert length(other_coming, other_rounds, r + 1) == 1
 
 
@@ -350,7 +350,7 @@ def test_next_interval_is_known_a_round_before(name):
   lengths, coming, rounds = lengths[:, 0], coming[:, 0], rounds[:, 0]
   begins = np.flatnonzero(np.diff(rounds, prepend=0))
   assert lengths[begins[1:]].tolist() == coming[begins[:-1]].tolist()
-  # A round has as many steps as was told.
+  # A round has as many steps as its policy returned.
   assert np.diff(begins).tolist() == lengths[begins[:-1]].tolist()
 
 

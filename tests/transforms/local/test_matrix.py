@@ -157,7 +157,7 @@ def test_a_mean_at_the_end_of_its_round(rule, few_bytes):
 
 # Two programs or more each.  By default every rule is late, half of them in few
 # bytes.  A host's programs are the most to compile, and are tried with a rule
-# that moves the anchor, one beside it and one of two messages (these compile
+# that moves the anchor, one off it and one of two messages (these compile
 # the longest in few bytes).
 OFTEN = [
   ("average", True, None),

@@ -41,7 +41,7 @@ class ServerActor:
     # A stranger's bytes are refused here, before anything reads them.
     # A shard computes before it answers.
     header, payload = _envelope.unpack(message)
-    # Once more, as the result of a call that nobody awaits: it stays on the
+    # Once more, as the result of a call that is not awaited: it stays on the
     # worker's machine, from where others take it, and outlives its process,
     # because this one owns it.
     header["handle"] = payload

@@ -212,7 +212,7 @@ class RayEngine:
         time.sleep(0.1)
 
   def spawn(self, name: str, work: Callable[[_engine.Channel], None]) -> None:
-    """Starts a worker: in its process of before, if that was sent home."""
+    """Starts a worker, in its old process if the server had stopped that."""
     # A process that has compiled its programs is worth keeping.
     actor = self._idle.pop(name, None)
     if actor is None and name in self._workers:
