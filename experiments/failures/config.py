@@ -137,8 +137,8 @@ class Config(studies.Options):
   rates: tuple[float, ...] = (0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
   """Grid of learning rates, of the server's SGD or of the local steps. Each
   variant uses its own best one, by the loss of a run of the same length on
-  held-out training samples. Steps of two: with steps of four the best rate may
-  stand at the edge of stability, where single runs end anywhere."""
+  held-out training samples. Steps of two, as a late gradient is
+  unstable at not much more than its best rate."""
 
   evaluations: int = 25
   """Number of evaluations in a run, at equal distances in samples."""

@@ -79,3 +79,11 @@ def test_invalid_fractions_and_cycles_raise(failures):
     failures.of(1.0, 10.0)
   with pytest.raises(ValueError, match="`cycle_s` must"):
     failures.of(0.2, -1.0)
+
+
+def test_run_has_the_mean_of_its_last_evaluations(monkeypatch):
+  _loading.enter("failures", monkeypatch)
+  config = _loading.load("failures_config", "failures/config.py", monkeypatch)
+  curve = [{"accuracy": x, "loss": 1 - x} for x in (0.0, 0.5, 1.0)]
+  found = config.Config(last_marks=2).last(curve)
+  assert found == {"accuracy": 0.75, "test_loss": 0.25}
