@@ -94,6 +94,7 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
     ("late_sends.py", "report"),
   ),
   "records": (("report.py", "--check"),),
+  "successor": (("report.py", "--check"),),
   "advise": (("report.py", "--check"),),
   "peers": (("report.py", "--check"),),
   "storm": (("report.py", "--check"),),

@@ -33,7 +33,7 @@ def compared(rows: list[Row], method: str) -> list[Row]:
   own = [
     row
     for row in rows
-    if row["purpose"] == "comparison" and row["method"].split(", ")[0] == method
+    if row["purpose"] == "comparison" and row["method"].startswith(method)
   ]
   return sorted(own, key=lambda row: row["seed"])
 
