@@ -11,6 +11,7 @@ import sys
 import time
 
 import numpy as np
+import optax
 import pytest
 
 from jdist import cli, server, training
@@ -261,6 +262,59 @@ def recorded_work(name, worker, channel):
   learner = make(worker)
   learner.prepare()
   server.WorkerLoop(channel, worker, learner, depth=rule.depth).run()
+
+
+class FirstIsBad:
+  """Samples whose number is their place; the first is not a number."""
+
+  shared = True
+
+  def batch(self, worker, start, count, *, size=None):
+    del worker, count
+    x = np.arange(start, start + size, dtype=np.float32)
+    return {"x": np.where(x == 0, np.nan, 1.0), "mask": np.ones(size)}
+
+
+def product(params, model_state, batch, key):
+  del key
+  return (params["w"] * batch["x"].mean()).sum(), (model_state, {})
+
+
+PARAMS = {"w": np.ones(3, np.float32)}
+PLANS = server.message_plans()
+
+
+def product_server(plan):
+  learner = server.GradientServer(
+    optax.sgd(0.25), PARAMS, PLANS, workers=("a", "b")
+  )
+  return server.LiveServer(
+    server.ASP(batches=server.FixedBatches(4)), learner, plan
+  )
+
+
+def product_work(name, channel):
+  learner = server.GradientWorker(
+    product, PARAMS, FirstIsBad(), PLANS, number="ab".index(name),
+    num_workers=2, sizes=[4],
+  )  # fmt: skip
+  server.WorkerLoop(channel, name, learner, depth=1).run()
+
+
+@needs_ray
+@pytest.mark.slow
+def test_push_that_is_not_a_number_is_refused_on_ray():
+  engine = server.RayEngine(2, cpus_per_worker=0.25)
+  try:
+    works = {x: functools.partial(product_work, x) for x in ("a", "b")}
+    result = _live_runs.run(engine, product_server, works, 8)
+  finally:
+    engine.stop()
+  assert result.summary["refused"] == {"nan": 1}
+  # Each of the eight other gradients is 1.
+  np.testing.assert_array_equal(
+    result.payload.view(np.float32)[:3], np.full(3, 1 - 8 * 0.25, np.float32)
+  )
 
 
 @needs_ray
