@@ -1,8 +1,9 @@
-"""Says what is compared: protocols, and machines that fail at random."""
+"""The compared protocols, and machines that fail at random."""
 
 import dataclasses
 import pathlib
 import sys
+from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -12,7 +13,7 @@ import studies
 from jdist import cluster, server
 
 FRACTIONS = (0.0, 0.1, 0.2, 0.3)
-# Samples of a task, and its seconds; all machines are alike.
+# All machines are alike: a task has so many samples and takes so many seconds.
 BATCH = 4
 TASK_S = 1.0
 
@@ -22,14 +23,14 @@ class Setting:
   """Machines that fail.
 
   Attributes:
-    fraction: of the time that a machine is down, on the average; 0 for never.
-    workers: their number.
-    cycle_s: mean seconds from a failure of a machine to its next.
-    restart_s: seconds from its return until it asks for work, which count as
-      up; and of a whole job that begins anew.
-    detection_s: after so many seconds the server notices a failure.
-    exchange_s: seconds of a pull and a push, each worker on its own link.
-    jitter: of a task's time, standard deviation of its logarithm.
+    fraction: Mean part of the time that a machine is down; 0 for never.
+    workers: Number of workers.
+    cycle_s: Mean seconds from a failure of a machine to its next one.
+    restart_s: Seconds from its return until it asks for work, which count as
+      up; also the seconds in which a whole job begins anew.
+    detection_s: Seconds after which the server notices a failure.
+    exchange_s: Seconds of a pull and a push, each worker on its own link.
+    jitter: Standard deviation of the logarithm of a task's time.
   """
 
   fraction: float
@@ -42,13 +43,13 @@ class Setting:
 
   @property
   def costs(self) -> cluster.Profile:
-    """A task's costs."""
+    """The costs of a task."""
     return cluster.Profile(
       seconds_per_sample=TASK_S / BATCH, pull_bytes=1e6, push_bytes=1e6
     )
 
   def law(self, seed: int) -> random_failures.Failures | None:
-    """The law of failures, if there are any."""
+    """Returns the law of failures, or None where nothing fails."""
     if not self.fraction:
       return None
     return random_failures.Failures.of(
@@ -56,7 +57,7 @@ class Setting:
     )
 
   def machines(self, seed: int, until_s: float) -> cluster.Cluster:
-    """The cluster, with its failures until a second."""
+    """Returns the cluster, with its failures up to a second."""
     machines = cluster.workers(
       [1.0] * self.workers,
       link=cluster.Link(8 * 2e6 / self.exchange_s),
@@ -67,7 +68,7 @@ class Setting:
     return machines if law is None else law.apply(machines, until_s)
 
   def possible(self, seed: int, until_s: float) -> float:
-    """Samples that all machines would have computed while they were up."""
+    """Returns the samples that the machines compute while they are up."""
     law = self.law(seed)
     names = [f"worker{i}" for i in range(self.workers)]
     up_s = (
@@ -78,13 +79,13 @@ class Setting:
     return up_s * BATCH / TASK_S
 
 
-# Local steps from one push of Decoupled DiLoCo to the next.
+# Decoupled DiLoCo pushes after so many local steps.
 INTERVAL = 8
 VARIANTS = (
   "bsp, one job", "bsp", "bsp, backups", "ssp", "asp", "h_ps",
   "decoupled_diloco",
 )  # fmt: skip
-# With gradients, in the order in which they run.
+# The variants with gradients, in the order in which they run.
 TRAINED = (
   "decoupled_diloco", "h_ps", "h_ps, local step", "asp", "bsp", "ssp",
   "bsp, backups", "bsp, one job",
@@ -125,34 +126,56 @@ class Config(studies.Options):
   """A name of `jdist.models`."""
 
   epochs: float = 0.5
-  """Passes through the training set, of samples that are merged."""
+  """Passes through the training set, counted in merged samples."""
 
   workers: int = 100
-  """As of `Setting`."""
+  """Number of workers."""
 
   fractions: tuple[float, ...] = (0.0, 0.2)
-  """Of the time that a machine is down; all variants are tuned at 0."""
+  """Parts of the time that a machine is down; variants are tuned at 0."""
 
-  rates: tuple[float, ...] = (0.016, 0.064, 0.256)
-  """The grid of learning rates, of the server's SGD or of the local steps; each
+  rates: tuple[float, ...] = (0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
+  """Grid of learning rates, of the server's SGD or of the local steps. Each
   variant uses its own best one, by the loss of a run of the same length on
-  held-out training samples."""
+  held-out training samples. Steps of two: with steps of four the best rate may
+  stand at the edge of stability, where single runs end anywhere."""
+
+  evaluations: int = 25
+  """Number of evaluations in a run, at equal distances in samples."""
+
+  last_marks: int = 5
+  """Accuracy and loss of a run are their means over so many last evaluations:
+  at a high rate a single one depends on the last few updates."""
 
   outer_rate: float = 0.7
-  """Of the outer Nesterov momentum of Decoupled DiLoCo."""
+  """Rate of the outer optimizer of Decoupled DiLoCo, Nesterov momentum."""
 
   outer_momentum: float = 0.5
-  """Its momentum."""
+  """Momentum of that optimizer."""
 
   seeds: tuple[int, ...] = (0, 1, 2)
-  """One run each at a variant's best rate; of samples and of failures."""
+  """Seeds of samples and failures, of a run each at a variant's best rate."""
+
+  def last(self, curve: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns a run's accuracy and loss, means of its last evaluations.
+
+    >>> curve = [{"accuracy": x, "loss": 1 - x} for x in (0.0, 0.5, 1.0)]
+    >>> Config(last_marks=2).last(curve)
+    {'accuracy': 0.75, 'test_loss': 0.25}
+    """
+    last = curve[-self.last_marks :]
+    means = {
+      x: sum(point[x] for point in last) / len(last)
+      for x in ("accuracy", "loss")
+    }
+    return {"accuracy": means["accuracy"], "test_loss": means["loss"]}
 
 
 # Under these names on the command line.
 PRESETS: studies.Presets = {
   "mnist": ("MNIST, an MLP, 100 workers: seconds a run", Config()),
   "smoke": (
-    "digits, a few updates: that it runs",
+    "digits, a few updates: a test",
     Config(
       dataset="digits", epochs=0.5, workers=10, rates=(0.05,), seeds=(0,),
       variants=("bsp", "decoupled_diloco"),

@@ -3,8 +3,8 @@
     python experiments/failures/train.py mnist
 
 Every variant takes as many samples, and is tuned without failures.  Every row
-is written when its run has ended, and runs whose rows are there are not
-repeated: the same command goes on where it was stopped.
+is written when its run has ended, and runs with rows are not repeated: the same
+command continues where it was stopped.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jdist.training import comparison
 
 
 class Fit:
-  """Runs trials; programs are compiled once for each rate."""
+  """Runs trials, and compiles programs once for each rate."""
 
   def __init__(self, options: config.Config):
     self.options = options
@@ -80,21 +80,27 @@ class Fit:
     records = server.ServerRun(server.ClockSession(run)).fit(
       samples,
       "samples",
+      every=samples / self.options.evaluations,
       evaluate=self.problem.evaluate(trial),
     )
     possible = setting.possible(trial.seed, run.now_s)
-    return comparison.summarize(records) | {
-      "workers": setting.workers,
-      "possible_samples": possible,
-      "merged_samples": clock.merged(run),
-      "goodput": clock.merged(run) / possible,
-      "failures": sum(
-        0 < outage.start_s < run.now_s
-        for node in machines.nodes
-        for outage in node.outages
-      ),
-      **run.summary(),
-    }
+    row = comparison.summarize(records)
+    return (
+      row
+      | self.options.last(row["curve"])
+      | {
+        "workers": setting.workers,
+        "possible_samples": possible,
+        "merged_samples": clock.merged(run),
+        "goodput": clock.merged(run) / possible,
+        "failures": sum(
+          0 < outage.start_s < run.now_s
+          for node in machines.nodes
+          for outage in node.outages
+        ),
+        **run.summary(),
+      }
+    )
 
 
 def main(folder: pathlib.Path) -> None:
