@@ -255,6 +255,10 @@ def test_decoupled_diloco_takes_local_steps(words, tmp_path):
       "`--backups` must be less than the 2 workers, got 2",
     ),
     (
+      ["--protocol", "n_softsync", "--splits", "3"],
+      "`--splits` must be at most the 2 workers, got 3",
+    ),
+    (
       ["--protocol", "decoupled_diloco", "--fragments", "3"],
       "`interval` must be a multiple of the 3 fragments",
     ),
@@ -304,6 +308,12 @@ def test_user_defined_protocol_trains(words, tmp_path):
   assert cli.main(words) == 0
   (row,) = rows(tmp_path)
   assert row["accuracy"] > 0.5 and row["method"].endswith(":damped")
+
+
+def test_as_many_splits_as_workers_train(words, tmp_path):
+  words[words.index("dbs")] = "n_softsync"
+  assert cli.main([*words, "--splits", "2"]) == 0
+  assert rows(tmp_path)[0]["updates"] > 0
 
 
 @pytest.mark.parametrize(

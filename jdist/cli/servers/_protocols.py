@@ -73,6 +73,11 @@ def build(
       f"`--backups` must be less than the {num} workers, got "
       f"{options.backups}: an update would wait for no more than one gradient."
     )
+  if (options.splits or 1) > num:
+    raise ValueError(
+      f"`--splits` must be at most the {num} workers, got {options.splits}: an "
+      "update takes floor(workers / splits) gradients, which would be none."
+    )
   given = {
     "total": num * batch_size,
     "batches": server.FixedBatches(batch_size),
