@@ -71,11 +71,11 @@ def move_layers(
   }
   common = _common(arrays, having)
   # Unequal counts would silently differ by stage after the move.
-  before.peers.check_agreement(
-    "Step, key and what an optimizer has for all stages",
-    f"step {state.step}, {_digest([state.key, *common.values()])}",
-    state.step,
-  )
+  facts = {
+    "the step": state.step,
+    "what is kept for all stages": _digest([state.key, *common.values()]),
+  }
+  before.peers.check_agreement(facts, state.step)
   found = _transfer(state.step, before, after, having, wanted, arrays)
   for values in found.values():
     # Each stage needs its own copy, as an update donates it.

@@ -214,7 +214,7 @@ def measure(peers: pipeline.Peers, config: Config) -> dict[str, Any]:
       if peers.device == 0:
         cores = launch.wait_until_idle(config.most_busy, config.patience_s)
         busy.append((cores, os.getloadavg()[0]))
-      peers.check_agreement("Turn", "same", 1000 + repeat)
+      peers.check_agreement({}, 1000 + repeat)
       # The first table is that of the costs, which are those of a whole core.
       slow = peers.device == 1 and config.quota < 1 and run is not runs[0]
       began_s = time.process_time()
