@@ -186,12 +186,10 @@ def check_int(
   remedy: str = "",
 ) -> int:
   """Returns an integer of Python or NumPy in a range, as a Python int."""
-  number: Any
+  number: Any = None
   most = 2**63 - 1 if maximum is None else maximum
-  try:
+  with contextlib.suppress(TypeError):
     number = operator.index(value)
-  except TypeError:
-    number = None
   # Python counts True as 1.
   known = number is not None and not isinstance(value, bool)
   if not (known and minimum <= number <= most):

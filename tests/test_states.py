@@ -220,7 +220,7 @@ def test_rounding_is_that_of_a_cast(dtype):
   )
 
 
-# What a worker has of its own; a checkpoint stores all other fields once.
+# Each worker has its own of these; a checkpoint stores other fields once.
 OWN = {
   "AllToAllState": ("residual", ""),
   "AverageGradientsState": ("", "averages"),

@@ -1,4 +1,4 @@
-"""What is compared: the variants, and the networks on which they are."""
+"""The variants that are compared, and the networks on which they are."""
 
 import pathlib
 import sys

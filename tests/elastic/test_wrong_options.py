@@ -113,7 +113,7 @@ def test_elastic_run_refuses_a_value_in_one_line(
     refused(" ".join(words), name, capsys)
 
 
-# Of servers: words behind `train`, each refused by the option's name.
+# These words behind `train` of servers are refused by the option's name.
 _SERVERS = {
   "--buffer": (
     *(f"--protocol fedbuff --buffer {x}" for x in ("0", "-1", "1.5", "x")),

@@ -52,7 +52,7 @@ def test_outputs_and_residuals_match_numpy(share):
     if isinstance(x, module.RepeatedMeanState)
   ]
   np.testing.assert_allclose(kept[0], residual, atol=2e-6)
-  # What went in has come out, or is still to be sent.
+  # All that went in has come out, or is still to be sent.
   np.testing.assert_allclose(
     inputs.sum(0).mean(0), outputs.sum(0) + residual.mean(0), atol=2e-6
   )

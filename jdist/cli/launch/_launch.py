@@ -13,7 +13,7 @@ from jdist.cli.servers import _protocols
 
 _PORT = 29400
 _MOUNTED = "/etc/jdist/cluster.toml"
-# Where a restarted process finds compiled programs, as that of a local run.
+# A restarted process finds compiled programs there, as that of a local run.
 _CACHE = (
   "JAX_COMPILATION_CACHE_DIR="
   '"${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jdist/compiled}"'

@@ -313,7 +313,7 @@ def received_push(
       or the loss is not finite.
   """
   if codec is None and type(payload) is Pushed:
-    # Of this process: its arrays have been checked with their loss.
+    # It is of this process, where arrays have been checked with their loss.
     return payload, finite_loss(more, True)
   try:
     payload = message_of(payload, kinds)

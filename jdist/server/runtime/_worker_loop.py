@@ -21,7 +21,7 @@ from jdist.server.runtime import _engine, _server_shards
 
 # Time between two attempts to reach a server that does not answer.
 _AGAIN_S = 0.25
-# Those that server and workers must have in common.
+# Server and workers must have these in common.
 versions = channel.package_versions
 
 
