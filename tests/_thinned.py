@@ -409,9 +409,6 @@ EVERY = {
     "test_sent_whole_momentum_correction_is_momentum": 2,
     "test_substrates_agree": 14,
   },
-  "reducers/test_hierarchical.py": {
-    "test_each_device_reduces_a_part": 2,
-  },
   "reducers/test_law.py": {
     "test_int4_loses_mass_without_owner_feedback": 4,
     "test_law_holds_on_other_substrates": 9,

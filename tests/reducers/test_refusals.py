@@ -164,6 +164,16 @@ _SCALED = codecs.RandomK(0.1)
     lambda: hosts(outer=reducers.PowerSGD(2), parts=2),
     "one for shards and chunks",
   ),
+  *(
+    (
+      "reducer",
+      lambda level=level: reducers.Chunked(
+        hosts(**{level: scheduled((None, LARGEST))})
+      ),
+      "one for chunks of leaves, got Scheduled",
+    )
+    for level in ("inner", "outer")
+  ),
   (
     "parts",
     lambda: hosts(parts=3).init(jnp.zeros(20), None),

@@ -114,3 +114,10 @@ def test_warm_up_has_no_phase_that_sends_as_little_as_the_last():
     (10, 0.25),
     (None, 0.0625),
   ]
+
+
+def test_bits_are_those_of_the_last_phase():
+  first, last = (reducers.compressed(codecs.TopK(k=k)) for k in (4, 1))
+  like = jax.ShapeDtypeStruct((64,), "float32")
+  found = reducers.Scheduled(((2, first), (None, last))).num_bits(like, 4)
+  assert found == last.num_bits(like, 4) != first.num_bits(like, 4)

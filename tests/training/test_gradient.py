@@ -270,6 +270,7 @@ def test_nonfinite_padding_is_ignored():
   values = jnp.array([1.0, jnp.inf, jnp.nan])
   assert training.masked_mean(values, jnp.array([1, 0, 0])) == 1
   assert training.masked_mean(values, jnp.zeros(3)) == 0
+  assert training.masked_mean(jnp.array([1.0, 2.0, 6.0]), None) == 3
   slope = jax.grad(lambda x: training.masked_mean(x**2, jnp.array([1, 0, 1])))
   assert slope(jnp.array([1.0, 5.0, 3.0])).tolist() == [1.0, 0.0, 3.0]
 

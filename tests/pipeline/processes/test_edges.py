@@ -109,6 +109,29 @@ def test_edges_of_other_numbers_draw_other_random_numbers():
   assert first == same != other
 
 
+def test_each_edge_of_a_table_draws_by_a_number_of_its_own():
+  """Outputs for stage s have 2 s + 1, and gradients for it 2 s + 2."""
+  table = pipeline.make_table("1f1b", 3, 2)
+
+  def work(process, peers):
+    del peers
+    coded = process.init_state(optax.sgd(0.1)).edges
+    return {
+      (stage, sends): int(state.step) >> 24
+      for stage, edges in coded.items()
+      for sends, state in edges.items()
+    }
+
+  found = _training.processes(
+    small.layers(small.UNLIKE), table, work, small.UNLIKE, edges=INT4
+  )
+  assert found == [
+    {(0, "OUTPUT"): 3},
+    {(1, "OUTPUT"): 5, (1, "GRADIENT"): 2},
+    {(2, "GRADIENT"): 4},
+  ]
+
+
 def test_integers_cross_as_they_are():
   value = {
     "ids": jnp.arange(3), "there": jnp.array([True, False, True]),
@@ -159,11 +182,18 @@ def _batches(number, table):
   return _training.of_first(small.batches(number, 1, rows, small.UNLIKE))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
-def test_coded_edges_train_and_dense_ones_have_the_same_bits(name):
-  table = pipeline.make_table(name, 3, 4)
-  batches = _batches(4, table)
+@pytest.mark.parametrize(
+  ("table", "number"),
+  [
+    (("1f1b", 2, 2), 2),
+    pytest.param(("1f1b", 3, 4), 4, marks=pytest.mark.slow),
+    pytest.param(("zb_h1", 3, 4), 4, marks=pytest.mark.slow),
+  ],
+  ids=str,
+)
+def test_coded_edges_train_and_dense_ones_have_the_same_bits(table, number):
+  table = pipeline.make_table(*table)
+  batches = _batches(number, table)
   plain = _train(table, batches)
   dense = _train(table, batches, edges=reducers.MessageCodec(codecs.Dense()))
   coded = _train(table, batches, edges=INT4)
@@ -174,6 +204,24 @@ def test_coded_edges_train_and_dense_ones_have_the_same_bits(name):
   np.testing.assert_allclose(*losses, rtol=0.2)
   for found in (plain, dense, coded):
     assert sum(x[2] for x in found) == len(batches) * found[0][3]
+
+
+def test_outputs_that_are_known_cross_a_table_as_their_changes():
+  """Without loss in the codec a stage receives what was sent."""
+  table = pipeline.make_table("1f1b", 2, 2)
+  batches = _batches(2, table)
+  rows = _MICRO * table.num_microbatches
+  numbered = [x | {"index": np.arange(rows, dtype=np.int32)} for x in batches]
+  microbatch = _training.microbatch(small.UNLIKE)
+  microbatch |= {"index": jax.ShapeDtypeStruct((_MICRO,), jnp.int32)}
+  dense = reducers.MessageCodec(codecs.Dense())
+  _, wanted, *_ = _train(table, batches)[0]
+  for coded, same in ((dense, True), (INT4, False)):
+    _, found, *_ = _train(
+      table, numbered, edges=coded, edge_samples=("index", rows),
+      microbatch=microbatch,
+    )[0]  # fmt: skip
+    assert np.allclose(found, wanted, rtol=1e-5) == same
 
 
 @pytest.mark.slow

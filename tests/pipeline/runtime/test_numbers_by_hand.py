@@ -1,5 +1,8 @@
 """Numbers of both runtimes by hand: keys, norms, versions and bytes."""
 
+import functools
+import types
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -42,6 +45,55 @@ def test_a_tied_leaf_counts_once_in_a_workers_clipped_norm():
   clipped = optax.chain(transforms.clip_local(1.0, None), optax.sgd(0.1))
   assert needs_all(clipped, True) and not needs_all(clipped, False)
   assert not needs_all(optax.sgd(0.1), True)
+
+
+def _in_partial():
+  clip = optax.clip_by_global_norm(1.0)
+  return clip._replace(update=functools.partial(clip.update))
+
+
+def _in_keyword():
+  def update(updates, state, params=None, *, inner):
+    return inner.update(updates, state, params)
+
+  clip = optax.clip_by_global_norm(1.0)
+  return clip._replace(update=functools.partial(update, inner=clip))
+
+
+def _in_argument():
+  clip = optax.clip_by_global_norm(1.0)
+  return clip._replace(update=functools.partial(map, clip.update))
+
+
+def _behind_an_empty_cell():
+  def update(updates, state, params=None):
+    return (clip if unset is None else absent).update(updates, state, params)
+
+  clip, unset = optax.clip_by_global_norm(1.0), None
+  if unset is not None:
+    absent = clip
+  return clip._replace(update=update)
+
+
+def _in_an_object():
+  return types.SimpleNamespace(parts={"a": optax.clip_by_global_norm(1.0)})
+
+
+@pytest.mark.parametrize(
+  "make",
+  [
+    _in_partial,
+    _in_keyword,
+    _in_argument,
+    _behind_an_empty_cell,
+    _in_an_object,
+  ],
+)
+def test_norm_over_all_leaves_is_found_wherever_it_is_held(make):
+  for parts, found in ((1, False), (2, True)):
+    assert found == _chain_check.needs_all(
+      make(), num_parts=parts, num_stages=2, tied=False, one_program=False
+    )
 
 
 def test_run_that_continues_reads_the_prediction():

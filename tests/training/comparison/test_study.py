@@ -1,5 +1,7 @@
 """Variants are tuned on one grid, run with the same seeds, and each once."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jdist
@@ -202,3 +204,18 @@ def test_workload_has_the_split_for_tests():
   train, test = data.load("synthetic"), data.load("synthetic", "test")
   assert len(found.train) == len(train) != len(found.test) == len(test)
   assert found.model(3) == (found.train, 3)
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_workload_augments_training_alone(augment, monkeypatch):
+  """A crop or a flip of all-different pixels moves some of them."""
+  team = jdist.workers(2, substrate="vmap")
+  found = comparison.Workload.load(
+    "synthetic", lambda *given: given, team, 8, augment=augment
+  )
+  images = jnp.arange(4 * 8 * 8, dtype=jnp.float32).reshape(4, 8, 8, 1)
+  batch = {"image": images, "label": jnp.zeros(4, jnp.int32)}
+  plain = comparison.Workload.load("synthetic", lambda *given: given, team, 8)
+  expected = plain.inputs()(batch, jax.random.key(0))
+  given = found.inputs()(batch, jax.random.key(0))
+  assert bool((given == expected).all()) != augment

@@ -1,0 +1,282 @@
+"""Small parts of commands, with values to follow by hand."""
+
+import json
+import math
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist import cli, data, models, training, transforms
+from jdist.cli import _commands, _methods, _train, _workload
+from jdist.cli.pipelines import _pipeline_run, _process_run, _tables
+from jdist.cli.programs import _overlap_inputs
+
+
+def test_pipeline_train_has_four_stages_by_default():
+  expand = cli._expand
+  assert expand(["train", "--steps", "1"]) == ["train", "--steps", "1"]
+  assert expand(["pipeline", "train", "gpipe", "--steps", "1"]) == [
+    "train", "--stages", "4", "--table", "gpipe", "--steps", "1",
+  ]  # fmt: skip
+  for given in (["--stages", "2"], ["--stages=2"], ["--help"], ["-h"]):
+    assert expand(["pipeline", "train", *given]) == ["train", *given]
+
+
+def test_version_is_printed(capsys):
+  assert cli.main(["--version"]) == cli.main(["-V"]) == 0
+  first, second = capsys.readouterr().out.splitlines()
+  assert first == second and first.startswith("jdist ")
+
+
+# -- Texts of a training run.
+
+
+@pytest.fixture(scope="module")
+def text():
+  rows = np.arange(40, dtype=np.uint8).reshape(5, 8)
+  return data.TextDataset(rows, rows)
+
+
+def test_quality_of_a_text_is_in_bits():
+  found = {"accuracy": 0.25}
+  assert _workload.quality(found) == "accuracy 25.00 %"
+  found["bits_per_token"] = 1.5
+  assert _workload.quality(found) == "1.500 bits per byte  accuracy 25.00 %"
+
+
+def test_loss_is_a_dash_where_no_step_was_trained():
+  def shown(loss, **more):
+    given = {"diverged": False, "skipped": 0} | more
+    return _workload.loss(types.SimpleNamespace(train_loss=loss, **given))
+
+  assert shown(1.25) == "1.2500" and shown(math.nan) == "–"
+  assert shown(math.nan, diverged=True) == shown(math.nan, skipped=2) == "nan"
+
+
+def test_processes_agree_on_options_but_not_on_paths():
+  options = _commands.Train(
+    evaluate_every_epochs=2.0, checkpoint_every_epochs=3.0, checkpoints="/a"
+  )
+  assert _train._common(options, {"seed": 5}) == {
+    "`--seed`": 5, "`--evaluate-every-epochs`": 2.0,
+    "`--checkpoint-every-epochs`": 3.0, "`--checkpoints`": True,
+    "`--final-params`": False,
+  }  # fmt: skip
+
+
+def test_resumed_run_prints_what_has_changed():
+  programs = types.SimpleNamespace(
+    budget=types.SimpleNamespace(num_steps=6),
+    workload=types.SimpleNamespace(steps_per_epoch=2.0),
+  )
+
+  def told(step, **before):
+    before = {"epochs": 2, "steps": None, "workers": 4} | before
+    found = types.SimpleNamespace(step=step, metadata=before)
+    options = _commands.Train(workers=4, steps=6)
+    return _workload.resumed_text(options, found, programs)
+
+  longer = ", of 6 steps where it had 4; the schedule is that of the longer run"
+  assert told(3) == f"Resumes from step 3{longer}."
+  assert told(3, steps=6) == "Resumes from step 3."
+  assert told(6, steps=6) == "Nothing left to train: step 6 of 6."
+  assert told(5, steps=6, workers=2) == (
+    "Resumes from step 5, with 4 workers in place of 2."
+  )
+  with pytest.raises(ValueError, match=r"`--steps` must not.*began, 8 steps"):
+    told(5, steps=8)
+
+
+# -- Optimizers.
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_sgd_decays_weights_behind_its_momentum(plain, decay):
+  options = _commands.Train(momentum=0.5, weight_decay=decay)
+  run = _methods.run_of(options, 10, 0, lambda step: 0.1)
+  optimizer = _methods.optimizer_of(options, run, plain=plain)
+  w, g = jnp.array(2.0), jnp.array(1.0)
+  state = optimizer.init(w)
+  for momenta in (1.5, 1.75) if not plain else (1.0, 1.0):
+    updates, state = optimizer.update(g, state, w)
+    np.testing.assert_allclose(updates, -0.1 * (momenta + decay * 2), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("policy", "length"), [("fixed", 6), ("method", 6), ("growth", None)]
+)
+def test_fragments_have_rounds_of_fixed_steps(policy, length):
+  options = _commands.Train(interval=6, interval_policy=policy)
+  run = _methods.run_of(options, 100, 0, lambda step: 0.1)
+  method = _methods.methods.registry["streaming_diloco"]
+  if length is None:
+    with pytest.raises(ValueError, match="`--interval-policy` must be fixed"):
+      _methods._interval("streaming_diloco", method, options, run)
+  else:
+    found = _methods._interval("streaming_diloco", method, options, run)
+    assert found == length
+
+
+@pytest.mark.parametrize(
+  ("method", "given", "wanted"),
+  [
+    ("ssgd:first", {"in_flight": 3}, (3, None, None)),
+    ("ssgd:scattered", {}, (1, None, None)),
+    ("ssgd:hybrid", {"pending": 0.25, "message_mb": 2.0}, (1, 0.25, 2_000_000)),
+    ("ssgd:first", {"pending": 0.25, "message_mb": 1e-6}, (1, None, 8)),
+  ],
+)
+def test_forms_of_update_first_have_their_options(
+  method, given, wanted, monkeypatch
+):
+  found = {}
+  monkeypatch.setattr(
+    transforms, "update_first", lambda inner, **options: found.update(options)
+  )
+  options = _commands.Overlap(**given)
+  _overlap_inputs.make_optimizer(method, options, "worker")
+  in_flight, pending, size = wanted
+  assert found.pop("axis") == "worker"
+  assert found.pop("scatter") == (method == "ssgd:scattered")
+  assert found.pop("max_bytes", None) == size
+  assert found == {"in_flight": in_flight, "pending": pending or 1.0}
+
+
+@pytest.mark.parametrize("form", ["streamed", "simple"])
+def test_forecast_delays_a_whole_round(form):
+  options = _commands.Overlap(interval=6)
+  optimizer = _overlap_inputs.make_optimizer(f"msdpu:{form}", options, None)
+  state = optimizer.init({"w": jnp.ones(2)})
+  assert transforms.streams(state) == (form == "streamed")
+  # The first round is late already, and no mean is due within a round.
+  window, offset, interval = np.asarray(transforms.rounds_ahead(state))[0]
+  assert (window, offset, interval) == (6, 0, 6)
+
+
+# -- Pipelines.
+
+
+def test_layer_computes_in_another_dtype():
+  def apply(params, state, x, *, train):
+    return (params["w"] * x).astype(params["w"].dtype), (state, train)
+
+  layer = models.Layer(
+    name="one", params={"w": jnp.float32(1.001)}, state=7, apply=apply
+  )
+  assert _tables.cast_layer(layer, "float32") is layer
+  cast = _tables.cast_layer(layer, "bfloat16")
+  found, rest = cast.apply(layer.params, 7, jnp.bfloat16(2.0), train=True)
+  assert (found.dtype, float(found), rest) == (jnp.bfloat16, 2.0, (7, True))
+  assert cast.params["w"].dtype == jnp.float32
+
+
+class _Saved:
+  """Checkpoints with one of a step, which note what they are read into."""
+
+  def __init__(self, step, saved=None):
+    self.step, self.saved, self.read = step, saved, None
+
+  def restore(self, template, check):
+    self.read = template(self.step or 0)
+    if self.step is not None:
+      check(self.saved)
+    return self.step and types.SimpleNamespace(step=self.step)
+
+
+@pytest.mark.parametrize(
+  ("step", "table", "late"),
+  [(2, "first", False), (3, "first", False), (4, "late", True),
+   (None, "first", None)],
+)  # fmt: skip
+def test_checkpoint_of_a_late_run_is_read_into_its_own_table(step, table, late):
+  run = types.SimpleNamespace(late="late", _state=lambda phase, seed: phase)
+  saved = _Saved(step, {"seed": 1})
+  fit = {"checkpoints": saved, "metadata": {"seed": 1}}
+  found = _pipeline_run.PreparedStages._is_late(run, "first", fit, 0, 3)
+  assert found == bool(late) and saved.read == table
+  assert not _pipeline_run.PreparedStages._is_late(run, "first", {}, 0, 3)
+  if step is not None:
+    fit["metadata"] = {"seed": 2}
+    with pytest.raises(ValueError, match="seed"):
+      _pipeline_run.PreparedStages._is_late(run, "first", fit, 0, 3)
+
+
+@pytest.mark.parametrize("behind", [0, 2])
+def test_last_record_is_of_a_drained_pipeline(behind, monkeypatch):
+  made = object.__new__(_pipeline_run.PreparedStages)
+  pipe = types.SimpleNamespace(
+    grid=types.SimpleNamespace(behind=behind),
+    make_drain=lambda optimizer, axis: lambda state: (optimizer, axis, state),
+  )
+  made.late = types.SimpleNamespace(pipe=pipe, optimizer="sgd")
+  made.first, made.options = None, _commands.Train()
+  made.budget = types.SimpleNamespace(num_steps=6)
+  team = types.SimpleNamespace(axis="worker", jit=lambda drain: drain)
+  made.workload = types.SimpleNamespace(workers=team)
+  made.evaluate = lambda model: {"model": model}
+  record = training.Record(
+    step=6, rounds=6, train_loss=0.0, sent_bytes=0.0, metrics={"model": 1},
+    train_s=1.0, samples_per_s=1.0,
+  )  # fmt: skip
+  for name, value in {
+    "_fit": lambda *_: (8, [record, record]), "_state": lambda *_: 0
+  }.items():  # fmt: skip
+    monkeypatch.setattr(_pipeline_run.PreparedStages, name, value)
+  first, last = made.run(0)
+  assert first.metrics == {"model": 1}
+  drained = {"model": ("sgd", "worker", 8)}
+  assert last.metrics == (drained if behind else {"model": 1})
+
+
+class _Stages:
+  """A process of a pipeline that saves a folder for each step."""
+
+  def save(self, folder, state):
+    (folder / f"step_{state.step:08d}").mkdir()
+
+
+def _run_of(folder, *, first=True):
+  made = object.__new__(_process_run._Run)
+  made._options = _commands.Train(checkpoints=folder and str(folder))
+  made._peers = types.SimpleNamespace(any=lambda bad, tag: bad)
+  made._identity, made.records = {"seed": 1}, []
+  made._train_s, made._samples, made._losses = 1.5, 20, [0.5]
+  made._first, made._process = first, _Stages()
+  return made
+
+
+def _state_of(step, value=1.0):
+  return types.SimpleNamespace(
+    step=step, params={"w": np.float32(value)}, model_state=()
+  )
+
+
+def test_stages_are_saved_with_the_records_of_their_run(tmp_path):
+  assert not _run_of(None)._save(_state_of(2))
+  run = _run_of(tmp_path)
+  (tmp_path / "step_00000001.json").write_text("{}")
+  assert run._save(_state_of(2))
+  # The records of step 1 belong to no saved stages any more.
+  assert sorted(x.name for x in tmp_path.iterdir()) == [
+    "step_00000002", "step_00000002.json",
+  ]  # fmt: skip
+  body = json.loads((tmp_path / "step_00000002.json").read_text())
+  assert [1.5, 20, [0.5]] in _values(body)
+  assert _run_of(tmp_path, first=False)._save(_state_of(3))
+  assert not (tmp_path / "step_00000003.json").exists()
+
+
+def _values(body):
+  """Lists all values of nested dicts."""
+  found = list(body.values())
+  return found + [y for x in found if isinstance(x, dict) for y in _values(x)]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_stages_that_are_not_finite_are_not_saved(bad, tmp_path):
+  with pytest.warns(RuntimeWarning, match="step 4 is not finite"):
+    assert not _run_of(tmp_path)._save(_state_of(4, bad))
+  assert not list(tmp_path.iterdir())
