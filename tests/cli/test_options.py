@@ -49,6 +49,48 @@ def test_every_number_has_a_range(command):
   assert without == set(_ELSEWHERE.get(command.__name__, "").split())
 
 
+# The options of each range; those of one command alone stand behind its name.
+_RANGES = {
+  "[1, inf)": "accumulate buffer fragments gpus_per_node image_size in_flight "
+  "interval length max_staleness microbatches num_heads num_layers "
+  "num_processes shards slowdown splits stages steps width window_length "
+  "workers Advise:batch_size Overlap:batch_size Pipeline:samples",
+  "[2, inf)": "Advise:workers",
+  "(0, inf)": "bandwidth_gbit_per_s bandwidth_mbit_per_s "
+  "checkpoint_every_epochs cpus_per_worker drawn_seconds epochs "
+  "evaluate_every_epochs growth_start learning_rate limit_s memory_gb_per_s "
+  "message_mb outer_learning_rate seconds tflop_per_s timeout_s "
+  "Simulate:batch_size",
+  "[0, inf)": "backoff_s backups backward_s bound combine_mb correction "
+  "forward_s grid_extensions latency_ms latency_us launch_us local_rate "
+  "max_delay optimizer_copies output_bytes parameter_bytes process_id "
+  "restarts saved_bytes warmup_epochs warmup_steps weight_decay",
+  "[0, 1)": "momentum outer_momentum pipeline_from",
+  "[0, 1]": "pending",
+  "(0, 1)": "late_from",
+  "(0, 1e9]": "updates Simulate:samples",
+  "[1, 1000]": "tuning_seeds",
+  "[1, 10000]": "Advise:interval",
+  "[0, 4294967296)": "seed seeds",
+}
+
+
+@pytest.mark.parametrize("command", _COMMANDS, ids=lambda x: x.__name__)
+def test_range_of_every_option(command):
+  wanted = {}
+  for kind in ("", f"{command.__name__}:"):
+    for within, names in _RANGES.items():
+      for name in names.split():
+        if name.startswith(kind) and (":" in name) == bool(kind):
+          wanted[name.removeprefix(kind)] = within
+  found = {
+    field.name: field.metadata["option"].within
+    for field in dataclasses.fields(command)
+    if "option" in field.metadata and field.metadata["option"].within
+  }
+  assert found == {name: wanted.get(name) for name in found}
+
+
 def test_own_protocol_is_found_in_the_current_directory(tmp_path, monkeypatch):
   # As the installed command starts: without the directory on its path.
   (tmp_path / "nearby.py").write_text("from jdist.server import ASP as Own\n")
