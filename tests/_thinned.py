@@ -642,7 +642,7 @@ EVERY = {
   "transforms/test_drain.py": {
     "test_anchor_that_is_late_takes_both_means": 2,
     "test_control_variates_and_their_mean_agree_when_drained": 2,
-    "test_drain_keeps_accumulated_gradients": 6,
+    "test_drain_keeps_accumulated_gradients": 2,
     "test_drain_keeps_states_of_other_leaves": 3,
     "test_drain_loses_nothing": 6,
     "test_drained_round_equals_a_shorter_one": 4,

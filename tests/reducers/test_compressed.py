@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jdist import collectives, profiling, reducers
-from jdist.reducers import _all_to_all
+from jdist.reducers import _all_to_all, _compressed
 from jdist.transforms import _shared
 from tests import _thinned
 from tests.reducers import _reducers
@@ -275,3 +275,16 @@ def test_tree_without_elements_sends_nothing():
       reduced = reducer.reduce(tree, state, jax.random.key(0), None)
       assert jax.tree.structure(reduced.mean) == jax.tree.structure(tree)
       assert reducer.num_bits(tree, 4).payload == 0
+
+
+def test_codes_of_a_sparse_leaf_that_is_not_finite_keep_their_integers():
+  """Its values are NaN, and the positions of the others stay as they are."""
+  payload = {"at": jnp.array([3, 1]), "value": jnp.array([2.0, 5.0])}
+  good, bad = (
+    _compressed._poisoned(payload, jnp.array(finite))
+    for finite in (True, False)
+  )
+  assert jax.tree.map(np.ndarray.tolist, jax.tree.map(np.asarray, good)) == {
+    "at": [3, 1], "value": [2.0, 5.0],
+  }  # fmt: skip
+  assert bad["at"].tolist() == [3, 1] and np.isnan(bad["value"]).all()

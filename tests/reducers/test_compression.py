@@ -407,3 +407,11 @@ def test_mean_that_is_not_finite_leaves_no_residual_of_its_cast():
   _, state = compression.finish(mean, mean, mean, state, like)
   # The share that was sent leaves nothing, and the cast of the first a little.
   assert state.residual.tolist() == [2.0**-12, 0.0]
+
+
+def test_without_feedback_owners_keep_their_residuals():
+  compression = reducers.Compression(reducers.compressed(codecs.Quantize(4, 4)))
+  like = {"w": jnp.ones(8)}
+  state = compression.init(like, None)
+  assert jax.tree.leaves(state.reducer)
+  assert compression.absorb(like, state, None) is state

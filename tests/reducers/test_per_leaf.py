@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jdist import collectives, reducers
+from tests.reducers import _reducers
 from tests.reducers import _small_codecs as small
 
 ROUND = reducers.compressed(small.Rounded())
@@ -170,3 +171,24 @@ def test_each_reducer_flushes_its_own_state():
   found, state = policy.flush(policy.init(like, None), like, None)
   assert found["a"].tolist() == [1.0, 1.0] and found["b"].tolist() == [2.0]
   assert [x.item() for x in state[:2]] == [0.0, 0.0]
+
+
+def test_rule_without_leaves_changes_no_other_state():
+  """Residuals stay with their reducer where a rule before it has no leaves."""
+  rules = (
+    reducers.Rule(reducers.compressed(small.Rounded(levels=3)), "absent"),
+    reducers.Rule(ROUND, "a"),
+  )
+  rest = reducers.compressed(small.Rounded(levels=1))
+  trees = {
+    name: jnp.asarray(np.random.default_rng(i).normal(size=(2, 4, 24)))
+    for i, name in enumerate("ab")
+  }
+  trees = jax.tree.map(lambda x: x.astype(jnp.float32), trees)
+  means, shares, _, _ = _reducers.run(
+    reducers.PerLeaf(rules, default=rest), trees, 2
+  )
+  for name, reducer in (("a", ROUND), ("b", rest)):
+    alone = _reducers.run(reducer, {name: trees[name]}, 2)
+    np.testing.assert_array_equal(means[name], alone[0][name])
+    np.testing.assert_array_equal(shares[name], alone[1][name])

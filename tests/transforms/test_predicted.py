@@ -425,3 +425,21 @@ def test_draining_does_not_step_a_front_that_holds_nothing():
     np.testing.assert_allclose(drained[k], params[k], rtol=1e-6)
   assert (after.clock.step, after.clock.round) == (1, 1)
   assert after.clock.synchronized
+
+
+def test_drain_moves_no_rest_that_has_nothing_begun():
+  """A momentum would move the residual without a gradient."""
+  optimizer = whole(
+    methods.local_sgd(optax.sgd(0.1), 3, axis=None), None,
+    rest=methods.ssgd(optax.sgd(0.1, momentum=0.9), axis=None),
+  )  # fmt: skip
+  params, state = PARAMS, optimizer.init(PARAMS)
+  gradients = jax.tree.map(jnp.ones_like, PARAMS)
+  for _ in range(4):
+    updates, state = optimizer.update(gradients, state, params)
+    params = transforms.apply_updates(params, updates, state)
+  drained, new = transforms.drain(optimizer, state, params)
+  chex.assert_trees_all_equal(new.rest, state.rest)
+  moved = {k: drained[k] - predict(THETA, drained)[k] for k in "cd"}
+  before = {k: params[k] - state.predicted[k] for k in "cd"}
+  chex.assert_trees_all_close(moved, before, atol=1e-6)
