@@ -4,6 +4,7 @@ They are values of papers or choices that pages state, so that a change is
 deliberate: here, in the docstring and in the CHANGELOG.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -18,10 +19,12 @@ from jdist import (
   pipeline,
   reducers,
   server,
+  training,
   transforms,
 )
 from jdist.cli import _commands, _groups
 from jdist.cli.servers import _server_options
+from jdist.training import comparison
 from jdist.transforms import intervals
 
 _DEFAULTS = {
@@ -37,10 +40,12 @@ _DEFAULTS = {
   },
   methods.overlap_local_sgd: {"pull": 0.6, "momentum": 0.0},
   methods.powersgd: {"rank": 2},
-  methods.qsgd: {"bits": 4, "block": 512},
+  methods.qsgd: {"wire": "gather", "bits": 4, "block": 512},
   methods.scaffold: {"global_learning_rate": 1.0},
   methods.signsgd: {"momentum": 0.0},
-  methods.slow_mo: {"slow_learning_rate": 1.0, "slow_momentum": 0.5},
+  methods.slow_mo: {
+    "buffers": "maintain", "slow_learning_rate": 1.0, "slow_momentum": 0.5,
+  },
   methods.sparse_loco: {
     "density": 1 / 64, "outer_learning_rate": 1.0, "decay": 0.95, "bits": 2,
     "chunk": 4096,
@@ -49,17 +54,20 @@ _DEFAULTS = {
     "outer_learning_rate": 0.7, "outer_momentum": 0.9, "delay_steps": 1,
     "mix": 0.5,
   },
-  methods.terngrad: {"deviations": 2.5},
-  methods.topk_sgd: {"ratio": 0.01},
+  methods.terngrad: {"wire": "gather", "deviations": 2.5},
+  methods.topk_sgd: {"feedback": True, "ratio": 0.01},
   transforms.Delayed: {"steps": None, "carry": 1.0, "after_step": 0},
   transforms.Stream: {"max_bytes": 4 * 2**20},
   transforms.update_first: {
-    "max_bytes": 4 * 2**20, "in_flight": 1, "pending": 1.0,
+    "order": "front_first", "max_bytes": 4 * 2**20, "in_flight": 1,
+    "pending": 1.0,
   },
-  intervals.adacomm: {"max_interval": 16},
-  intervals.msdpu: {"max_interval": 16, "decay": 0.9},
+  intervals.adacomm: {
+    "learning_rate": 1.0, "form": "halving", "max_interval": 16,
+  },
+  intervals.msdpu: {"learning_rate": 1.0, "max_interval": 16, "decay": 0.9},
   reducers.ErrorFeedback: {"decay": 1.0},
-  reducers.MomentumCorrection: {"momentum": 0.9},
+  reducers.MomentumCorrection: {"mask": True, "momentum": 0.9},
   reducers.Smoothing: {"momentum": 0.9},
   reducers.warm_up: {"final_ratio": 0.001},
   reducers.Chunked: {"max_bytes": 4 * 2**20, "multiple": 1},
@@ -83,9 +91,12 @@ _DEFAULTS = {
     "peers": False,
     "weights": "paper", "in_step": False,
   },
-  server.dbs: {"smoothing": 0.5, "minimum": 1},
+  server.dbs: {"rate": "linear", "smoothing": 0.5, "minimum": 1},
   server.fedbuff: {"buffer": 10},
-  server.h_ps: {"pipelined": True, "smoothing": 0.5, "slack": 0.9},
+  server.h_ps: {
+    "tasks": True, "pipelined_from": 0, "accumulate": True, "pipelined": True,
+    "smoothing": 0.5, "slack": 0.9,
+  },
   elastic.Rounds: {
     "samples": 32, "quorum": 0.5, "grace": 1.0, "timeout_s": None, "seed": 0,
     "peers": False,
@@ -141,6 +152,83 @@ _DEFAULTS = {
   pipeline.stage_times: {"send_factor": 1.0, "split": False},
   pipeline.zb_h2: {"num_iterations": 8, "max_live": None, "max_saved": None},
   pipeline.zb_v: {"num_iterations": 8, "max_live": None, "max_saved": None},
+  elastic.OwnLoop: {"fragments": 1, "seed": 0, "interval": 1},
+  methods.Method: {"interval_policy": "fixed"},
+  methods.Run: {
+    "steps_per_epoch": 1, "interval": 1, "optimizer": "sgd", "momentum": 0.0,
+    "weight_decay": 0.0,
+  },
+  methods.ef_signsgd: {"wire": "all_to_all"},
+  methods.mp2: {"interval": 1},
+  pipeline.Action: {"microbatch": 0, "iteration": 0},
+  pipeline.LayerCost: {
+    "name": "layer", "forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0,
+    "parameter_bytes": 0.0, "output_bytes": 0.0, "sent_share": 1.0,
+    "saved_bytes": 0.0, "working_bytes": 0.0,
+  },
+  pipeline.Peers: {"timeout_s": 300.0},
+  pipeline.draw_table: {"max_ticks": 60},
+  pipeline.greedy: {"num_iterations": 1},
+  pipeline.parse_table: {"name": "table"},
+  reducers.Hierarchical: {"parts": 1},
+  reducers.MessageCodec: {"seed": 0, "first": 0},
+  reducers.Rule: {"min_size": 0, "min_ndim": 0},
+  reducers.compressed: {"owner_feedback": True},
+  server.Assignment: {
+    "sent_s": 0.0, "push_plan": 0, "pull_plan": 0, "round": 0, "fragment": 0,
+  },
+  server.BalancedBatches: {
+    "measured": True, "smoothing": 0.5, "minimum": 1, "accumulate": True,
+  },
+  server.BitPlans: {"block": 64},
+  server.EmptyServer: {"num_bytes": 0},
+  server.EmptyWorker: {"stateless": True},
+  server.GradientLearner: {"compensation": 0.0, "seed": 0},
+  server.GradientServer: {"shared": True, "seed": 0, "compensation": 0.0},
+  server.GradientWorker: {"seed": 0},
+  server.LivePlan: {"unit": "samples", "shards": 1, "shard": 0},
+  server.LiveSession: {"startup_s": 900.0},
+  server.LocalStep: {"momentum": 0.0},
+  server.Pace: {"seed": 0},
+  server.Push: {"waited_s": 0.0},
+  server.RayEngine: {
+    "cpus_per_worker": 1.0, "gpus_per_worker": 0.0, "spares": 0,
+  },
+  server.Reply: {"passes": 1, "push_plan": 0, "pull_plan": 0, "fragment": 0},
+  server.ServerState: {
+    "version": 0, "now_s": 0.0, "next_task": 0, "joined": 0,
+    "total_samples": 0, "pushes": 0, "applied": 0,
+  },
+  server.Weighting: {"samples": "none"},
+  server.WorkerLoop: {"patience_s": 120.0},
+  server.fit_bit_plans: {"error_limit": 0.02, "block": 64, "seed": 0},
+  training.Checkpoints: {"keep": 3},
+  training.OtherRunError: {"argument": "metadata"},
+  training.Progress: {"start_step": 0},
+  training.Record: {"clock": "wall", "skipped": 0},
+  training.Trainer: {"max_shapes": 8, "timeout_s": 900.0},
+  training.check_same_run: {"argument": "metadata"},
+  training.init_state: {"seed": 0},
+  training.make_gradient: {"accumulate": 1},
+  training.make_step: {"accumulate": 1},
+  training.sample_counts: {"leading": 0},
+  comparison.Study: {"max_extensions": 2, "order": "variant"},
+  comparison.Workload: {
+    "accumulate": 1, "dtype": "float32", "evaluation_batch": 128,
+  },
+  comparison.paired_difference: {"confidence": 0.95},
+  comparison.tune: {"max_extensions": 2},
+  transforms.Control: {"stream_steps": "fixed"},
+  transforms.ControlVariates: {"global_learning_rate": 1.0},
+  transforms.Elastic: {"moving_rate": 0.9},
+  transforms.PulledAnchor: {"pull": 0.6, "momentum": 0.0},
+  transforms.SlowMomentum: {
+    "slow_learning_rate": 1.0, "momentum": 0.5, "buffers": "maintain",
+  },
+  transforms.lenient: {"argument": "optimizer"},
+  transforms.outer_sgd: {"outer_learning_rate": 0.7, "outer_momentum": 0.9},
+  transforms.refuse_iterates: {"argument": "inner"},
+  intervals.growth: {"start": 1 / 3, "max_interval": 16},
 }  # fmt: skip
 # Options of the command line by the class that declares them, all but those
 # whose default is None.
@@ -238,6 +326,35 @@ def test_default_is_the_stated_one(door):
     found |= {x.name: x.default for x in dataclasses.fields(door)}
   stated = _DEFAULTS[door]
   assert {name: found[name] for name in stated} == stated
+
+
+def _doors(module):
+  """Yields public functions and classes that can be called."""
+  for name in dir(module):
+    door = getattr(module, name)
+    if not name.startswith("_") and callable(door):
+      with contextlib.suppress(TypeError, ValueError):
+        yield door, inspect.signature(door).parameters.values()
+
+
+@pytest.mark.parametrize(
+  "module",
+  [
+    elastic, methods, pipeline, reducers, server, training, comparison,
+    transforms, intervals,
+  ],
+  ids=lambda x: x.__name__,
+)  # fmt: skip
+def test_every_number_that_may_be_left_out_is_stated(module):
+  missing = [
+    f"{door.__qualname__}({argument.name}={argument.default!r})"
+    for door, arguments in _doors(module)
+    for argument in arguments
+    if isinstance(argument.default, int | float | str)
+    and argument.default is not False
+    and argument.name not in _DEFAULTS.get(door, {})
+  ]
+  assert not missing
 
 
 @pytest.mark.parametrize("group", _GROUPS, ids=lambda x: x.__name__)
