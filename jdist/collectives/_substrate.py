@@ -56,6 +56,7 @@ def _pool_threads(num_devices: int) -> str:
   return str(max(needed, len(mine(0))))
 
 
+@signatures.checked
 def make_mesh(
   shape: Sequence[signatures.PositiveInt],
   names: Sequence[str],
@@ -76,8 +77,7 @@ def make_mesh(
       "`shape` and `names` must have one entry an axis, names once, got "
       f"{tuple(shape)} and {tuple(names)}."
     )
-  if devices is None:
-    devices = jax.devices()
+  devices = jax.devices() if devices is None else devices
   needed = int(np.prod(shape))
   if needed > len(devices):
     raise ValueError(

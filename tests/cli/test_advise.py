@@ -29,6 +29,9 @@ def short():
 
 def empty():
   return loss_fn, jnp.ones((64, 64)), jnp.ones((0, 64))
+
+def nothing():
+  return loss_fn, jnp.ones((64, 64)), {}
 """
 
 
@@ -248,6 +251,7 @@ def test_processes_that_measure_are_the_workers(
     (("--step", "no_such_module:make"), "no_such_module"),
     (("--step", "own_step:short"), "`loss_fn, params, batch`"),
     (("--step", "own_step:empty"), "a batch with samples, got [0]."),
+    (("--step", "own_step:nothing"), "a batch with samples, got []."),
     (("--bandwidth-mbit-per-s", "0"), "`--bandwidth-mbit-per-s`"),
     (("--slowdown", "0.5"), "`--slowdown`"),
     (("--workers", "1"), "`--workers`"),

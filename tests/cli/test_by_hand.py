@@ -146,14 +146,15 @@ def test_forms_of_update_first_have_their_options(
 
 
 @pytest.mark.parametrize("form", ["streamed", "simple"])
-def test_forecast_delays_a_whole_round(form):
-  options = _commands.Overlap(interval=6)
+@pytest.mark.parametrize("interval", [1, 6])
+def test_forecast_delays_a_whole_round_from_the_first(form, interval):
+  """A run of `msdpu` would begin its delay with the first long round."""
+  options = _commands.Overlap(interval=interval)
   optimizer = _overlap_inputs.make_optimizer(f"msdpu:{form}", options, None)
   state = optimizer.init({"w": jnp.ones(2)})
   assert transforms.streams(state) == (form == "streamed")
-  # The first round is late already, and no mean is due within a round.
-  window, offset, interval = np.asarray(transforms.rounds_ahead(state))[0]
-  assert (window, offset, interval) == (6, 0, 6)
+  place = np.asarray(transforms.rounds_ahead(state))[0]
+  assert place.tolist() == [interval, 0, interval]
 
 
 # -- Pipelines.
@@ -250,7 +251,9 @@ def _run_of(folder, *, first=True):
 
 def _state_of(step, value=1.0):
   return types.SimpleNamespace(
-    step=step, params={"w": np.float32(value)}, model_state=()
+    step=step,
+    params={"v": np.float32(1.0), "w": np.float32(value)},
+    model_state=(),
   )
 
 

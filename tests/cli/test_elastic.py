@@ -117,6 +117,7 @@ WRONG = {
   "--method streaming_diloco --fragments 3": "a multiple of the 3 fragments",
   "--method diloco --codec int4 --feedback ef21": "`feedback` must be",
   "--method diloco --reducer power_sgd": "`--reducer` must be left out with",
+  "--method nope": "`--method` must be one of",
   "--method diloco --quorum 0": "`quorum` must be",
   "--method diloco --quorum 2": "`quorum` must be",
   "--method diloco --grace -1": "`grace` must be",
