@@ -246,21 +246,15 @@ def device_bytes(
   optimizer_copies: float,
 ) -> tuple[float, ...]:
   """Returns the most bytes that each device holds at once."""
-  last = [table.last_backward(stage) for stage in range(table.num_stages)]
+  saved = [cost.saved_bytes for cost in costs]
+  most = _checker.most_saved(table, saved, table.device_of)
   found = []
-  for device, order in enumerate(table.devices):
+  for device in range(len(table.devices)):
     # Parameters and temporaries are constant; saved micro-batches are not.
     own = [s for s, at in enumerate(table.device_of) if at == device]
     still = max((costs[s].working_bytes for s in own), default=0.0)
     for s in own:
       copies = report.versions[s] + optimizer_copies + 1
       still += costs[s].parameter_bytes * copies
-    live = most = 0.0
-    for op, stage, *_ in order:
-      if op == Op.FORWARD:
-        live += costs[stage].saved_bytes
-        most = max(most, live)
-      elif op == last[stage]:
-        live -= costs[stage].saved_bytes
-    found.append(still + most)
+    found.append(still + most[device])
   return tuple(found)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from jdist import signatures
@@ -108,7 +109,10 @@ def table_needs(table: Table, blocking: bool = False) -> TableReport:
   if table.weights != "delayed" or table.window > 1:
     versions = read_versions(table)
     held, delays = versions.held, versions.delays
-  return TableReport(blocking, _live(table), held, delays)
+  stages = range(table.num_stages)
+  most = most_saved(table, [1] * len(stages), stages)
+  live = tuple(int(most[stage]) for stage in stages)
+  return TableReport(blocking, live, held, delays)
 
 
 def _error(table: Table, problem: str) -> TableError:
@@ -228,14 +232,24 @@ def _blocked(table: Table) -> list[str]:
   return stuck
 
 
-def _live(table: Table) -> tuple[int, ...]:
+def most_saved(
+  table: Table, sizes: Sequence[float], owners: Sequence[int]
+) -> dict[int, float]:
+  """Returns the most that is saved at once for backward passes, by owner.
+
+  Args:
+    table: The table.
+    sizes: What a stage saves for a micro-batch.
+    owners: The number of each stage's owner: of itself, or of its device.
+  """
   # One device runs all passes of a stage, so its order alone decides.
-  live, most = [0] * table.num_stages, [0] * table.num_stages
+  live, most = (collections.defaultdict[int, float](int) for _ in range(2))
   last = [table.last_backward(stage) for stage in range(table.num_stages)]
   for op, stage, *_ in table:
+    own = owners[stage]
     if op == Op.FORWARD:
-      live[stage] += 1
-      most[stage] = max(most[stage], live[stage])
+      live[own] += sizes[stage]
+      most[own] = max(most[own], live[own])
     elif op == last[stage]:
-      live[stage] -= 1
-  return tuple(most)
+      live[own] -= sizes[stage]
+  return most
