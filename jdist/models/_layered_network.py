@@ -1,7 +1,7 @@
 """Networks as sequences of parts, and the two forms of those for ImageNet."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, get_args, Literal, NamedTuple
+from typing import get_args, Literal, NamedTuple
 
 import jax
 from flax import nnx
@@ -20,12 +20,11 @@ class NetworkPart(NamedTuple):
 
   Attributes:
     names: The names of the sub-modules; the first is the layer's name.
-    run: A function `run(network, x, mask)` that returns y. It accesses these
-      sub-modules only, so that it also runs on a `PartialNetwork`.
+    run: A function `run(x, mask, *modules)` of them, which returns y.
   """
 
   names: tuple[str, ...]
-  run: Callable[[Any, jax.Array, jax.Array | None], jax.Array]
+  run: Callable[..., jax.Array]
 
 
 class LayeredNetwork(nnx.Module):
@@ -40,9 +39,9 @@ class LayeredNetwork(nnx.Module):
   def add_part(
     self,
     modules: Mapping[str, nnx.Module],
-    run: Callable[[Any, jax.Array, jax.Array | None], jax.Array],
+    run: Callable[..., jax.Array],
   ) -> None:
-    """Adds sub-modules by name, and the function that runs them next."""
+    """Adds sub-modules by name, and `run(x, mask, *modules)`, which is next."""
     for name, module in modules.items():
       setattr(self, name, module)
     self.parts += (NetworkPart(tuple(modules), run),)
@@ -52,7 +51,7 @@ class LayeredNetwork(nnx.Module):
   ) -> jax.Array:
     """Returns logits of images or tokens; `mask` [batch] is for statistics."""
     for part in self.parts:
-      x = part.run(self, x, mask)
+      x = part.run(x, mask, *(getattr(self, name) for name in part.names))
     return x
 
 
@@ -64,32 +63,35 @@ class PartialNetwork(nnx.Module):
     # part of the network's.
     for name in part.names:
       setattr(self, name, getattr(network, name))
-    self.run = part.run
+    self.part = part
 
   def __call__(
     self, x: jax.Array, *, mask: jax.Array | None = None
   ) -> jax.Array:
     """Returns the input of the next part."""
-    return self.run(self, x, mask)
+    modules = (getattr(self, name) for name in self.part.names)
+    return self.part.run(x, mask, *modules)
 
 
-def choose_form(form: Form | None, input_shape: tuple[int, int, int]) -> Form:
-  """Returns the form; without one it follows from the size of the images."""
+def choose_form(
+  name: str,
+  form: Form | None,
+  input_shape: tuple[int, int, int],
+  smallest: Mapping[Form, int],
+) -> Form:
+  """Returns the form; without one it follows from the size of the images.
+
+  A ValueError names the network if they are smaller than the `smallest` ones.
+  """
   if form is None:
     # The longer side counts: one long side keeps enough for strided layers.
     small = max(input_shape[:2]) <= _LARGEST_SMALL_IMAGE
-    return "cifar" if small else "imagenet"
+    form = "cifar" if small else "imagenet"
   checks.check_choice("form", form, get_args(Form))
-  return form
-
-
-def check_size(
-  name: str, form: Form, input_shape: tuple[int, int, int], at_least: int
-) -> None:
-  """Raises a ValueError for images that are too small for a form."""
-  if min(input_shape[:2]) < at_least:
+  if min(input_shape[:2]) < (at_least := smallest[form]):
     other = ' or take form="cifar"' if form == "imagenet" else ", or use mlp"
     raise ValueError(
       f"`input_shape` of the {form} form of {name} must be at least "
       f"{at_least}x{at_least}, got {input_shape}. Pad the images{other}."
     )
+  return form

@@ -133,16 +133,16 @@ def add_head(
   # With leading zeros, names sort in the order of the layers.
   digits = len(str(first + num_layers - 1))
 
-  def run(i: int, name: str, net: Any, x: jax.Array, mask: Any) -> jax.Array:
+  def run(i: int, x: jax.Array, mask: Any, layer: Any) -> jax.Array:
     del mask
-    x = getattr(net, name)(x if i else x.reshape(len(x), -1))
+    x = layer(x if i else x.reshape(len(x), -1))
     return x if i == num_layers - 1 else jax.nn.relu(x)
 
   for i in range(num_layers):
     name = f"dense{first + i:0{digits}}"
     last = i == num_layers - 1
     layer = dense(sizes[i], sizes[i + 1], last=last, rngs=rngs)
-    network.add_part({name: layer}, functools.partial(run, i, name))
+    network.add_part({name: layer}, functools.partial(run, i))
 
 
 def add_conv(
@@ -156,13 +156,11 @@ def add_conv(
 
   `before` changes the images, and `after` the result, for instance by pooling.
   """
-  # The part holds names, and not modules: it also runs on copies of them.
-  conv, *norms = modules
 
-  def run(net: Any, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-    x = getattr(net, conv)(x if before is None else before(x))
-    for name in norms:
-      x = getattr(net, name)(x, mask=mask)
+  def run(x: jax.Array, mask: Any, conv: Any, *norms: Any) -> jax.Array:
+    x = conv(x if before is None else before(x))
+    for norm in norms:
+      x = norm(x, mask=mask)
     x = jax.nn.relu(x)
     return x if after is None else after(x)
 

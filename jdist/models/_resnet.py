@@ -59,10 +59,8 @@ class ResNet(_layered_network.LayeredNetwork):
     shortcut_size: int = 1,
     rngs: _layers.Keys,
   ):
-    form = _layered_network.choose_form(form, input_shape)
-    large = form == "imagenet"
-    _layered_network.check_size(
-      "a resnet", form, input_shape, 32 if large else 8
+    form = _layered_network.choose_form(
+      "a resnet", form, input_shape, {"cifar": 8, "imagenet": 32}
     )
     checks.check_int("width", width, 1)
     if shortcut_size < 1 or shortcut_size % 2 == 0:
@@ -71,7 +69,7 @@ class ResNet(_layered_network.LayeredNetwork):
       )
     self._add_layers(
       input_shape[-1], num_classes, width, blocks_per_stage,
-      large=large, norm=norm, num_groups=num_groups, rngs=rngs,
+      large=form == "imagenet", norm=norm, num_groups=num_groups, rngs=rngs,
       bottleneck=bottleneck, shortcut_size=shortcut_size,
     )  # fmt: skip
 
@@ -115,20 +113,13 @@ class ResNet(_layered_network.LayeredNetwork):
           num_groups=num_groups, num_blocks=sum(blocks_per_stage), rngs=rngs,
           **block_options,
         )  # fmt: skip
-        self.add_part({name: module}, functools.partial(_run_block, name))
+        self.add_part({name: module}, lambda x, mask, block: block(x, mask))
         num_features = module.out_features
     name = f"stage{len(blocks_per_stage) + 1}_dense"
     layer = _layers.dense(num_features, num_classes, last=True, rngs=rngs)
-    self.add_part({name: layer}, functools.partial(_run_head, name))
-
-
-def _run_block(name: str, net: Any, x: jax.Array, mask: Any) -> jax.Array:
-  return getattr(net, name)(x, mask)
-
-
-def _run_head(name: str, net: Any, x: jax.Array, mask: Any) -> jax.Array:
-  del mask
-  return getattr(net, name)(jnp.mean(x, axis=(1, 2)))
+    self.add_part(
+      {name: layer}, lambda x, mask, dense: dense(jnp.mean(x, axis=(1, 2)))
+    )
 
 
 class CifarResNet(ResNet):

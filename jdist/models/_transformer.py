@@ -1,6 +1,5 @@
 """A decoder-only transformer, as a language model."""
 
-import functools
 import math
 from typing import Any, get_args, Literal
 
@@ -84,14 +83,13 @@ class Transformer(_layered_network.LayeredNetwork):
     tokens = _layers.Embedding(num_classes, width, std=0.02, rngs=rngs)
     # Token embeddings are looked up before those of positions are added.
     embeddings = {f"{first}_tokens": tokens, **embeddings}
-    partial = functools.partial
-    self.add_part(embeddings, partial(_run_first, tuple(embeddings)))
+    self.add_part(embeddings, _run_first)
     for name in layers:
       layer = _Layer(
         width, num_heads, hidden_size, positions == "rotary", num_layers,
         rngs=rngs,
       )  # fmt: skip
-      self.add_part({name: layer}, partial(_run_layer, name))
+      self.add_part({name: layer}, lambda x, mask, layer: layer(x))
     last: dict[str, nnx.Module] = {
       f"{norm}_norm": _normalization.LayerNorm(width)
     }
@@ -102,14 +100,12 @@ class Transformer(_layered_network.LayeredNetwork):
       last[f"{head}_dense"] = _layers.dense(
         width, num_classes, last=True, use_bias=False, rngs=rngs
       )
-    self.add_part(last, partial(_run_last, tuple(last)))
+    self.add_part(last, _run_last)
 
 
-def _run_first(
-  names: tuple[str, ...], net: Any, tokens: jax.Array, mask: Any
-) -> jax.Array:
+def _run_first(tokens: jax.Array, mask: Any, *modules: Any) -> jax.Array:
   del mask
-  table, *positions = (getattr(net, name).table[...] for name in names)
+  table, *positions = (module.table[...] for module in modules)
   # By default JAX clamps an index out of range and would return another token's
   # embedding; NaN makes the mistake visible.
   x = table.at[tokens].get(mode="fill", fill_value=jnp.nan)
@@ -118,16 +114,8 @@ def _run_first(
   return x
 
 
-def _run_layer(name: str, net: Any, x: jax.Array, mask: Any) -> jax.Array:
+def _run_last(x: jax.Array, mask: Any, norm: Any, last: Any) -> jax.Array:
   del mask
-  return getattr(net, name)(x)
-
-
-def _run_last(
-  names: tuple[str, ...], net: Any, x: jax.Array, mask: Any
-) -> jax.Array:
-  del mask
-  norm, last = (getattr(net, name) for name in names)
   x = norm(x)
   tied = isinstance(last, _layers.Embedding)
   return x @ last.table[...].T if tied else last(x)

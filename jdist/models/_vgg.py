@@ -59,9 +59,9 @@ class VGG(_layered_network.LayeredNetwork):
     rngs: _layers.Keys,
   ):
     *size, num_features = input_shape
-    form = _layered_network.choose_form(form, input_shape)
-    if form == "imagenet":
-      _layered_network.check_size("vgg", form, input_shape, 32)
+    form = _layered_network.choose_form(
+      "vgg", form, input_shape, {"cifar": 1, "imagenet": 32}
+    )
     _normalization.check_norm(norm)
     checks.check_int("width", width, 1)
     averaged = form == "cifar"
@@ -163,11 +163,9 @@ class AlexNet(_layered_network.LayeredNetwork):
     hidden_sizes: Sequence[int] | None = None,
     rngs: _layers.Keys,
   ):
-    form = _layered_network.choose_form(form, input_shape)
+    smallest = {name: sizes.smallest_image for name, sizes in _SIZES.items()}
+    form = _layered_network.choose_form("alexnet", form, input_shape, smallest)
     sizes = _SIZES[form]
-    _layered_network.check_size(
-      "alexnet", form, input_shape, sizes.smallest_image
-    )
     window = (sizes.pool_size, sizes.pool_size)
     max_pool = functools.partial(
       nnx.max_pool, window_shape=window, strides=(2, 2)

@@ -1,7 +1,5 @@
 """Layers of a network in sequence are the whole model."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,9 +82,8 @@ class _Dropped(_layered_network.LayeredNetwork):
   def __init__(self):
     rngs = nnx.Rngs(0)
 
-    def run(names, net, x, mask):
+    def run(x, mask, dense, dropout):
       del mask
-      dense, dropout = (getattr(net, name) for name in names)
       return dropout(dense(x))
 
     for name in ("a", "b"):
@@ -94,7 +91,7 @@ class _Dropped(_layered_network.LayeredNetwork):
         f"{name}_dense": nnx.Linear(4, 4, rngs=rngs),
         f"{name}_dropout": nnx.Dropout(0.5, rngs=rngs),
       }
-      self.add_part(modules, functools.partial(run, tuple(modules)))
+      self.add_part(modules, run)
 
 
 def test_dropout_keys_are_in_the_layers_that_use_them():
