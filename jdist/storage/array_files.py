@@ -17,6 +17,7 @@ import os
 import pathlib
 import re
 import shutil
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -108,17 +109,6 @@ def _words(name: str, leaf: Any) -> tuple[np.ndarray, str]:
   return words, str(array.dtype)
 
 
-class _Hash:
-  """A file that keeps only the hash of the bytes written to it."""
-
-  def __init__(self) -> None:
-    self.found = hashlib.sha256()
-
-  def write(self, data: Any) -> None:
-    """Hashes further bytes."""
-    self.found.update(data)
-
-
 def _fill(
   target: pathlib.Path,
   arrays: Mapping[str, tuple[np.ndarray, str]],
@@ -131,9 +121,10 @@ def _fill(
     save = functools.partial(np.save, arr=words, allow_pickle=False)
     # Hashed first, as the name holds the hash, and without a copy in memory: a
     # data set may fill most of it.
-    sink = _Hash()
+    found = hashlib.sha256()
+    sink: Any = types.SimpleNamespace(write=found.update)
     save(sink)
-    digest = sink.found.hexdigest()
+    digest = found.hexdigest()
     # The name is for people; the hash distinguishes arrays of equal names.
     file = f"{_UNFIT.sub('_', name)[:80]}-{digest[:12]}.npy"
     sealed_json.write_whole(target / file, save)

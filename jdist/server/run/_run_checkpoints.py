@@ -74,7 +74,7 @@ class RunCheckpoints:
     self._folder.mkdir(parents=True, exist_ok=True)
     # It is released when this process ends.
     lease.Lease(self._folder, channel.run_id()).claim()
-    found = _newest(self._folder)
+    found = numbered_files.read_newest(_targets(self._folder), _read)
     if found is None:
       return
     body, parts = found
@@ -161,10 +161,6 @@ class RunCheckpoints:
 def _targets(folder: pathlib.Path) -> list[pathlib.Path]:
   """Returns the directories of checkpoints, the newest first."""
   return list(numbered_files.find(folder, "update_").values())
-
-
-def _newest(folder: pathlib.Path) -> tuple[_Body, Parts] | None:
-  return numbered_files.read_newest(_targets(folder), _read)
 
 
 def _read(target: pathlib.Path) -> tuple[_Body, Parts]:
