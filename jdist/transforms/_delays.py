@@ -386,8 +386,7 @@ def predicted_weights(state: PyTree, params: optax.Params) -> optax.Params:
   Raises:
     ValueError: If several transformations predict.
   """
-  leaves = jax.tree.leaves(state, is_leaf=_predicts)
-  found = [x for x in leaves if _predicts(x)]
+  found = _anchor.parts(state, lambda x: isinstance(x, PredictWeightsState))
   if len(found) > 1:
     raise ValueError(
       f"`state` must hold one `predict_weights` at most, got {len(found)}. "
@@ -398,10 +397,6 @@ def predicted_weights(state: PyTree, params: optax.Params) -> optax.Params:
   return jax.tree.map(
     lambda p, a: p + a.astype(p.dtype), params, found[0].ahead
   )
-
-
-def _predicts(x: Any) -> bool:
-  return isinstance(x, PredictWeightsState)
 
 
 def _held(state: PyTree, b2: jax.typing.ArrayLike) -> PyTree:

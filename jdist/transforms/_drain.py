@@ -132,9 +132,7 @@ def _check_accumulates(state: PyTree) -> None:
     return isinstance(x, optax.MultiStepsState) and _state.drains(x)
 
   # A method that drains may accumulate in its own inner chain.
-  parts = jax.tree.leaves(
-    state, is_leaf=lambda x: _drains_itself(x) or around(x)
-  )
+  parts = _anchor.parts(state, lambda x: _drains_itself(x) or around(x))
   if any(map(around, parts)):
     raise ValueError(
       "`optimizer` must be `optax.MultiSteps` itself if it accumulates for a "

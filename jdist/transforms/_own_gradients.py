@@ -229,13 +229,8 @@ def skipped(state: Any) -> jax.Array | None:
   Returns:
     An int32 scalar; None without `skip_nonfinite`.
   """
-
-  def is_guard(x: Any) -> bool:
-    return isinstance(x, SkipNonfiniteState)
-
-  leaves = jax.tree.leaves(state, is_leaf=is_guard)
-  found = [x.skipped for x in leaves if is_guard(x)]
-  return found[0] if found else None
+  guards = _anchor.parts(state, lambda x: isinstance(x, SkipNonfiniteState))
+  return guards[0].skipped if guards else None
 
 
 def proximal(

@@ -78,8 +78,7 @@ def nonfinite_rounds(state: PyTree) -> jax.Array:
   def counts(x: Any) -> bool:
     return hasattr(type(x), "nonfinite")
 
-  leaves = jax.tree.leaves(state, is_leaf=counts)
-  found = [x.nonfinite for x in leaves if counts(x)]
+  found = [x.nonfinite for x in _anchor.parts(state, counts)]
   # A feedback on shards counts for each device of a worker.
   found = [
     next(iter(x.values())).max(-1) if isinstance(x, dict) else x for x in found
@@ -176,9 +175,8 @@ def evaluation_params(
   found = anchor(state, params)
   if _anchor.contains(state, _evaluates):
     state = _iterates.at_anchor(state)
-  for part in jax.tree.leaves(state, is_leaf=_evaluates):
-    if _evaluates(part):
-      found = _evaluated(part, found)
+  for part in _anchor.parts(state, _evaluates):
+    found = _evaluated(part, found)
   if isinstance(found, optax.LookaheadParams):
     found = found.slow
   if model_state is None:

@@ -103,7 +103,7 @@ def late(**options):
   ),
   ("delay_steps", lambda: streaming(delay_steps=None), "an int >= 0, got None"),
   ("fragments", lambda: streaming(3, 4), "at most `interval`, 3, got 4"),
-  ("fragments", lambda: fragments().init(X), "number of leaves, 1, got 2"),
+  ("fragments", lambda: fragments().init(X), "an int from 1 to 1, got 2"),
   ("params", lambda: fragments(4, 1).update(X, ()), "`streaming_diloco`"),
   # Overlapped.
   (

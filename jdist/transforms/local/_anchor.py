@@ -147,6 +147,11 @@ def declares(name: str) -> Callable[[Any], bool]:
   return lambda x: bool(getattr(type(x), name, False))
 
 
+def parts(state: PyTree, is_one: Callable[[Any], bool]) -> list[Any]:
+  """Returns the outermost parts of a state that pass a test."""
+  return list(filter(is_one, jax.tree.leaves(state, is_leaf=is_one)))
+
+
 def contains(state: PyTree, is_one: Callable[[Any], bool]) -> bool:
   """Returns whether a state, or a part of it, passes a test."""
   return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))
@@ -161,9 +166,7 @@ def find_rounds(state: PyTree) -> Any:
     ValueError: If there are several of them, or another transformation
       between it and the parameters.
   """
-  rounds = declares("rounds")
-  leaves = jax.tree.leaves(state, is_leaf=rounds)
-  found = [x for x in leaves if rounds(x)]
+  found = parts(state, declares("rounds"))
   if not found:
     return None
   if len(found) > 1:
@@ -184,9 +187,9 @@ def _check_last(state: PyTree) -> None:
   while not rounds(state):
     kind = type(state)
     if kind is tuple or isinstance(state, collections.OrderedDict):
-      parts = list(state.values() if kind is not tuple else state)
-      place = next(i for i, x in enumerate(parts) if contains(x, rounds))
-      if behind := parts[place + 1 :]:
+      each = list(state.values() if kind is not tuple else state)
+      place = next(i for i, x in enumerate(each) if contains(x, rounds))
+      if behind := each[place + 1 :]:
         raise _not_last(f"{_kind(behind[0])} stands behind it in a chain")
     elif isinstance(
       state,
@@ -196,10 +199,10 @@ def _check_last(state: PyTree) -> None:
       | optax.MultiStepsState
       | dict,
     ) or hasattr(kind, "shared"):
-      parts = list(state.values() if isinstance(state, dict) else state)
+      each = list(state.values() if isinstance(state, dict) else state)
     else:
       raise _not_last(f"{_kind(state)} stands around it")
-    state = next(x for x in parts if contains(x, rounds))
+    state = next(x for x in each if contains(x, rounds))
 
 
 def _kind(state: Any) -> str:

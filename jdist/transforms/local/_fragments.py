@@ -153,7 +153,7 @@ def fragment_steps(
     number = max(labels) + 1
     _check_number(number, interval)
     return labels, [
-      sync.with_policy(_staggered(interval * (p + 1) // number, interval))
+      sync.replaced(policy=_staggered(interval * (p + 1) // number, interval))
       for p in range(number)
     ]
 
@@ -301,11 +301,8 @@ def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
         f"{sorted(set(labels))}."
       )
     return labels
-  if fragments > len(sizes):
-    raise ValueError(
-      f"`fragments` must be at most the number of leaves, {len(sizes)}, got "
-      f"{fragments}: a leaf is never cut."
-    )
+  remedy = "A leaf is never cut: take at most as many as there are leaves."
+  checks.check_int("fragments", fragments, 1, len(sizes), remedy)
   total = sum(sizes)
   cut: list[int] = []
   before = label = 0

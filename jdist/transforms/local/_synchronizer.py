@@ -54,19 +54,14 @@ class Synchronizer:
   late: _late_mean.LateMean | None = None
   mix: jax.typing.ArrayLike | None = None
 
-  def with_policy(self, policy: intervals.IntervalPolicy) -> "Synchronizer":
-    """Returns the same with rounds of other lengths."""
-    late = self.late
-    if late is not None:
-      late = dataclasses.replace(late, policy=policy)
-    return dataclasses.replace(self, policy=policy, late=late)
+  def replaced(self, **fields: Any) -> "Synchronizer":
+    """Returns the same with another `rule` or `policy`, also when late."""
+    late = self.late and dataclasses.replace(self.late, **fields)
+    return dataclasses.replace(self, late=late, **fields)
 
   def for_whole(self) -> "Synchronizer":
     """Returns the same for `Whole` trees, which hold iterates, too."""
-    rule, late = _iterates.WholeRule(self.rule), self.late
-    if late is not None:
-      late = dataclasses.replace(late, rule=rule)
-    return dataclasses.replace(self, rule=rule, late=late)
+    return self.replaced(rule=_iterates.WholeRule(self.rule))
 
   def init(self, params: optax.Params, inner: PyTree = ()) -> SyncState:
     """Returns the state before the first step, on the anchor."""
