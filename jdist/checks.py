@@ -157,6 +157,13 @@ def check_list(name: str, value: Any, of: str) -> list[Any]:
   raise ValueError(f"`{name}` must be a list of {of}, got {show(value)}.")
 
 
+def check_distinct(name: str, values: Any, kind: str = "values") -> None:
+  """Raises a ValueError unless there are one or more different values."""
+  if not len(values) or len(set(values)) < len(values):
+    rule = f"`{name}` must be one or more different {kind}"
+    raise ValueError(f"{rule}, got {show(values)}.")
+
+
 def check_structural(
   name: str, value: Any, *, minimum: int, remedy: str = "", **limits: Any
 ) -> int:

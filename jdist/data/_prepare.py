@@ -57,14 +57,11 @@ TEXT_NAMES = ("tiny_shakespeare",)  # The texts among them.
 
 def find(name: str, *, images: bool = False) -> Any:
   """Returns the entry of a set; raises a ValueError for an unknown name."""
-  names = [x for x in DATASETS if not images or x not in TEXT_NAMES]
-  if name not in names:
-    remedy = "Or a folder of images, or a file .npz, .npy or .parquet."
-    if name in TEXT_NAMES:
-      remedy = "It is a text, which `jdist.data.load_text` reads."
-    raise ValueError(
-      f"`name` must be one of {', '.join(names)}, got {name!r}. {remedy}"
-    )
+  names = (x for x in DATASETS if not images or x not in TEXT_NAMES)
+  remedy = "Or a folder of images, or a file .npz, .npy or .parquet."
+  if name in TEXT_NAMES:
+    remedy = "It is a text, which `jdist.data.load_text` reads."
+  checks.check_choice("name", name, tuple(names), remedy)
   return DATASETS[name]
 
 

@@ -249,9 +249,7 @@ class SampleStream:
       A batch of one worker as in `Batches`, [size, ...], with "mask": float32
       [size], 1 for samples and 0 for padding.
     """
-    size = count if size is None else size
-    if size < count:
-      raise ValueError(f"`size` must be at least {count}, got {size}.")
+    size = checks.check_int("size", count if size is None else size, count)
     rows, mask = self.indices(worker, start, count), np.ones(size, np.float32)
     if size > count:
       rows = np.concatenate([rows, np.repeat(rows[:1], size - count)])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdist import signatures
+from jdist import checks, signatures
 from jdist.models import (
   _functional,
   _layers,
@@ -132,11 +132,8 @@ def build(
   ... )
   Model(25,557,032 parameters)
   """
-  if name not in MODELS:
-    raise ValueError(
-      f"`name` must be one of {', '.join(MODELS)}, got {name!r}. For a network "
-      "of your own use `jdist.models.functional`."
-    )
+  remedy = "For a network of your own use `jdist.models.functional`."
+  checks.check_choice("name", name, tuple(MODELS), remedy)
   factory = MODELS[name]
   is_text = getattr(factory, "takes_tokens", False)
   shape = _check_input_shape(input_shape, is_text)

@@ -44,13 +44,11 @@ def choose_steps(
   steps_per_epoch = checks.check_int(
     "steps_per_epoch", steps_per_epoch, 1, remedy=remedy
   )
-  per_epoch = checks.check_int("per_epoch", per_epoch, 1)
+  remedy = "An epoch has `steps_per_epoch` steps."
+  per_epoch = checks.check_int(
+    "per_epoch", per_epoch, 1, steps_per_epoch, remedy
+  )
   seed = checks.check_seed(seed)
-  if per_epoch > steps_per_epoch:
-    raise ValueError(
-      f"`per_epoch` must be at most `steps_per_epoch`, got {per_epoch} of "
-      f"{steps_per_epoch}."
-    )
   steps: list[int] = []
   for epoch in range(num_epochs):
     # A stream for each epoch: a longer run samples the same steps at first.
@@ -193,10 +191,7 @@ class Collector:
 def _sorted_cuts(cuts: Sequence[_cut.Cut]) -> tuple[_cut.Cut, ...]:
   cuts = sorted(cuts, key=lambda cut: len(cut.front))
   depths = [len(cut.front) for cut in cuts]
-  if not depths or len(set(depths)) < len(depths):
-    raise ValueError(
-      f"`cuts` must be of different depths, at least one, got {depths}."
-    )
+  checks.check_distinct("cuts", depths, "depths")
   # A front in one cut may be the rear of another, so that all leaves count.
   first, *others = (
     {leaf for layer in (*cut.front, *cut.rear) for leaf in layer.leaves}

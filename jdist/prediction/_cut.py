@@ -324,9 +324,6 @@ def published_cut(name: str) -> Cut:
 
 
 def _published(name: str) -> tuple[dict[str, Any], int]:
-  if not isinstance(name, str) or name not in _PUBLISHED:
-    raise ValueError(
-      f"`name` must be one of {', '.join(_PUBLISHED)}, got {name!r}. Cut "
-      "other networks with `cut`."
-    )
+  remedy = "Cut other networks with `cut`."
+  checks.check_choice("name", name, tuple(_PUBLISHED), remedy)
   return _PUBLISHED[name]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import models, signatures
+from jdist import checks, models, signatures
 from jdist.prediction import (
   _evaluate,
   _permutation,
@@ -230,11 +230,8 @@ def _train(
 
 def _count_batches(fit: PredictorFit, num_samples: int, num_images: int) -> int:
   """Returns the number of batches of samples in an epoch."""
-  if fit.samples_per_batch > num_samples:
-    raise ValueError(
-      f"`samples_per_batch` must be at most {num_samples}, the number of "
-      f"samples, got {fit.samples_per_batch}."
-    )
+  size, remedy = fit.samples_per_batch, "It is at most the number of samples."
+  checks.check_int("samples_per_batch", size, 1, num_samples, remedy)
   # The images of one batch of samples are drawn without replacement.
   needed = fit.images_per_batch * fit.image_batches
   if needed > num_images:

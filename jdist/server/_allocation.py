@@ -104,11 +104,7 @@ class SpeedBatches:
 
   def __post_init__(self) -> None:
     check_limits(self.limits)
-    if not 0 <= self.smoothing < 1:
-      raise ValueError(
-        f"`smoothing` must be in [0, 1), got {self.smoothing}; 0 takes the "
-        "last measurement alone."
-      )
+    checks.check_number("smoothing", self.smoothing, high=1, open_high=True)
     if self.maximum is not None:
       checks.check_int("maximum", self.maximum, self.minimum)
 

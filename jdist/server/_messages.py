@@ -4,7 +4,7 @@ They are plain data, without arrays and clock.  Gradients and parameters stay
 with the driver, which knows them by the number of their task.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple, TypeAlias
 
 # NamedTuples and not dataclasses: the virtual clock makes millions of them, and
@@ -171,11 +171,3 @@ class Timer(NamedTuple):
 Message: TypeAlias = Join | Leave | Pull | Push | Expired
 Action: TypeAlias = Reply | Apply | Discard | Timer  # A protocol's answer.
 Actions: TypeAlias = list[Action]  # A protocol's methods add to it, in order.
-
-
-def check_names(workers: Sequence[Worker]) -> None:
-  """Raises a ValueError unless workers have names, each its own."""
-  if len(set(workers)) < len(workers) or not workers:
-    raise ValueError(
-      f"`workers` must be one or more different names, got {workers!r}."
-    )

@@ -175,7 +175,7 @@ def test_stages_have_about_equally_many_operations():
     ("--stages 0", "`--stages` must be at least 1"),
     (
       "--stages 4 --microbatches 4",
-      "`cuts` must be at most the model's 2 layers",
+      "`cuts` must be an int from 1 to 2",
     ),
     ("--stages 2 --table none", "a table must be one of naive, gpipe"),
     ("--stages 2 --window 2", "`window` is no option of 1f1b"),

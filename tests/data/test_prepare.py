@@ -122,5 +122,5 @@ def test_command_refuses_in_one_line_before_it_begins(machine, names, capsys):
   assert command.main(["prepare", *names]) == 2
   captured = capsys.readouterr()
   assert captured.out == "" and machine == []
-  assert captured.err.startswith("error: `name` must be one of")
+  assert captured.err.startswith("error: `name` must be 'synthetic'")
   assert captured.err.count("\n") == 1

@@ -62,8 +62,8 @@ def flip(shape):
 
 @_refusals.table(
   # Sets.
-  ("name", lambda: data.load("imagenet"), "digits, mnist, fashion_mnist"),
-  ("name", lambda: data.prepare("imagenet"), "one of"),
+  ("name", lambda: data.load("imagenet"), "'digits', 'mnist', 'fashion_mnist'"),
+  ("name", lambda: data.prepare("imagenet"), "be 'synthetic'"),
   ("split", lambda: data.load("digits", "validation"), "'train' or 'test'"),
   ("split", lambda: data.load("digits", "validation"), "hold back samples"),
   ("images", lambda: dataset(images=IMAGES[0]), "[n, height"),
@@ -110,7 +110,7 @@ def flip(shape):
   ("start_step", lambda: batches().iterate(-1), "an int >= 0"),
   ("num_workers", lambda: evaluated(0), "an int >= 1"),
   ("batch_size", lambda: evaluated(2, 0), "an int >= 1"),
-  ("size", lambda: stream().batch(0, 0, 4, size=3), "at least 4"),
+  ("size", lambda: stream().batch(0, 0, 4, size=3), "an int >= 4"),
   ("count", lambda: stream().indices(0, 5, 0), "an int >= 1, got 0"),
   ("count", lambda: stream().indices(0, 5, -3), "an int >= 1, got -3"),
   ("count", lambda: stream().batch(0, 0, 0, size=4), "an int >= 1, got 0"),

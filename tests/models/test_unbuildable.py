@@ -11,7 +11,7 @@ from tests.models._variants import build
 @pytest.mark.parametrize(
   "name, shape, options, message",
   [
-    ("alexnet2", (8, 8, 1), {}, "`name` must be one of mlp, lenet, cnn"),
+    ("alexnet2", (8, 8, 1), {}, "`name` must be 'mlp', 'lenet', 'cnn'"),
     ("mlp", (8, 8), {}, "`input_shape` must be"),
     ("mlp", (8, 8, 0), {}, "`input_shape` must be"),
     ("mlp", (8, 8, 1), {"hidden_sizes": (0,)}, "`hidden_sizes` must be"),

@@ -75,7 +75,7 @@ def evaluate(of=None, network=None, samples=None, images=0, **options):
   ("name", lambda: cut(name=3), "text, got 3"),
   ("vector", lambda: cut().unflatten_front([1.0]), "an array"),
   ("vector", lambda: cut().unflatten_front(jnp.zeros(9)), "shape [8]"),
-  ("name", lambda: prediction.published_cut("resnet20"), "one of lenet"),
+  ("name", lambda: prediction.published_cut("resnet20"), "must be 'lenet'"),
   (
     "norm",
     lambda: prediction.published_model("vgg15", norm="batch"),
@@ -92,8 +92,8 @@ def evaluate(of=None, network=None, samples=None, images=0, **options):
   ),
   # Collecting.
   ("directory", lambda: prediction.ParameterSet(NOWHERE), "hold"),
-  ("cuts", lambda: collect(cuts=[]), "of different depths"),
-  ("cuts", lambda: collect(cuts=[_tiny.cut()] * 2), "of different depths"),
+  ("cuts", lambda: collect(cuts=[]), "different depths"),
+  ("cuts", lambda: collect(cuts=[_tiny.cut()] * 2), "different depths"),
   ("cuts", lambda: collect(cuts=[_tiny.cut(1), LENET]), "of one network"),
   ("cuts", lambda: collect(cuts=_tiny.cut()), "each entry a `prediction.Cut`"),
   ("cuts", lambda: collect(cuts=["a"]), "got ['a']"),
@@ -123,11 +123,11 @@ def evaluate(of=None, network=None, samples=None, images=0, **options):
     for name, rule in (
       ("num_epochs", "an int from 1 to 1000000"),
       ("steps_per_epoch", "an int >= 1"),
-      ("per_epoch", "an int >= 1"),
+      ("per_epoch", "an int from 1 to 5"),
     )
     for x in (0, 1.5)
   ),
-  ("per_epoch", lambda: choose_steps(per_epoch=6), "at most"),
+  ("per_epoch", lambda: choose_steps(per_epoch=6), "an int from 1 to 5"),
   (
     "steps_per_epoch",
     lambda: prediction.choose_steps(2, 22.53),

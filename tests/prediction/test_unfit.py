@@ -33,7 +33,7 @@ def test_settings_that_do_not_fit_the_data_are_refused():
   fit = prediction.PredictorFit(learning_rate=np.float32(0.5), mixup=0)
   assert (type(fit.learning_rate), fit.learning_rate) == (float, 0.5)
   many = dataclasses.replace(FIT, samples_per_batch=9)
-  with _refusals.refused("samples_per_batch", "at most 8"):
+  with _refusals.refused("samples_per_batch", "an int from 1 to 8"):
     fit_predictor(many)
   many = dataclasses.replace(FIT, image_batches=1000)
   with _refusals.refused("image_batches", "times"):

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jdist import cluster, signatures
+from jdist import checks, cluster, signatures
 from jdist.pipeline.planning import _costs
 from jdist.pipeline.planning._bottleneck import Chain, Pairs
 from jdist.pipeline.planning._plan import Footprint, Plan
@@ -61,10 +61,8 @@ def place(
   """
   names = machines.names
   wanted = len(names) if num_stages is None else num_stages
-  if wanted > len(names):
-    raise ValueError(
-      f"`num_stages` must be at most the {len(names)} machines, got {wanted}."
-    )
+  remedy = "Each stage has a machine: take fewer, or add machines."
+  checks.check_int("num_stages", wanted, 1, len(names), remedy)
   chain = Chain(costs, machines, footprint, num_microbatches)
   chain.check_layers(wanted)
   search = _Search(chain, names, wanted)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jdist import channel, signatures, states
+from jdist import channel, checks, signatures, states
 
 # No message of a pipeline is larger than a device's memory.
 _MAX_BODY = 1 << 40
@@ -269,11 +269,8 @@ def connect(
     TimeoutError: If not all processes have connected.
     ConnectionError: If the first process has ended before all have connected.
   """
-  if device >= len(addresses):
-    raise ValueError(
-      f"`device` must be less than the {len(addresses)} addresses, got "
-      f"{device}."
-    )
+  remedy = "It is the place of this process in `addresses`."
+  checks.check_int("device", device, 0, len(addresses) - 1, remedy)
   secret = token.encode() if isinstance(token, str) else bytes(token)
   if not secret:
     raise ValueError(

@@ -97,12 +97,8 @@ def cut_layers(layers: Layers, cuts: int | Sequence[int]) -> tuple[Stage, ...]:
   (Stage(a: 1 layers), Stage(b to c: 2 layers))
   """
   if isinstance(cuts, int):
-    checks.check_int("cuts", cuts, 1)
-    if cuts > len(layers):
-      raise ValueError(
-        f"`cuts` must be at most the model's {len(layers)} layers, got {cuts} "
-        "stages. Take fewer stages, or a model of more layers."
-      )
+    remedy = "Each stage has layers: take fewer, or a model of more layers."
+    checks.check_int("cuts", cuts, 1, len(layers), remedy)
     # Rounded edges make stages whose sizes differ by one layer at most.
     cuts = [round(i * len(layers) / cuts) for i in range(1, cuts)]
   edges = [0, *cuts, len(layers)]

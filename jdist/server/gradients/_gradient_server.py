@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import signatures, states, transforms
+from jdist import checks, signatures, states, transforms
 from jdist.server import _messages
 from jdist.server.gradients import _gradient_messages, _learner, _merge, _packed
 from jdist.server.gradients._merge import Pushed
@@ -50,7 +50,7 @@ class ServerLedger(_learner.ServerLearner):
     shared: bool,
     codecs: Sequence[_gradient_messages.Codec],
   ):
-    _messages.check_names(workers)
+    checks.check_distinct("workers", workers, "names")
     self._shared, self._codecs = shared, codecs
     self.num_workers = len(workers)
     self._numbers = {name: i for i, name in enumerate(workers)}

@@ -6,8 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jdist import cluster, signatures, training
-from jdist.server import _messages
+from jdist import checks, cluster, signatures, training
 
 Unit = Literal["updates", "samples", "seconds"]
 REFUSED = "the server had to refuse the pushes of all workers"
@@ -65,7 +64,7 @@ class LivePlan(RunPlan):
   channel: Any = None
 
   def __post_init__(self) -> None:
-    _messages.check_names(self.workers)
+    checks.check_distinct("workers", self.workers, "names")
 
 
 class Mark(NamedTuple):

@@ -44,11 +44,7 @@ class Study:
 
   def __post_init__(self) -> None:
     for name in ("variants", "learning_rates", "seeds", "tuning_seeds"):
-      values = getattr(self, name)
-      if not len(values) or len(set(values)) < len(values):
-        raise ValueError(
-          f"`{name}` must be one or more different values, got {values}."
-        )
+      checks.check_distinct(name, getattr(self, name))
     if both := set(self.tuning_seeds) & set(self.seeds):
       raise ValueError(
         f"`tuning_seeds` must not be among `seeds`, got {sorted(both)} in "

@@ -193,11 +193,8 @@ class Trainer:
     )  # fmt: skip
     self.interrupted = None
     start = run.start
-    if start > num_steps:
-      raise ValueError(
-        f"`num_steps` must be at least {start}, the step of the state, got "
-        f"{num_steps}."
-      )
+    remedy = "The state has made so many."
+    checks.check_int("num_steps", num_steps, start, remedy=remedy)
     with contextlib.ExitStack() as stack:
       stack.enter_context(self._keeps(run))
       # A generator is closed even after an error, since it may own threads that

@@ -94,7 +94,7 @@ def windows(number):
   ),
   ("layer", lambda: part().stage_of(-1), "an int >= 0, got -1"),
   ("codec", lambda: cost().coded("int4"), "a `codecs.Codec`, got 'int4'"),
-  ("num_stages", lambda: place(3), "at most the 2 machines"),
+  ("num_stages", lambda: place(3), "an int from 1 to 2"),
   ("num_stages", lambda: place(0), "int >= 1"),
   # Plans.
   ("batch_size", lambda: plan(0), "int >= 1"),
@@ -102,7 +102,7 @@ def windows(number):
   ("num_microbatches", lambda: windows(0), "int >= 1"),
   ("costs", lambda: pipeline.plan([cost()] * 2, _TWO, 8), "must take time"),
   ("max_delay", lambda: plan(max_delay=-1), "int >= 0"),
-  ("num_stages", lambda: plan(num_stages=[7]), "at most the 2 machines"),
+  ("num_stages", lambda: plan(num_stages=[7]), "an int from 1 to 2"),
   ("tables", lambda: plan(tables=["dapple"]), "'naive'"),
   # Simulations.
   ("costs", lambda: simulate(_COSTS[:3]), "one for each of the table's 4"),

@@ -110,8 +110,8 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
 
 @_refusals.table(
   # Stages and tables.
-  ("cuts", lambda: _cut(5), "at most the model's 4 layers, got 5 stages"),
-  ("cuts", lambda: _cut(0), "an int >= 1"),
+  ("cuts", lambda: _cut(5), "an int from 1 to 4, got 5"),
+  ("cuts", lambda: _cut(0), "an int from 1 to 4"),
   ("cuts", lambda: _cut([2, 2]), "grow"),
   ("cuts", lambda: _cut([0]), "grow"),
   ("cuts", lambda: _cut([4]), "grow"),
@@ -338,7 +338,7 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
     "a `collectives.Workers`",
   ),
   ("apply", lambda: _one_program().apply(None, None, None), "fit each other"),
-  ("device", lambda: _connect(device=2), "less than the 1 addresses, got 2"),
+  ("device", lambda: _connect(device=2), "an int from 0 to 0, got 2"),
   ("token", lambda: _connect(token=""), "empty"),
   ("timeout_s", lambda: _connect(timeout_s=0), "in (0, inf]"),
   ("connect_s", lambda: _connect(connect_s=-1), "in (0, inf]"),
