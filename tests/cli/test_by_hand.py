@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from jdist import cli, data, models, training, transforms
-from jdist.cli import _commands, _methods, _train, _workload
+from jdist.cli import (
+  _commands,
+  _compare,
+  _methods,
+  _output,
+  _train,
+  _workload,
+)
 from jdist.cli.pipelines import _pipeline_run, _process_run, _tables
 from jdist.cli.programs import _overlap_inputs
 
@@ -283,3 +290,43 @@ def test_stages_that_are_not_finite_are_not_saved(bad, tmp_path):
   with pytest.warns(RuntimeWarning, match="step 4 is not finite"):
     assert not _run_of(tmp_path)._save(_state_of(4, bad))
   assert not list(tmp_path.iterdir())
+
+
+# -- Comparisons.
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_methods_are_compared_by_the_measure_of_their_data(text, monkeypatch):
+  """Seeds are paired, and a text's measure is its bits."""
+
+  def runs(accuracies, bits, sent):
+    return [
+      {
+        "seed": seed, "method": "x", "accuracy": accuracy,
+        "test_loss": 1.0, "rounds": 1200, "sent_bytes": sent, "train_s": 2.0,
+        "samples_per_s": 50.0, "learning_rate": 0.25,
+      } | ({"bits_per_token": bit} if text else {})
+      for seed, (accuracy, bit) in enumerate(zip(accuracies, bits, strict=True))
+    ]  # fmt: skip
+
+  found = {
+    "ssgd": runs((0.5, 0.7), (2.0, 2.2), 4e6),
+    "diloco": runs((0.4, 0.8), (2.5, 2.7), 1e6),
+  }
+  options = _commands.Compare(methods=("ssgd", "diloco"), seeds=(0, 1))
+  shown = {}
+  monkeypatch.setattr(
+    _output, "table",
+    lambda title, caption, columns, rows: shown.update({
+      method: [column(method, one) for column in columns.values()]
+      for method, one in rows
+    }),
+  )  # fmt: skip
+  _compare._print_table(_output.console(), found, options)
+  quality, more = ("2.600 ± 0.141", "+0.500 ± 0.000")
+  if not text:
+    quality, more = "60.00 ± 28.28", "+0.00 ± 127.06"
+  assert shown["diloco"] == [
+    "diloco", quality, more, "1,200", "1", "4.0x", "50", "0.25",
+  ]  # fmt: skip
+  assert (shown["ssgd"][2], shown["ssgd"][5]) == ("-", "1.0x")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jdist import models
+from jdist import collectives, models
 from jdist.cli import _commands, _output
 from jdist.cli.programs import _bytes
 from tests import _processes
@@ -106,3 +106,16 @@ def test_three_counts_agree():
   sent = [float(row[2]) for row in phases]
   assert all(0.2 < y / x < 0.4 for x, y in itertools.pairwise(sent))
   assert float(phases[-1][1]) == pytest.approx(sent[-1], rel=0.01)
+
+
+def test_coded_bytes_are_those_of_the_program(workers=4):
+  """A codec's own count, in bytes, is what is traced and compiled."""
+  options = _commands.Bytes(workers=workers, steps=10)
+  model = models.build(
+    "mlp", input_shape=(8, 8, 1), num_classes=10, hidden_sizes=(8,),
+    abstract=True,
+  )  # fmt: skip
+  team = collectives.workers(workers, substrate="shard_map")
+  optimizer = _bytes._chain("topk_sgd", options, model, team.axis)
+  (found,) = _bytes._count("topk_sgd", options, model, team, optimizer)
+  assert found.coded == found.traced == found.compiled > 0

@@ -108,8 +108,8 @@ def _shard():
 def test_pull_of_a_given_task_is_answered_at_once():
   """It is answered without parameters if the task was taken back."""
   shard = _shard()
-  early = shard.pull("x", 4)
   shard._next, shard._ready = 4, {2: {"w": jnp.ones(2)}}
+  early = shard.pull("x", 4)
   assert not early.done()
   header, payload = shard.pull("x", 2).result(timeout=0)
   assert header == {"there": True} and payload.nbytes == 8

@@ -163,3 +163,19 @@ def test_drain_counts_a_round_that_was_begun_once():
   for _ in range(2):
     params, state = transforms.drain(optimizer, state, params)
     assert transforms.rounds(state, 1) == 1
+
+
+def test_fragments_keep_their_turns_after_a_drain():
+  optimizer = transforms.fragment_steps(optax.sgd(1.0), 4, 2, axis=None)
+  params = {"a": jnp.array(0.0), "b": jnp.array(0.0)}
+  state, ends = optimizer.init(params), []
+  gradient = jax.tree.map(jnp.ones_like, params)
+  for step in range(1, 11):
+    before = state.anchor
+    updates, state = optimizer.update(gradient, state, params)
+    params = transforms.apply_updates(params, updates, state)
+    ends += [(k, step) for k in "ab" if state.anchor[k] != before[k]]
+    if step == 3:
+      params, state = transforms.drain(optimizer, state, params)
+      assert state.anchor == {"a": -3.0, "b": -3.0}
+  assert ends == [("a", 2), ("b", 4), ("a", 6), ("b", 8), ("a", 10)]

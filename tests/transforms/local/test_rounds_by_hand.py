@@ -15,6 +15,7 @@ from tests.reducers import _small_codecs as small
 from tests.transforms import _rounds
 
 RATE = 0.1
+PLAIN = transforms.Control()
 RULES = {
   "average": None,
   "outer": transforms.outer_sgd(0.7, 0.9),
@@ -138,7 +139,7 @@ def test_drain_averages_iterates_within_a_round():
   optimizer = jdist.local_sgd(free, 4, axis="worker")
   targets = np.float32([[-3, 5]] * 6)
   team = collectives.workers(2, substrate="vmap")
-  w, state = train(optimizer, targets, [transforms.Control()] * 6)
+  w, state = train(optimizer, targets, [PLAIN] * 6)
   z = np.asarray(state.inner.z)
   assert abs(z[0] - z[1]) > 0.1
   drained, new = team.jit(lambda w, s: transforms.drain(optimizer, s, w))(
@@ -169,3 +170,28 @@ def test_only_known_workers_fold_their_keys():
   assert _iterates.own_keys(state, None) is state
   plain = {"count": jnp.array(0)}
   assert _iterates.own_keys(plain, "worker") is plain
+
+
+def test_rounds_before_a_delay_send_their_own_message():
+  """With a stream the host sends them whole, as the simple form does."""
+  targets = _rounds.random_targets(8, 2, 16)
+  found = []
+  for stream in (None, transforms.Stream()):
+    optimizer = transforms.local_steps(
+      optax.sgd(RATE), 2, axis="worker",
+      overlap=transforms.Delayed(after_step=4, stream=stream),
+      compression=reducers.Compression(
+        reducers.Chunked(
+          reducers.compressed(small.Rounded(levels=3)), max_bytes=32, multiple=2
+        ),
+        reducers.ErrorFeedback(),
+      ),
+    )  # fmt: skip
+    at_once = transforms.Control(stream_steps=None)
+    parts = transforms.Control(stream_steps=2)
+    controls = [at_once] * 6 + [parts] * 2 if stream else [PLAIN] * 8
+    w, state = train(optimizer, targets, controls)
+    found.append((w, state.anchor, state.sync.compression.feedback))
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-6), *found
+  )
