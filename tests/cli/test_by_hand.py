@@ -1,5 +1,6 @@
 """Small parts of commands, with values to follow by hand."""
 
+import io
 import json
 import math
 import types
@@ -17,6 +18,7 @@ from jdist.cli import (
   _train,
   _workload,
 )
+from jdist.cli.launch import _local_run
 from jdist.cli.pipelines import _pipeline_run, _process_run, _tables
 from jdist.cli.programs import _overlap_inputs
 
@@ -330,3 +332,16 @@ def test_methods_are_compared_by_the_measure_of_their_data(text, monkeypatch):
     "diloco", quality, more, "1,200", "1", "4.0x", "50", "0.25",
   ]  # fmt: skip
   assert (shown["ssgd"][2], shown["ssgd"][5]) == ("-", "1.0x")
+
+
+# -- Processes of one machine.
+
+
+def test_lines_of_another_process_have_its_number(capsys):
+  """Those of jdist wait until it is known whether others have printed them."""
+  stream = io.StringIO("Loading.\njdist: error: no data.\nDone.\n")
+  echo = _local_run._Echo(3, stream)
+  echo.thread.join(timeout=10)
+  assert capsys.readouterr().err == "[3] Loading.\n[3] Done.\n"
+  echo.show()
+  assert capsys.readouterr().err == "[3] jdist: error: no data.\n"

@@ -194,3 +194,15 @@ def test_figures_have_the_units_of_their_headings(file, capsys):
   )
   assert heading.startswith("3 machines of speed 1 to 8; ")
   assert ": 10 ms for a sample at speed 1, 3 MB pulled and 0.002 MB" in heading
+
+
+@pytest.mark.parametrize(("batch_size", "most"), [(32, 1.88e7), (320, 1.88e8)])
+def test_seconds_are_those_of_a_thousand_million_tasks(
+  batch_size, most, file, capsys
+):
+  """Speeds 8, 8 and 1 do 17 seconds of work in a second."""
+  words = f"simulate {file} --batch-size {batch_size} --seconds 1e12"
+  assert cli.main(words.split()) == 2
+  error = capsys.readouterr().err
+  # A task takes a hundredth of a second for each sample.
+  assert f"`--seconds` must be at most {most:.3g}" in error
