@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist import checks
 from jdist.codecs import _gpu
 
 MAX_WIDTH = 32
@@ -41,8 +42,7 @@ def group(width: int) -> int:
 
 def code_dtype(width: int) -> np.dtype:
   """Returns the smallest unsigned dtype that holds codes of this width."""
-  if not 1 <= width <= MAX_WIDTH:
-    raise ValueError(f"`width` must be in 1..{MAX_WIDTH} bits, got {width}.")
+  checks.check_int("width", width, 1, MAX_WIDTH)
   return np.dtype(
     np.uint8 if width <= 8 else np.uint16 if width <= 16 else np.uint32
   )

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 
 from jdist import codecs
-from jdist.codecs import _bits
 from tests import _refusals
 
 EIGHT = jnp.ones(8)
@@ -14,8 +13,14 @@ DRAWN = codecs.Cast(rounding="stochastic")
 
 
 @_refusals.table(
-  ("width", lambda: _bits.pack(EIGHT.astype(jnp.uint8), 0), "in 1..32 bits"),
-  ("width", lambda: _bits.pack(EIGHT.astype(jnp.uint8), 33), "in 1..32 bits"),
+  *(
+    (
+      "width",
+      lambda width=width: codecs.pack(EIGHT.astype(jnp.uint8), width),
+      f"an int from 1 to 32, got {width!r}",
+    )
+    for width in (0, 33, "a", 4.0)
+  ),
   ("dtype", lambda: codecs.Cast("float8"), "'bfloat16' or 'float16'"),
   (
     "rounding",
