@@ -11,6 +11,7 @@ import pytest
 from jdist import codecs, reducers, server
 from jdist.server.run import _run_checkpoints
 from jdist.server.runtime import _envelope, _server_shards
+from jdist.storage import numbered_files
 from tests.server import _reference
 from tests.server.test_decoupled import begin, protocol, push
 
@@ -36,6 +37,15 @@ def test_member_that_asks_again_while_it_waits_gets_one_task():
 # -- Checkpoints that wait for the states of workers.
 
 
+def _newest(folder):
+  """Reads the newest checkpoint, as another run would."""
+  found = numbered_files.read_newest(
+    _run_checkpoints._targets(folder), _run_checkpoints._read
+  )
+  assert found is not None
+  return found
+
+
 def _header(updates):
   return {
     "updates": updates, "now_s": 1.0, "marks": [], "limits": [], "state": {},
@@ -51,7 +61,7 @@ def test_worker_that_owes_its_state_is_left_out_in_the_end(tmp_path):
   assert not done[0].done()
   give_up()
   assert done[0].result(timeout=0) == 1
-  _, parts = _run_checkpoints._newest(tmp_path)
+  _, parts = _newest(tmp_path)
   assert sorted(parts) == ["server", "worker a"]
   # The last state completes one, and an older promise writes nothing then.
   again = saved.begin(_header(2), part, {"a"}, done[1])
@@ -65,7 +75,7 @@ def test_worker_that_owes_its_state_is_left_out_in_the_end(tmp_path):
   assert not done[2].done()
   saved.begin(_header(4), part, set())
   assert done[2].result(timeout=0) == 3
-  (header, _) = _run_checkpoints._newest(tmp_path)
+  (header, _) = _newest(tmp_path)
   assert header["header"]["updates"] == 4
 
 
