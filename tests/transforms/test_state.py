@@ -3,10 +3,12 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 from jdist import methods, profiling, transforms
+from jdist.transforms import intervals
 from tests.transforms import _table
 
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -73,3 +75,77 @@ def test_round_ends_under_a_conditional(name, substrate):
   found = profiling.read_collectives(text)
   assert all(c.conditional for c in found)
   assert bool(found) == (substrate == "mixed")
+
+
+# Rounds of 1, 1, 3, 3, ... and of 1, 1, 1, 2, 2, 3, ... steps.
+POST = intervals.post_local(2, 3)
+GROWING = intervals.scheduled(lambda step: 1 + step // 3)
+# The window, the offset and the interval of the first updates, by hand.
+PLACES = {
+  "at once": (
+    {"interval": POST}, "101 101 303 313 323 303 313",
+  ),
+  "a round late": (
+    {"interval": GROWING, "overlap": transforms.Delayed()},
+    "101 101 101 202 212 202 212 303",
+  ),
+  "steps late": (
+    {"interval": GROWING, "overlap": transforms.Delayed(steps=2)},
+    "001 101 101 202 212 202 212 203 213 223 204",
+  ),
+  "late after a phase": (
+    {"interval": 3, "overlap": transforms.Delayed(steps=1, after_step=4)},
+    "-03 -13 -23 -03 -13 -23 003 113 123 103",
+  ),
+  "late from the first long round": (
+    {
+      "interval": POST, "overlap": transforms.Delayed(steps=1, after_step=None),
+    },
+    "-01 -01 003 113 123 103 113 123 103",
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_place_of_an_update_is_known_one_update_before(name):
+  options, wanted = PLACES[name]
+  optimizer = transforms.local_steps(optax.sgd(0.1), axis=None, **options)
+  params = jnp.ones(2)
+  state = optimizer.init(params)
+  update = jax.jit(optimizer.update)
+  places, known = [], None
+  for _ in wanted.split():
+    now, then = np.asarray(transforms.rounds_ahead(state))
+    assert known is None or (now == known).all()
+    window = "-" if now[0] < 0 else str(now[0])
+    places.append(f"{window}{now[1]}{now[2]}")
+    _, state = update(params, state, params)
+    known = then
+  assert " ".join(places) == wanted
+
+
+@pytest.mark.parametrize(
+  ("overlap", "wanted"),
+  [
+    (None, "202/404 212/414 404/424 414/434 424/404 434/414 404/424"),
+    (
+      transforms.Delayed(steps=1),
+      "002/004 112/114 104/124 114/134 124/104 134/114 104/124",
+    ),
+  ],
+)
+def test_each_fragment_has_a_place_of_its_own(overlap, wanted):
+  optimizer = transforms.fragment_steps(
+    optax.sgd(0.1), 4, 2, axis=None, overlap=overlap
+  )
+  params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+  state = optimizer.init(params)
+  update = jax.jit(optimizer.update)
+  places, known = [], None
+  for _ in wanted.split():
+    both = np.asarray(transforms.rounds_ahead(state))
+    assert known is None or (both[:, 0] == known).all()
+    places.append("/".join("".join(map(str, x)) for x in both[:, 0]))
+    _, state = update(params, state, params)
+    known = both[:, 1]
+  assert " ".join(places) == wanted
