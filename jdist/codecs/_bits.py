@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import checks
 from jdist.codecs import _gpu
 
 MAX_WIDTH = 32
@@ -42,7 +41,9 @@ def group(width: int) -> int:
 
 def code_dtype(width: int) -> np.dtype:
   """Returns the smallest unsigned dtype that holds codes of this width."""
-  checks.check_int("width", width, 1, MAX_WIDTH)
+  if width not in range(1, MAX_WIDTH + 1):
+    rule = f"`width` must be an int from 1 to {MAX_WIDTH}"
+    raise ValueError(f"{rule}, got {width!r}.")
   return np.dtype(
     np.uint8 if width <= 8 else np.uint16 if width <= 16 else np.uint32
   )
