@@ -11,6 +11,7 @@ them, with these variables in its environment:
     JDIST_PROCESS       the host's number
     JDIST_PROCESSES     how many there are
     JDIST_BITS_PER_S    the rate of the last link, where there is a limit
+    JDIST_QUEUE_MS      its queue, if it is given
     GLIBC_TUNABLES      memory in huge pages, unless it is set
 
 Needs root, `ip` and `tc`.  All that it makes is removed again, even after a
@@ -26,8 +27,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parent))
+
+import user_wire
 
 _PORT = 9912
 _UNITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
@@ -160,9 +166,16 @@ def cpu_quota(
 
 @contextlib.contextmanager
 def network(
-  hosts: int, rate: str, delay_ms: float, prefix: str
+  hosts: int,
+  rate: str,
+  delay_ms: float,
+  prefix: str,
+  queue_ms: float | None = None,
 ) -> Iterator[list[str]]:
-  """Makes the namespaces; yields their names, and removes them."""
+  """Makes the namespaces; yields their names, and removes them.
+
+  With `queue_ms` packets wait in user space, as `user_wire` has it.
+  """
   names, switch = [f"{prefix}{i}" for i in range(hosts)], f"{prefix}-switch"
   remover = subprocess.Popen(
     ("bash", "-c", _REMOVE, "remove", *names, switch),
@@ -175,25 +188,46 @@ def network(
     told = "127.0.0.1 localhost\n" + "".join(
       f"10.77.0.{i + 1} {name}\n" for i, name in enumerate(names)
     )
+    devices: list[int] = []
     for i, name in enumerate(names):
       _call("ip", "netns", "add", name)
       folder = pathlib.Path("/etc/netns") / name
       folder.mkdir(parents=True)
       (folder / "hosts").write_text(told)
-      _call(
-        "ip", "link", "add", "eth0", "netns", name, "type", "veth",
-        "peer", "name", f"port{i}", "netns", switch,
-      )  # fmt: skip
+      if queue_ms is None:
+        _call(
+          "ip", "link", "add", "eth0", "netns", name, "type", "veth",
+          "peer", "name", f"port{i}", "netns", switch,
+        )  # fmt: skip
+      else:
+        devices.append(user_wire.open_device(name))
       host = ("ip", "-n", name)
       _call(*host, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
       _call(*host, "link", "set", "lo", "up")
       _call(*host, "link", "set", "eth0", "up")
+      if queue_ms is not None:
+        # BBR, the default of some machines, keeps queues short by itself.
+        _call(
+          *inside(
+            name, ["sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno"]
+          )
+        )
+        continue
       _call("ip", "-n", switch, "link", "set", f"port{i}", "master", "bridge")
       _call("ip", "-n", switch, "link", "set", f"port{i}", "up")
       own = _of(rate, i)
       if own != "none":
         _limit(name, "eth0", own, delay_ms)
         _limit(switch, f"port{i}", own, delay_ms)
+    if queue_ms is not None:
+      rates = [_of(rate, i) for i in range(hosts)]
+      links = user_wire.Links(
+        [None if x == "none" else bytes_per_s(x) for x in rates],
+        delay_ms / 1000, queue_ms / 1000,
+      )  # fmt: skip
+      threading.Thread(
+        target=user_wire.carry, args=(devices, links), daemon=True
+      ).start()
     yield names
   finally:
     remover.communicate()
@@ -253,6 +287,11 @@ def main() -> None:
   parser.add_argument(
     "--delay-ms", type=float, default=0.0, help="one way; needs netem"
   )
+  parser.add_argument(
+    "--queue-ms", type=float,
+    help="the traffic that may wait for a link, as at a home router (a second "
+    "and more): a switch in user space, which needs no netem, for 100 Mbit/s",
+  )  # fmt: skip
   parser.add_argument("--timeout-s", type=float, default=300.0)
   parser.add_argument("command", nargs=argparse.REMAINDER)
   options = parser.parse_args()
@@ -262,6 +301,7 @@ def main() -> None:
   for name, given, least, most in (
     ("hosts", options.hosts, 1, 250), ("delay-ms", options.delay_ms, 0, 1e5),
     ("timeout-s", options.timeout_s, 0.1, 1e7),
+    ("queue-ms", 1 if options.queue_ms is None else options.queue_ms, 1, 1e5),
   ):  # fmt: skip
     if not least <= given <= most:
       parser.error(
@@ -279,7 +319,11 @@ def main() -> None:
   for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, lambda number, _: sys.exit(128 + number))
   prefix = f"jd{os.getpid() % 100000}"
-  with network(options.hosts, options.rate, options.delay_ms, prefix) as names:
+  if options.queue_ms is not None:
+    os.environ["JDIST_QUEUE_MS"] = f"{options.queue_ms:g}"
+  with network(
+    options.hosts, options.rate, options.delay_ms, prefix, options.queue_ms
+  ) as names:
     status = run(names, command, options.rate, options.timeout_s)
   raise SystemExit(status)
 

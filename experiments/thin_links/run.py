@@ -320,7 +320,10 @@ def config_of(run: Run) -> Row:
   """Returns the settings as a row has them."""
   rate = float(os.environ["JDIST_BITS_PER_S"])
   found: Row = json.loads(json.dumps(dataclasses.asdict(run)))
-  return found | {"bits_per_s": rate}
+  queue = os.environ.get("JDIST_QUEUE_MS")
+  return (
+    found | {"bits_per_s": rate} | ({"queue_ms": float(queue)} if queue else {})
+  )
 
 
 def main(words: list[str]) -> None:

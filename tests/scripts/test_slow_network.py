@@ -19,7 +19,7 @@ from tests.experiments import _loading, test_comparisons
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def _network(*words, timeout_s=400):
+def run(*words, timeout_s=400):
   return subprocess.run(
     (sys.executable, "scripts/slow_network.py", *words),
     cwd=_ROOT,
@@ -30,7 +30,7 @@ def _network(*words, timeout_s=400):
   )
 
 
-def _can():
+def can():
   if os.geteuid() or not all(map(shutil.which, ("ip", "tc", "unshare"))):
     return False
   name = f"jdist-probe-{os.getpid()}"
@@ -43,7 +43,7 @@ def _can():
 
 @pytest.mark.slow
 def test_a_streamed_step_hides_its_communication_and_ssgd_none(tmp_path):
-  if not _can():
+  if not can():
     pytest.skip("needs root and network namespaces")
   if jax.__version_info__ >= (0, 12):
     # Runs 7 and 9 of experiments/msdpu/TABLES.md: the same program on 0.10.2
@@ -52,7 +52,7 @@ def test_a_streamed_step_hides_its_communication_and_ssgd_none(tmp_path):
   rows = tmp_path / "rows.jsonl"
   # Twenty blocks: those of the shorter steps scatter by a fifth, and the
   # median of five by as much as there is room below the bound.
-  done = _network(
+  done = run(
     "--hosts", "2", "--rate", "100mbit", "--",
     sys.executable, "scripts/bench_overlap.py", "--output", str(rows),
     "--blocks", "20", "--kinds", "ssgd", "streamed H=1", "streamed H=4",
@@ -68,11 +68,11 @@ def test_a_streamed_step_hides_its_communication_and_ssgd_none(tmp_path):
 
 @pytest.mark.slow
 def test_steps_of_a_comparison_are_measured_over_links(tmp_path):
-  if not _can():
+  if not can():
     pytest.skip("needs root and network namespaces")
   pytest.importorskip("sklearn")
   folder = test_comparisons.copied("compression", tmp_path)
-  done = _network(
+  done = run(
     "--hosts", "2", "--rate", "1mbit", "--",
     sys.executable, str(folder / "run.py"), "smoke", "--times",
     "--variants", "ssgd", "int4 + feedback",
@@ -108,10 +108,10 @@ if not number:
 
 @pytest.mark.slow
 def test_measured_link_has_the_rate_of_the_network():
-  if not _can():
+  if not can():
     pytest.skip("needs root and network namespaces")
   words = ("--hosts", "2", "--rate", "10mbit", "--")
-  done = _network(*words, sys.executable, "-c", _LINK)
+  done = run(*words, sys.executable, "-c", _LINK)
   assert done.returncode == 0, done.stderr[-2000:]
   (line,) = (x for x in done.stdout.splitlines() if x.startswith("link"))
   _, rate, latency_ms = line.split()
@@ -121,7 +121,7 @@ def test_measured_link_has_the_rate_of_the_network():
 
 
 def test_a_command_must_be_given():
-  done = _network("--hosts", "2")
+  done = run("--hosts", "2")
   assert done.returncode == 2
   assert "a command must follow" in done.stderr
 
@@ -155,7 +155,7 @@ def test_impossible_networks_are_one_line(
   assert f"`--{option}`" in said and rule in said
 
 
-@pytest.mark.skipif(not _can(), reason="network namespaces need root")
+@pytest.mark.skipif(not can(), reason="network namespaces need root")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 def test_killed_network_leaves_nothing(number):
   command = "scripts/slow_network.py", "--hosts", "2", "--", "sleep", "1000"
@@ -178,10 +178,10 @@ def test_killed_network_leaves_nothing(number):
   assert not left()
 
 
-@pytest.mark.skipif(not _can(), reason="network namespaces need root")
+@pytest.mark.skipif(not can(), reason="network namespaces need root")
 def test_daemon_ends_with_the_network():
   command = "setsid sleep 1000 > /dev/null 2>&1 & echo daemon $!"
-  told = _network("--hosts", "1", "--rate", "none", "--", "bash", "-c", command)
+  told = run("--hosts", "1", "--rate", "none", "--", "bash", "-c", command)
   assert told.returncode == 0
   titles = (
     pathlib.Path(f"/proc/{told.stdout.split()[-1]}/cmdline").read_bytes()

@@ -62,7 +62,7 @@ class _Ray:
     if call in self.lost:
       assert timeout is not None, "it waits for ever"
       raise _TimeoutError(call)
-    return _ray_actors._envelope.pack({"kind": "task"}), None
+    return _ray_actors._envelope.pack({"kind": "task"}), [], None
 
 
 def channel(ray, monkeypatch):
@@ -124,12 +124,12 @@ def test_message_that_a_peer_has_lost_comes_from_the_server(monkeypatch):
     def get(self, call, timeout=None):
       if call == "pull":
         merges = [[0, [4, 5, 6], [0.25] * 3, ["a", "b", "c"]]]
-        return pack({"kind": "task", "merges": merges}), ["x", "y", "z"]
+        return pack({"kind": "task", "merges": merges}), [], ["x", "y", "z"]
       if call == "ask":
         return np.array([asked[-1]], np.uint8)
       assert timeout == 0
       if call == "x":
-        return pack({"kind": "push"}, np.array([1], np.uint8))
+        return np.array([1], np.uint8)
       raise _LostError if call == "y" else _TimeoutError
 
     def __getattr__(self, method):
@@ -175,22 +175,127 @@ def test_message_for_peers_is_a_result_of_the_servers_call(monkeypatch):
   monkeypatch.setattr(_ray_actors, "_SHARED", {})
   for shared in (True, False):
     way.push({"kind": "push", "task": 3, "shared": shared}, payload)
-  (first, peer), (second,) = sent
-  assert (
-    peer == "this worker"
-    and first.tolist() == asyncio.run(worker.message(3)).tolist()
-  )
+  (first, _, peer), (second, _, nobody) = sent
+  assert (peer, nobody) == ("this worker", None)
+  assert asyncio.run(worker.message(3)).tolist() == [7]
   actor = _ray_actors.ServerActor()
   actor._server = Server()
   remote = types.SimpleNamespace(remote=lambda task: asked.append(task) or "it")
-  asyncio.run(actor.push(first, types.SimpleNamespace(message=remote)))
-  asyncio.run(actor.push(second))
+  asyncio.run(actor.push(first, [], types.SimpleNamespace(message=remote)))
+  asyncio.run(actor.push(second, []))
   assert [x["handle"] for x, _ in taken[:1]] == ["it"] and asked == [3]
   assert taken[1][0]["handle"].tolist() == [7]
   assert [x for _, x in taken] == [[7], [7]]
   for task in range(10, 20):
     way.push({"kind": "push", "task": task, "shared": True}, payload)
   assert list(_ray_actors._SHARED) == [16, 17, 18, 19]
+
+
+class _Link(_Ray):
+  """Ray on a link of 1 MB/s, with a clock; objects are their own handles."""
+
+  def __init__(self, monkeypatch, reply=None):
+    super().__init__(set())
+    self.now_s, self.log, self.reply = 0.0, [], reply
+    clock = types.SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.rest)
+    monkeypatch.setattr(_ray_actors, "time", clock)
+
+    async def rest(seconds):
+      self.rest(seconds)
+
+    monkeypatch.setattr(_ray_actors.asyncio, "sleep", rest)
+
+  def rest(self, seconds):
+    self.now_s += seconds
+    self.log.append(("rest", round(seconds, 6)))
+
+  def put(self, piece):
+    link = self
+
+    class Piece:
+      def __await__(self):
+        return link.take(piece).__await__()
+
+    return Piece()
+
+  async def take(self, piece):
+    self.carry(piece)
+    return piece
+
+  def carry(self, piece):
+    self.now_s += len(piece) / 1e6
+    self.log.append(("piece", len(piece)))
+
+  def wait(self, calls, timeout, num_returns=1):
+    return calls, []
+
+  def get(self, call, timeout=None):
+    if isinstance(call, np.ndarray):
+      self.carry(call)
+      return call
+    return self.reply(call) if self.reply else {}
+
+  def __getattr__(self, method):
+    return types.SimpleNamespace(remote=lambda *args: (method, *args))
+
+
+PAYLOAD = (np.arange(600_000) % 251).astype(np.uint8)
+# 262,144 bytes take 0.262144 s at 1 MB/s, and the link then rests for 5 %.
+SENT = [
+  ("piece", 262_144), ("rest", 0.013107), ("piece", 262_144),
+  ("rest", 0.013107), ("piece", 75_712), ("rest", 0.003786),
+]  # fmt: skip
+
+
+def test_pulled_payload_comes_in_pieces_below_the_links_rate(monkeypatch):
+  sizes = []
+
+  def reply(call):
+    method, _, _, size = call
+    assert method == "pull"
+    sizes.append(size)
+    starts = range(0, len(PAYLOAD), size)
+    pieces = [PAYLOAD[start : start + size] for start in starts]
+    return _ray_actors._envelope.pack({"kind": "task"}), pieces, None
+
+  link = _Link(monkeypatch, reply)
+  way = channel(link, monkeypatch)
+  for _ in range(2):
+    header, payload = way.pull("a", 1)
+    assert header == {"kind": "task"}
+    np.testing.assert_array_equal(payload, PAYLOAD)
+  assert link.log == SENT * 2
+  assert sizes == [262_144] * 2  # A quarter of a second at 0.95 MB/s is less.
+  # The next pieces take a quarter of a second at the rate of these.
+  link.carry = lambda piece: setattr(link, "now_s", link.now_s + 0.1)
+  for _ in range(2):
+    way.pull("a", 1)
+  assert sizes[2:] == [262_144, int(600_000 / (3 * 0.105) * 0.25)]
+
+
+def test_pushed_payload_is_taken_in_pieces_below_the_links_rate(monkeypatch):
+  taken, link = [], _Link(monkeypatch)
+  way, actor = channel(link, monkeypatch), _ray_actors.ServerActor()
+
+  class Server:
+    def push(self, header, payload):
+      taken.append((header, payload))
+      return {"taken": header["task"]}
+
+  def get(call, timeout=None):
+    method, *args = call
+    assert method == "push"
+    return asyncio.run(actor.push(*args))
+
+  actor._server, link.get = Server(), get
+  assert way.push({"kind": "push", "task": 3}, PAYLOAD) == {"taken": 3}
+  ((header, payload),) = taken
+  np.testing.assert_array_equal(payload, PAYLOAD)
+  assert header["handle"] is payload and link.log == SENT
+  # What Ray sends with a call stays there.
+  link.log.clear()
+  way.push({"kind": "push", "task": 4}, PAYLOAD[:262_144])
+  assert link.log == [] and len(taken[1][1]) == 262_144
 
 
 # Two modules that import each other: of two threads that begin at either end,

@@ -66,6 +66,8 @@ def test_open_ports_of_ray_are_those_that_its_page_names():
   hosts = {host for host, _ in found}
   assert hosts & {"0.0.0.0", "::"}
   assert hosts <= {"0.0.0.0", "::", "127.0.0.1", *_own_addresses()}
+  # There Ray would show metrics without a token.
+  assert 44217 not in {port for _, port in found}
 
 
 def _disturb(stack, address):

@@ -5,6 +5,7 @@ import concurrent.futures
 import importlib
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,11 @@ _SHARED: dict[int, np.ndarray] = {}
 _LAST = 4
 # Seconds between looks at a server that is silent, and for its answer to one.
 _ASK_S, _SILENCE_S = 5.0, 20.0
+# Payloads travel in pieces, so that a link's queue, in which heartbeats wait,
+# holds one piece of each sender.  A piece takes so many seconds at the rate
+# of the last payload, and the sender then rests for a part of its time.
+_PIECE_S, _REST = 0.25, 0.05
+_MIN_PIECE_BYTES = 2**18
 
 
 class ServerActor:
@@ -35,12 +41,21 @@ class ServerActor:
     self._server = await asyncio.to_thread(make, _RayChannel())
 
   # Asynchronous methods, so that the pulls of all workers can wait at once.
-  async def push(self, message: np.ndarray, peer: Any = None) -> Any:
+  async def push(
+    self, message: np.ndarray, pieces: list[Any], peer: Any = None
+  ) -> Any:
     if self._server is None:
       raise _engine.LostServerError("The server has not begun.")
     # A stranger's bytes are refused here, before anything reads them.
     # A shard computes before it answers.
     header, payload = _envelope.unpack(message)
+    if pieces:
+      found = []
+      for piece in pieces:
+        began_s = time.monotonic()
+        found.append(await piece)
+        await asyncio.sleep(_REST * (time.monotonic() - began_s))
+      payload = np.concatenate(found)
     # Once more, as the result of a call that is not awaited: it stays on the
     # worker's machine, from where others take it, and outlives its process,
     # because this one owns it.
@@ -49,13 +64,15 @@ class ServerActor:
       header["handle"] = peer.message.remote(header["task"])
     return await asyncio.to_thread(self._server.push, header, payload)
 
-  async def pull(self, worker: str, life: int) -> tuple[np.ndarray, Any]:
+  async def pull(
+    self, worker: str, life: int, size: int
+  ) -> tuple[np.ndarray, list[Any], Any]:
     if self._server is None:
       raise _engine.LostServerError("The server has not begun.")
     future = await asyncio.to_thread(self._server.pull, worker, life)
     header, payload = await asyncio.wrap_future(future)
     handles = header.pop("messages", None)
-    return _envelope.pack(header, payload), handles
+    return *_cut(header, payload, size), handles
 
   async def ask(self, method: str, args: tuple[Any, ...]) -> Any:
     return await asyncio.to_thread(getattr(self._server, method), *args)
@@ -92,6 +109,17 @@ class WorkerActor:
     return os.getpid()
 
 
+def _cut(
+  header: dict[str, Any], payload: np.ndarray | None, size: int
+) -> tuple[np.ndarray, list[Any]]:
+  """Returns a message, and the pieces of a payload that is too large for it."""
+  if payload is None or len(payload) <= _MIN_PIECE_BYTES:
+    return _envelope.pack(header, payload), []
+  put = _ray_access.import_ray().put
+  starts = range(0, len(payload), size)
+  return _envelope.pack(header), [put(payload[x : x + size]) for x in starts]
+
+
 def _load(modules: tuple[str, ...]) -> None:
   for name in modules:
     importlib.import_module(name)
@@ -106,6 +134,7 @@ class _RayChannel:
     self._server: Any = None
     # Three times as long as messages from peers took last.
     self._patience_s = _SILENCE_S
+    self._size = _MIN_PIECE_BYTES
 
   def ask(self, method: str, *args: Any) -> Any:
     return self._call("ask", method, args)
@@ -116,24 +145,41 @@ class _RayChannel:
   def push(
     self, header: dict[str, Any], payload: np.ndarray | None = None
   ) -> dict[str, Any]:
-    message = _envelope.pack(header, payload)
-    if not header.get("shared"):
-      return self._call("push", message)
-    # Behind all others: an earlier run may have had a task of this number.
-    _SHARED.pop(header["task"], None)
-    _SHARED[header["task"]] = message
-    for task in list(_SHARED)[:-_LAST]:
-      del _SHARED[task]
-    peer = self._ray.get_runtime_context().current_actor
-    return self._call("push", message, peer)
+    began_s = time.monotonic()
+    message, pieces = _cut(header, payload, self._size)
+    peer = None
+    if header.get("shared"):
+      # Behind all others: an earlier run may have had a task of this number.
+      _SHARED.pop(header["task"], None)
+      _SHARED[header["task"]] = payload
+      for task in list(_SHARED)[:-_LAST]:
+        del _SHARED[task]
+      peer = self._ray.get_runtime_context().current_actor
+    receipt = self._call("push", message, pieces, peer)
+    self._measure(pieces, payload, began_s)
+    return receipt
 
   def pull(self, worker: str, life: int) -> _engine.Message:
-    message, handles = self._call("pull", worker, life)
+    message, pieces, handles = self._call("pull", worker, life, self._size)
     header, payload = _envelope.unpack(message)
+    if pieces:
+      first_s, found = time.monotonic(), []
+      for piece in pieces:
+        began_s = time.monotonic()
+        found.append(self._wait(lambda server, piece=piece: piece))
+        time.sleep(_REST * (time.monotonic() - began_s))
+      payload = np.concatenate(found)
+      self._measure(pieces, payload, first_s)
     if handles:
       tasks = [task for merge in header["merges"] for task in merge[1]]
       header["messages"] = self._fetch(tasks, handles)
     return header, payload
+
+  def _measure(self, pieces: list[Any], payload: Any, began_s: float) -> None:
+    """Sets the size of later pieces by the rate at which these went."""
+    if pieces:
+      rate = len(payload) / (time.monotonic() - began_s)
+      self._size = max(_MIN_PIECE_BYTES, int(rate * _PIECE_S))
 
   def _fetch(self, tasks: list[int], handles: list[Any]) -> list[np.ndarray]:
     """Returns the messages of peers, from the server if they do not come."""
@@ -145,19 +191,22 @@ class _RayChannel:
       self._patience_s = max(_ASK_S, 3 * (time.monotonic() - began_s))
     for task, handle in zip(tasks, handles, strict=True):
       try:
-        message = ray.get(handle, timeout=0)
-        found.append(_envelope.unpack(message)[1])
+        found.append(ray.get(handle, timeout=0))
       except ray.exceptions.RayError:
         # A peer's link may be cut, and the others' merge must not wait for it.
         found.append(self._call("ask", "message", (task,)))
     return found
 
   def _call(self, method: str, *args: Any) -> Any:
+    return self._wait(lambda server: getattr(server, method).remote(*args))
+
+  def _wait(self, begin: Callable[[Any], Any]) -> Any:
+    """Returns the result of a call that begins now, or an object."""
     ray, server = self._ray, self._server
     try:
       if server is None:
         server = self._server = ray.get_actor(self._name)
-      call = getattr(server, method).remote(*args)
+      call = begin(server)
       # An answer may be lost with its connection, which only a sender notices.
       # The call is not repeated: a hello begins a new life, and the server
       # takes nothing of an earlier one.

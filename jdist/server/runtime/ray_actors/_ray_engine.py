@@ -38,7 +38,9 @@ ONE_THREAD = {
 }
 # Variables of workers with a GPU, in place of those; merges are on the CPU.
 _ON_GPU = {"JAX_PLATFORMS": "cuda,cpu"}
-
+# Ray's autoscaler would show its metrics to anyone; it has no port of this
+# number, and goes on without.
+_NO_METRICS = {"AUTOSCALER_METRIC_PORT": "-1"}
 _CACHE = (
   "JAX_COMPILATION_CACHE_DIR",
   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
@@ -53,8 +55,8 @@ class RayEngine:
   Without an address a cluster of this machine alone is started, with a token of
   its own, in a directory that goes with it; else that of the address is used,
   which off this machine must have token authentication on.  Ray listens at all
-  addresses of a machine, whichever it is given: its calls need the token, and
-  its metrics do not.  A worker that dies is noticed by its call, which fails;
+  addresses of a machine, whichever it is given, and its calls need the token.
+  A worker that dies is noticed by its call, which fails;
   `spawn` starts a new one in its place.  SIGTERM ends a run as an exit does, so
   that `stop` is reached, unless the program has a handler of its own.
 
@@ -103,7 +105,13 @@ class RayEngine:
       _check_cpus(needed, os.cpu_count() or 1)
     self._before = {
       x: os.environ.get(x)
-      for x in (*ONE_THREAD, *_CACHE, _ray_access.MODE, _ray_access.TOKEN)
+      for x in (
+        *ONE_THREAD,
+        *_CACHE,
+        *_NO_METRICS,
+        _ray_access.MODE,
+        _ray_access.TOKEN,
+      )
     }
     if address is None:
       _ray_access.set_token()
@@ -152,7 +160,7 @@ class RayEngine:
 
   def _start_here(self) -> None:
     # Ray's processes inherit the environment of this one.
-    os.environ.update(self._environment)
+    os.environ.update(self._environment | _NO_METRICS)
     self._init(
       "Ray did not start on this machine, which may be too busy",
       _engine.LostServerError,
