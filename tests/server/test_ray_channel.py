@@ -109,28 +109,30 @@ def test_late_answer_of_a_living_server_is_waited_for(monkeypatch):
 
 
 def test_message_that_a_peer_has_lost_comes_from_the_server(monkeypatch):
-  """Here b's object is lost, and that of c has not come in time."""
-  pack = _ray_actors._envelope.pack
-  waited, asked, ready = [], [], iter((2, 3, 3))
+  """Here b's second part is lost, and that of c has not come in time."""
+  taken, asked, now = [], [], [0.0]
+  merges = [[0, [4, 5, 6], [0.25] * 3, ["b", "c", "z"]]]
+  rests = []
+  clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=rests.append)
 
   class Ray(_Ray):
     def wait(self, calls, timeout, num_returns=1):
-      if num_returns == 1:
-        return calls, []
-      waited.append((list(calls), num_returns, timeout))
-      number = next(ready)
-      return calls[:number], calls[number:]
+      return calls, []
 
     def get(self, call, timeout=None):
       if call == "pull":
-        merges = [[0, [4, 5, 6], [0.25] * 3, ["a", "b", "c"]]]
-        return pack({"kind": "task", "merges": merges}), [], ["x", "y", "z"]
+        message = _ray_actors._envelope.pack({"kind": "task", "merges": merges})
+        return message, [], [["b0", "b1"], ["c0"], ["z0", "z1"]]
       if call == "ask":
         return np.array([asked[-1]], np.uint8)
-      assert timeout == 0
-      if call == "x":
-        return np.array([1], np.uint8)
-      raise _LostError if call == "y" else _TimeoutError
+      taken.append((call, timeout))
+      if call == "b1":
+        raise _LostError
+      if call == "c0":
+        now[0] += timeout
+        raise _TimeoutError
+      now[0] += 4.0
+      return np.array([ord(call[0]), int(call[1])], np.uint8)
 
     def __getattr__(self, method):
       def remote(*args):
@@ -142,13 +144,19 @@ def test_message_that_a_peer_has_lost_comes_from_the_server(monkeypatch):
       return types.SimpleNamespace(remote=remote)
 
   way = channel(Ray(set()), monkeypatch)
-  for _ in range(3):
-    header, _ = way.pull("a", 1)
-    assert [x.tolist() for x in header["messages"]] == [[1], [5], [6]]
-  assert asked == [5, 6] * 3
-  # At first it waits long, and once all have come soon, for a short time.
-  first, short = _ray_actors._SILENCE_S, _ray_actors._ASK_S
-  assert waited == [(["x", "y", "z"], 3, t) for t in (first, first, short)]
+  monkeypatch.setattr(_ray_actors, "time", clock)
+  header, _ = way.pull("b", 1)
+  z = [ord("z"), 0, ord("z"), 1]
+  assert [x.tolist() for x in header["messages"]] == [[4], [5], z]
+  # A worker begins behind itself.  The first message may take long, and later
+  # ones three times as long as the last that came.
+  assert taken == [
+    ("c0", 20.0), ("z0", 20.0), ("z1", 16.0), ("b0", 24.0), ("b1", 20.0),
+  ]  # fmt: skip
+  assert asked == [5, 4] and rests == [0.2] * 3  # 5 % of 4 s each.
+  taken.clear()
+  way.pull("z", 1)
+  assert [call for call, _ in taken] == ["b0", "b1", "c0", "z0", "z1"]
 
 
 def test_message_for_peers_is_a_result_of_the_servers_call(monkeypatch):
@@ -177,13 +185,14 @@ def test_message_for_peers_is_a_result_of_the_servers_call(monkeypatch):
     way.push({"kind": "push", "task": 3, "shared": shared}, payload)
   (first, _, peer), (second, _, nobody) = sent
   assert (peer, nobody) == ("this worker", None)
-  assert asyncio.run(worker.message(3)).tolist() == [7]
+  assert asyncio.run(worker.message(3, 0, 1)).tolist() == [7]
   actor = _ray_actors.ServerActor()
   actor._server = Server()
-  remote = types.SimpleNamespace(remote=lambda task: asked.append(task) or "it")
+  remote = types.SimpleNamespace(remote=lambda *x: asked.append(x) or "it")
   asyncio.run(actor.push(first, [], types.SimpleNamespace(message=remote)))
   asyncio.run(actor.push(second, []))
-  assert [x["handle"] for x, _ in taken[:1]] == ["it"] and asked == [3]
+  assert [x["handle"] for x, _ in taken[:1]] == [["it"]]
+  assert asked == [(3, 0, 1)]
   assert taken[1][0]["handle"].tolist() == [7]
   assert [x for _, x in taken] == [[7], [7]]
   for task in range(10, 20):
@@ -292,10 +301,22 @@ def test_pushed_payload_is_taken_in_pieces_below_the_links_rate(monkeypatch):
   ((header, payload),) = taken
   np.testing.assert_array_equal(payload, PAYLOAD)
   assert header["handle"] is payload and link.log == SENT
+  # Peers take it in the same pieces, from the worker.
+  parts = []
+  remote = lambda *x: parts.append(x)  # noqa: E731
+  peer = types.SimpleNamespace(message=types.SimpleNamespace(remote=remote))
+  pieces = [
+    link.put(PAYLOAD[:9]),
+    link.put(PAYLOAD[9:18]),
+    link.put(PAYLOAD[:4]),
+  ]
+  message = _ray_actors._envelope.pack({"kind": "push", "task": 5})
+  asyncio.run(actor.push(message, pieces, peer))
+  assert parts == [(5, 0, 9), (5, 9, 18), (5, 18, 27)]
   # What Ray sends with a call stays there.
   link.log.clear()
   way.push({"kind": "push", "task": 4}, PAYLOAD[:262_144])
-  assert link.log == [] and len(taken[1][1]) == 262_144
+  assert link.log == [] and len(taken[-1][1]) == 262_144
 
 
 # Two modules that import each other: of two threads that begin at either end,

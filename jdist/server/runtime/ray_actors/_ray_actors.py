@@ -56,12 +56,16 @@ class ServerActor:
         found.append(await piece)
         await asyncio.sleep(_REST * (time.monotonic() - began_s))
       payload = np.concatenate(found)
-    # Once more, as the result of a call that is not awaited: it stays on the
-    # worker's machine, from where others take it, and outlives its process,
-    # because this one owns it.
+    # Once more, as results of calls that are not awaited: they stay on the
+    # worker's machine, from where others take them, and outlive its process,
+    # because this one owns them.
     header["handle"] = payload
     if peer is not None:
-      header["handle"] = peer.message.remote(header["task"])
+      size = len(found[0]) if pieces else max(len(payload), 1)
+      header["handle"] = [
+        peer.message.remote(header["task"], start, start + size)
+        for start in range(0, max(len(payload), 1), size)
+      ]
     return await asyncio.to_thread(self._server.push, header, payload)
 
   async def pull(
@@ -90,9 +94,9 @@ class WorkerActor:
     self._thread = concurrent.futures.ThreadPoolExecutor(1)
     self._working: Any = None
 
-  async def message(self, task: int) -> np.ndarray:
-    """Returns a message that this worker has sent, for others to take."""
-    return _SHARED[task]
+  async def message(self, task: int, start: int, end: int) -> np.ndarray:
+    """Returns a part of a message that this worker has sent, for others."""
+    return _SHARED[task][start:end]
 
   async def work(self, work: bytes | None) -> None:
     """Does pickled work; None waits for that of before, whose call was cut."""
@@ -171,8 +175,14 @@ class _RayChannel:
       payload = np.concatenate(found)
       self._measure(pieces, payload, first_s)
     if handles:
-      tasks = [task for merge in header["merges"] for task in merge[1]]
-      header["messages"] = self._fetch(tasks, handles)
+      merges = header["merges"]
+      tasks = [task for merge in merges for task in merge[1]]
+      names = [name for merge in merges for name in merge[3]]
+      # Each begins behind itself, so that no peer's link has all at once.
+      order = sorted(
+        range(len(tasks)), key=lambda i: (names[i] <= worker, names[i], i)
+      )
+      header["messages"] = self._fetch(tasks, handles, order)
     return header, payload
 
   def _measure(self, pieces: list[Any], payload: Any, began_s: float) -> None:
@@ -181,20 +191,24 @@ class _RayChannel:
       rate = len(payload) / (time.monotonic() - began_s)
       self._size = max(_MIN_PIECE_BYTES, int(rate * _PIECE_S))
 
-  def _fetch(self, tasks: list[int], handles: list[Any]) -> list[np.ndarray]:
+  def _fetch(
+    self, tasks: list[int], handles: list[Any], order: list[int]
+  ) -> list[np.ndarray]:
     """Returns the messages of peers, from the server if they do not come."""
-    ray, found, began_s = self._ray, [], time.monotonic()
-    _, missing = ray.wait(
-      handles, num_returns=len(handles), timeout=self._patience_s
-    )
-    if not missing:
-      self._patience_s = max(_ASK_S, 3 * (time.monotonic() - began_s))
-    for task, handle in zip(tasks, handles, strict=True):
+    ray, found = self._ray, [np.zeros(0, np.uint8)] * len(tasks)
+    for i in order:
+      first_s, parts = time.monotonic(), []
       try:
-        found.append(ray.get(handle, timeout=0))
+        for handle in handles[i]:
+          began_s = time.monotonic()
+          left_s = max(first_s + self._patience_s - began_s, 0.0)
+          parts.append(ray.get(handle, timeout=left_s))
+          time.sleep(_REST * (time.monotonic() - began_s))
+        found[i] = np.concatenate(parts)
+        self._patience_s = max(_ASK_S, 3 * (time.monotonic() - first_s))
       except ray.exceptions.RayError:
         # A peer's link may be cut, and the others' merge must not wait for it.
-        found.append(self._call("ask", "message", (task,)))
+        found[i] = self._call("ask", "message", (tasks[i],))
     return found
 
   def _call(self, method: str, *args: Any) -> Any:
