@@ -312,16 +312,25 @@ def _parts_of(method: Any, params: PyTree) -> _Parts:
     )
   number = max(transforms.fragments_of(params, method.fragments)) + 1
   late, mix = _lateness(method.overlap, parts.policy.constant // number)
-  if parts.compression is not None:
-    codec = getattr(parts.compression.reducer, "codec", None)
+  compression, chunks = parts.compression, None
+  if compression is not None:
+    overlap = method.overlap
+    if overlap is not None and overlap.stream is not None:
+      # A message has the sub-tensors of a stream; its task's end sends them.
+      steps = overlap.steps or parts.policy.constant
+      compression = overlap.stream.chunks(compression, steps)
+    reducer = compression.reducer
+    if isinstance(reducer, reducers.Chunked):
+      chunks, reducer = reducer, reducer.reducer
+    codec = getattr(reducer, "codec", None)
     if codec is None:
       raise ValueError(
         "`compression` must be a codec with a server, to which each worker "
-        f"sends its own message, got {checks.show(parts.compression.reducer)}. "
+        f"sends its own message, got {checks.show(compression.reducer)}. "
         "Take `Compression(codecs.Quantize(4), ErrorFeedback())`."
       )
     codec = reducers.MessageCodec(
-      codec, parts.compression.feedback, seed=parts.compression.seed or 0
+      codec, compression.feedback, seed=compression.seed or 0, chunks=chunks
     )
   return _Parts(number, outer, late, mix, codec)
 
@@ -338,8 +347,6 @@ def _lateness(
   # None begins with the first round that is longer than the delay.
   at_once = overlap.after_step is None and overlap.steps is None and task > 1
   for name, wrong, rule in (
-    ("stream", overlap.stream is not None, "None: messages are whole, and are "
-     "sent while the next task is computed"),
     ("steps", overlap.steps not in (None, task), f"0 or {task}, the steps of a "
      "task: messages come between tasks"),
     ("carry", overlap.carry is None or np.any(overlap.carry != 1), "1: workers "

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist import checks, codecs, signatures, states
-from jdist.reducers import _feedback, _momentum_feedback
+from jdist.reducers import _chunked, _feedback, _momentum_feedback
 from jdist.states import PyTree
 
 
@@ -40,6 +40,7 @@ class MessageCodec(signatures.Explained):
       `MomentumCorrection`, or None.
     seed: Seed of codecs that draw random numbers.
     first: Number of the first leaf, from which its random numbers follow.
+    chunks: Has chunks of a tree encoded in place of its leaves; None does not.
 
   Raises:
     ValueError: If an argument is of another kind, or the receiver would need
@@ -56,6 +57,7 @@ class MessageCodec(signatures.Explained):
   feedback: Any = None
   seed: signatures.Seed = 0
   first: int = 0
+  chunks: _chunked.Chunked | None = None
 
   def __post_init__(self) -> None:
     checks.check_type(
@@ -86,13 +88,18 @@ class MessageCodec(signatures.Explained):
 
   def part(self, first: int, end: int) -> "MessageCodec":
     """Returns the codec of some leaves, which draws the same random numbers."""
+    if self.chunks is not None:
+      raise ValueError(
+        "`chunks` must be None where servers divide the leaves, got "
+        f"{self.chunks}."
+      )
     codec = self.codec
     own = codec[first:end] if isinstance(codec, tuple) else codec
     return dataclasses.replace(self, codec=own, first=self.first + first)
 
   def init(self, like: PyTree) -> MessageState:
     """Returns a sender's first state for trees like `like`."""
-    leaves = jax.tree.leaves(like)
+    leaves = jax.eval_shape(self._arrays, jax.tree.map(states.wide_like, like))
     for leaf, codec in zip(leaves, self._codecs(leaves), strict=True):
       codec.check(leaf)
     feedback = () if self.feedback is None else self.feedback.init(like)
@@ -115,7 +122,7 @@ class MessageCodec(signatures.Explained):
     # The count of messages makes new random numbers for each message, and a
     # sender's first count makes them its own.
     key = jax.random.fold_in(jax.random.key(self.seed), state.step)
-    payloads, leaves = [], jax.tree.leaves(wanted)
+    payloads, leaves = [], self._arrays(wanted)
     for number, (leaf, codec) in enumerate(
       zip(leaves, self._codecs(leaves), strict=True)
     ):
@@ -134,17 +141,27 @@ class MessageCodec(signatures.Explained):
 
   def decode(self, found: PyTree, like: PyTree) -> PyTree:
     """Returns the tree of a message, in the shapes and dtypes of `like`."""
-    leaves, structure = jax.tree.flatten(like)
     payloads, finite = found
+    wide = jax.tree.map(states.wide_like, like)
+    arrays = jax.eval_shape(self._arrays, wide)
     decoded = [
-      jnp.where(
-        fine, codec.decode(payload, codec.init(x), states.wide_like(x)), jnp.nan
-      ).astype(x.dtype)
+      jnp.where(fine, codec.decode(payload, codec.init(x), x), jnp.nan)
       for codec, payload, fine, x in zip(
-        self._codecs(leaves), payloads, finite, leaves, strict=True
+        self._codecs(arrays), payloads, finite, arrays, strict=True
       )
     ]
-    return jax.tree.unflatten(structure, decoded)
+    if self.chunks is None:
+      tree = jax.tree.unflatten(jax.tree.structure(like), decoded)
+    else:
+      rows = iter(decoded)
+      tree = self.chunks.unpack(
+        {
+          bucket.dtype: jnp.stack([next(rows) for _ in range(bucket.num_rows)])
+          for bucket in self.chunks.buckets(wide).buckets
+        },
+        wide,
+      )
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
 
   def kinds(self, like: PyTree) -> PyTree:
     """Returns the shapes and dtypes of a message."""
@@ -159,6 +176,12 @@ class MessageCodec(signatures.Explained):
   def num_bytes(self, like: PyTree) -> int:
     """Returns the bytes of a message, `Profile.push_bytes`."""
     return states.num_bytes(self.kinds(like))
+
+  def _arrays(self, tree: PyTree) -> list[jax.Array]:
+    """Returns what the codec encodes, one by one."""
+    if self.chunks is None:
+      return jax.tree.leaves(tree)
+    return [row for rows in self.chunks.pack(tree).values() for row in rows]
 
   def _codecs(self, leaves: list[Any]) -> tuple[codecs.Codec, ...]:
     """Returns the codec of each leaf."""

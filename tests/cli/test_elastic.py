@@ -61,6 +61,7 @@ def test_row_and_output_name_the_members(train, tmp_path, capsys):
         "--method local_sgd", "--method msdpu", "--method fed_prox",
         "--method streaming_diloco --fragments 2",
         "--method diloco --overlap", "--method muloco",
+        "--method cocod --stream --codec int4 --feedback error",
       )
     ),
   ],
@@ -113,7 +114,6 @@ WRONG = {
   "--method msdpu --growth-start 1": "`--growth-start` must be left out for",
   "--method msdpu --carry 0.5": "`carry` of an overlap must be, with a",
   "--method msdpu --delay-steps 1": "`steps` of an overlap must be, with a",
-  "--method cocod --stream": "`stream` of an overlap must be",
   "--method streaming_diloco --fragments 3": "a multiple of the 3 fragments",
   "--method diloco --codec int4 --feedback ef21": "`feedback` must be",
   "--method diloco --reducer power_sgd": "`--reducer` must be left out with",

@@ -58,7 +58,6 @@ METHODS = {
   "a task's delay that begins later": (
     late(steps=4, after_step=None), "`after_step` of .* 0: all merges",
   ),
-  "a stream": (late(stream=transforms.Stream()), "`stream` of .* None"),
   "a delay within a task": (streaming(1), "`steps` of .* 0 or 2, the steps"),
   "control variates": (
     methods.scaffold(SGD, 4, RATE, axis=None), "ControlVariates. Take",

@@ -172,6 +172,28 @@ def test_undisturbed_run_matches_the_collective_method(name):
   )
 
 
+def test_streamed_message_has_the_sub_tensors_of_the_collective_one():
+  """Three rounds: later a sum that is rounded elsewhere takes another code."""
+  METHODS["streamed"] = functools.partial(
+    methods.diloco, interval=4, compression=GATHERED,
+    overlap=transforms.Delayed(stream=transforms.Stream(8)),
+  )  # fmt: skip
+  METHODS["whole"] = functools.partial(
+    methods.diloco, interval=4, compression=GATHERED,
+    overlap=transforms.Delayed(),
+  )  # fmt: skip
+  try:
+    pair, whole = (on_clock(rounds(x), 2)[0] for x in ("streamed", "whole"))
+    chex.assert_trees_all_close(
+      pair.model.params, collective("streamed", 12), rtol=1e-6, atol=1e-6
+    )
+  finally:
+    del METHODS["streamed"], METHODS["whole"]
+  # A whole message has other scales: those of leaves.
+  away = np.abs(whole.model.params["a"] - pair.model.params["a"])
+  assert away.max() > 1e-3
+
+
 def live(found, own, updates, **options):
   """Runs in threads; returns the session, its model and its summary."""
   engine, like = server.ThreadEngine(), (PARAMS, {})

@@ -96,3 +96,39 @@ def test_part_of_a_codec_draws_the_numbers_of_the_whole():
 def test_part_of_a_part_keeps_the_numbers_of_its_leaves():
   whole = reducers.MessageCodec(codecs.Quantize(4, 64, rounding="stochastic"))
   assert whole.part(2, 6).part(1, 3) == whole.part(3, 5)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_chunks_are_encoded_in_place_of_leaves(jit):
+  """Six entries are two rows of three, of which the largest is sent."""
+  chunks = reducers.Chunked(reducers.Exact(), max_bytes=12)
+  message = reducers.MessageCodec(
+    codecs.TopK(1 / 3), reducers.ErrorFeedback(), chunks=chunks
+  )
+  tree = {
+    "a": jnp.array([[1.0, -2.0], [3.0, 4.0]]),
+    "b": jnp.array([5.0, 6.0], jnp.bfloat16),
+  }
+  encode = jax.jit(message.encode) if jit else message.encode
+  sent, state = encode(tree, message.init(tree))
+  found = message.decode(sent, tree)
+  assert jax.tree.map(lambda x: (str(x.dtype), x.tolist()), found) == {
+    "a": ("float32", [[0.0, 0.0], [3.0, 0.0]]),
+    "b": ("bfloat16", [0.0, 6.0]),
+  }
+  residual = jax.tree.map(lambda x: x.tolist(), state.feedback.residual)
+  assert residual == {"a": [[1.0, -2.0], [0.0, 4.0]], "b": [5.0, 0.0]}
+  # Two values of four bytes, places of two bits in a byte, and two flags.
+  assert message.num_bytes(tree) == 2 * 4 + 2 * 1 + 2
+  # What is not finite spoils its own chunk only.
+  bad = tree | {"b": jnp.array([jnp.nan, 6.0], jnp.bfloat16)}
+  found = message.decode(encode(bad, message.init(bad))[0], bad)
+  assert np.isnan([found["a"][1, 1], *found["b"].astype(np.float32)]).all()
+  assert found["a"].reshape(-1)[:3].tolist() == [0.0, 0.0, 3.0]
+
+
+def test_servers_cannot_divide_chunks():
+  chunks = reducers.Chunked(reducers.Exact())
+  message = reducers.MessageCodec(codecs.Sign(), chunks=chunks)
+  with pytest.raises(ValueError, match="`chunks` must be None where servers"):
+    message.part(0, 1)
