@@ -69,11 +69,14 @@ def waits(row):
 
 
 def of(rows, method):
-  """Returns the rows of a method's whole runs."""
+  """Returns the rows of a method's whole runs, on links with short queues."""
   steps = run.PRESETS[method].steps
   wanted = (method, steps)
   return [
-    x for x in rows if (x["config"]["method"], x["config"]["steps"]) == wanted
+    x
+    for x in rows
+    if (x["config"]["method"], x["config"]["steps"]) == wanted
+    and "queue_ms" not in x["config"]
   ]
 
 
@@ -163,6 +166,31 @@ def table(rows):
     "missed | workers lost",
     lines,
   )
+
+
+def queues(rows):
+  """Returns what heartbeats wait for behind a router with a long queue."""
+  found = [x for x in rows if "queue_ms" in x["config"]]
+  lines = []
+  for row in sorted(found, key=lambda x: (_paced(x), x["seed"])):
+    seconds, missing = beats(row)
+    ordered = sorted(seconds)
+    lines.append((
+      "pieces" if _paced(row) else "whole", row["seed"], row["commit"][:7],
+      f"{row['config']['queue_ms'] / 1e3:g}", f"{kept(row):.2f}",
+      len(seconds), f"{1e3 * statistics.median(seconds):.0f}",
+      f"{1e3 * ordered[int(0.95 * len(ordered))]:.0f}",
+      f"{1e3 * ordered[-1]:.0f}", missing,
+    ))  # fmt: skip
+  return studies.table(
+    "payloads | seed | commit | s of the queue | kept, % | heartbeats | ms to "
+    "the answer: median | 95 % within | most | lost",
+    lines,
+  )
+
+
+def _paced(row):
+  return row["config"].get("paced", True)
 
 
 def sockets(rows):
@@ -273,7 +301,7 @@ def main():
   divided = studies.read(run.FOLDER / "results" / "shards.jsonl")
   parts = {
     "verdict": verdict(rows), "runs": table(rows), "sockets": sockets(rows),
-    "setting": setting(rows),
+    "queues": queues(rows), "setting": setting(rows),
   }  # fmt: skip
   peers = studies.read(run.FOLDER / "results" / "peers.jsonl")
   ceiling = {"peers": of_peers(peers), "shards": of_shards(divided)}

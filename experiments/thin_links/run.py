@@ -4,6 +4,7 @@ r"""An elastic run, and synchronous SGD, of two hosts over a thin link.
       --timeout-s 900 -- python experiments/thin_links/run.py late
     ... python experiments/thin_links/run.py ssgd      # one more process a host
     ... python experiments/thin_links/run.py waiting   # without the overlap
+    ... python experiments/thin_links/run.py unpaced   # payloads in one piece
     python experiments/thin_links/report.py
 
 It runs on both hosts of the network.  Each has a Ray node of its own: host 0
@@ -41,6 +42,7 @@ from jdist import (
   training,
   transforms,
 )
+from jdist.server.runtime.ray_actors import _ray_actors
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 ROWS = FOLDER / "results" / "rows.jsonl"
@@ -64,6 +66,7 @@ class Run:
     timeout_s: seconds after which a worker without a push counts as lost.
     heartbeat_s: seconds between two calls of each worker.
     patience_s: seconds after which a call without an answer counts as lost.
+    paced: whether payloads are sent in pieces.
   """
 
   method: str
@@ -76,12 +79,14 @@ class Run:
   timeout_s: float = 20.0
   heartbeat_s: float = 1.0
   patience_s: float = 5.0
+  paced: bool = True
 
 
 PRESETS = {
   "ssgd": Run("ssgd", steps=16, interval=1),
   "late": Run("late", steps=128 * 12),
   "waiting": Run("waiting", steps=128 * 6),
+  "unpaced": Run("late", steps=128 * 12, paced=False),
   "short": Run("late", steps=128 * 4),
 }
 
@@ -171,6 +176,9 @@ def work(
   channel: Any, name: str,
 ) -> None:  # fmt: skip
   """Trains as a worker: first alone for a while, then in the run."""
+  if not run.paced:
+    # Both directions: the worker decides about the server's pieces, too.
+    channel._size = _ray_actors._MIN_PIECE_BYTES = 2**40
   problem = Problem(run, seed, dataset)
   step, number = problem.step(), int(name[-1])
   params = problem.model.params
@@ -320,6 +328,8 @@ def config_of(run: Run) -> Row:
   """Returns the settings as a row has them."""
   rate = float(os.environ["JDIST_BITS_PER_S"])
   found: Row = json.loads(json.dumps(dataclasses.asdict(run)))
+  if run.paced:
+    del found["paced"]  # As in older rows.
   queue = os.environ.get("JDIST_QUEUE_MS")
   return (
     found | {"bits_per_s": rate} | ({"queue_ms": float(queue)} if queue else {})
