@@ -5,7 +5,6 @@ import concurrent.futures
 import importlib
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -152,7 +151,7 @@ class _RayChannel:
     began_s = time.monotonic()
     message, pieces = _cut(header, payload, self._size)
     peer = None
-    if header.get("shared"):
+    if header.get("shared") and payload is not None:
       # Behind all others: an earlier run may have had a task of this number.
       _SHARED.pop(header["task"], None)
       _SHARED[header["task"]] = payload
@@ -170,7 +169,7 @@ class _RayChannel:
       first_s, found = time.monotonic(), []
       for piece in pieces:
         began_s = time.monotonic()
-        found.append(self._wait(lambda server, piece=piece: piece))
+        found.append(self._wait(piece))
         time.sleep(_REST * (time.monotonic() - began_s))
       payload = np.concatenate(found)
       self._measure(pieces, payload, first_s)
@@ -212,15 +211,18 @@ class _RayChannel:
     return found
 
   def _call(self, method: str, *args: Any) -> Any:
-    return self._wait(lambda server: getattr(server, method).remote(*args))
+    return self._wait(None, method, args)
 
-  def _wait(self, begin: Callable[[Any], Any]) -> Any:
-    """Returns the result of a call that begins now, or an object."""
-    ray, server = self._ray, self._server
+  def _wait(
+    self, reference: Any, method: str = "", args: tuple[Any, ...] = ()
+  ) -> Any:
+    """Returns an object of the server, or a result of a call that begins."""
+    ray, server, call = self._ray, self._server, reference
     try:
       if server is None:
         server = self._server = ray.get_actor(self._name)
-      call = begin(server)
+      if call is None:
+        call = getattr(server, method).remote(*args)
       # An answer may be lost with its connection, which only a sender notices.
       # The call is not repeated: a hello begins a new life, and the server
       # takes nothing of an earlier one.
