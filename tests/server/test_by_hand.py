@@ -52,6 +52,10 @@ def _header(updates):
   }  # fmt: skip
 
 
+def _newest(folder):
+  return _run_checkpoints._read(_run_checkpoints._targets(folder)[0])
+
+
 def test_worker_that_owes_its_state_is_left_out_in_the_end(tmp_path):
   saved = _run_checkpoints.RunCheckpoints(str(tmp_path), {})
   done = [concurrent.futures.Future() for _ in range(3)]
