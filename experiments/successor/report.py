@@ -175,9 +175,11 @@ def main() -> None:
     "verdict": verdict(found),
     "table": table(found),
     "setting": setting(found),
-    "tuning": tuning(found),
   }
-  studies.publish({FOLDER / "README.md": parts}, lambda: draw(found))
+  pages = {"README.md": parts, "TUNING.md": {"tuning": tuning(found)}}
+  studies.publish(
+    {FOLDER / name: x for name, x in pages.items()}, lambda: draw(found)
+  )
 
 
 if __name__ == "__main__":
