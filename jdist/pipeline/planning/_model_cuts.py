@@ -1,5 +1,6 @@
 """Layers of a model that is one function, found in its trace."""
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,8 @@ def cut(
   The function is traced in training.  A layer ends wherever all that follows
   depends on the inputs through one array, such as the residual stream of a
   transformer.  A layer has the parameters that its equations read; one that
-  several layers read is tied.  Evaluate with the model's own `apply`.
+  several layers read is tied; state that no input moves, such as a random key,
+  is copied to all that read it.  Evaluate with the model's own `apply`.
 
   Args:
     model: A `models.Model`: for modules of NNX, Linen and Equinox from
@@ -126,7 +128,7 @@ def _layers(model: Any, inputs: Any) -> list[_stages.Stage]:
     wanted = variables([*outputs, *updates.values()])
     needed(inside, wanted)
     # State that no input moves, such as a count of random keys, is updated by
-    # the layer that reads the same leaves, and by the first one if none does.
+    # all layers that read the same leaves, and by the first one if none does.
     for path, v in new.items():
       if v in made - moving:
         leads = {v, own[1][path]}
@@ -152,13 +154,13 @@ def _layers(model: Any, inputs: Any) -> list[_stages.Stage]:
     trees = _branches(params, kept[0]), _branches(model.state, kept[1])
     found.append(_stages.Stage(name, *trees, apply, ()))
   users = [path for x in found for path in _stages.by_path(x.state)]
-  if shared := [path for path in updated if users.count(path) > 1]:
+  shared = frozenset(path for path in updated if users.count(path) > 1)
+  if wrong := sorted(path for path in shared if new[path] in moving):
     raise ValueError(
       "`model` must have a state of which each layer updates its own part, got "
-      f"{shared[0]} in several layers. Give each layer a module of its own, "
-      "such as one `nnx.Dropout` for each."
+      f"{wrong[0]} in several layers. Give each layer a module of its own."
     )
-  return found[::-1]
+  return [dataclasses.replace(x, copied=shared) for x in found[::-1]]
 
 
 def _passed_on(

@@ -5,7 +5,7 @@ import functools
 import inspect
 import itertools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Protocol, TypeAlias
 
 import jax
@@ -63,6 +63,8 @@ class Stage:
     state: The state of all its layers, likewise.
     apply: Runs the layers one after the other.
     layers: The layers, in order.
+    copied: Paths of state that several layers move alike, such as a random key:
+      each reads the value before the micro-batch.
   """
 
   name: str
@@ -70,6 +72,7 @@ class Stage:
   state: PyTree
   apply: Callable[..., tuple[Any, PyTree]]
   layers: tuple[LayerLike, ...]
+  copied: Collection[str] = ()
 
   def __repr__(self) -> str:
     return f"Stage({self.name}: {len(self.layers)} layers)"
@@ -127,8 +130,13 @@ def _stage(layers: tuple[LayerLike, ...]) -> Stage:
       return _run(layers[0], params, state, x, key, options)
     # Each layer sees its own part only, as in the unsplit model.  The state is
     # merged layer by layer, since two layers may share one.
+    before = state
     for layer in layers:
-      part = pick(state, layer.state)
+      copied = getattr(layer, "copied", ())
+      part = jax.tree_util.tree_map_with_path(
+        lambda at, *x, c=copied: x[jax.tree_util.keystr(at) in c],
+        pick(state, layer.state), pick(before, layer.state),
+      )  # fmt: skip
       own = pick(params, layer.params)
       x, part = _run(layer, own, part, x, key, options)
       state = merge([state, part])
@@ -234,7 +242,8 @@ def _recomputed(layer: LayerLike) -> LayerLike:
     run = jax.checkpoint(functools.partial(layer.apply, **static))
     return run(params, state, x, **arrays)
 
-  return Stage(layer.name, layer.params, layer.state, apply, ())
+  made = Stage(layer.name, layer.params, layer.state, apply, ())
+  return dataclasses.replace(made, copied=getattr(layer, "copied", ()))
 
 
 def merge(trees: Sequence[PyTree]) -> PyTree:
@@ -297,8 +306,11 @@ def _holders(
     named = isinstance(tree, Mapping)
     for path, leaf in by_path(tree).items() if named else ():
       found.setdefault(path, []).append(i)
+      first = leaves.setdefault(path, leaf)
+      # Abstract models have no arrays, so equal shapes have to suffice there.
+      abstract = isinstance(leaf, jax.ShapeDtypeStruct) and first == leaf
       # Equal values are no sign of a tie: two norms begin with equal ones.
-      if not _same(leaves.setdefault(path, leaf), leaf):
+      if first is not leaf and not abstract:
         one, other = (parts[j].name for j in (found[path][0], i))
         raise ValueError(
           "`layers` must have one array under equal keys, which ties them, got "
@@ -314,9 +326,3 @@ def by_path(tree: PyTree) -> dict[str, Any]:
     jax.tree_util.keystr(path): leaf
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   }
-
-
-def _same(one: Any, other: Any) -> bool:
-  # Abstract models have no arrays, so equal shapes have to suffice there.
-  abstract = isinstance(one, jax.ShapeDtypeStruct) and one == other
-  return one is other or abstract

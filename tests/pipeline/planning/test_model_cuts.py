@@ -92,6 +92,38 @@ class _Dropped(nnx.Module):
     return x
 
 
+class _Shared(nnx.Module):
+  """All layers draw by one count."""
+
+  def __init__(self, rngs):
+    self.dense = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(4)])
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+  def __call__(self, tokens):
+    x = jax.nn.one_hot(tokens, 32)
+    for dense in self.dense:
+      x = x + self.dropout(jnp.tanh(dense(x)))
+    return x
+
+
+class _DroppedLinen(nn.Module):
+  """All layers draw from one key."""
+
+  @nn.compact
+  def __call__(self, tokens, deterministic):
+    x = jax.nn.one_hot(tokens, 32)
+    for _ in range(4):
+      y = nn.Dropout(0.5)(jnp.tanh(nn.Dense(32)(x)), deterministic)
+      x = x + y
+    return x
+
+
+def _dropped_linen():
+  keys, module = {"dropout": jax.random.key(7)}, _DroppedLinen()
+  variables = module.init(jax.random.key(0), _TOKENS["tokens"], True)
+  return models.functional(module.bind(variables, rngs=keys))
+
+
 class _Spectral(nn.Module):
   @nn.compact
   def __call__(self, tokens, train):
@@ -137,6 +169,8 @@ _MODELS = {
   "equinox": (_equinox, _TOKENS),
   "plain": (_plain, _TOKENS),
   "dropout": (lambda: models.functional(_Dropped(nnx.Rngs(0))), _TOKENS),
+  "shared dropout": (lambda: models.functional(_Shared(nnx.Rngs(0))), _TOKENS),
+  "linen dropout": (_dropped_linen, _TOKENS),
   "spectral": (_spectral, _TOKENS),
 }
 
@@ -172,7 +206,7 @@ def test_stages_compute_the_model_and_its_gradients(name):
   def chained(params):
     x, state = batch[inputs], trees[1]
     for stage in stages:
-      own = _stages.pick(state, stage.state)
+      own = _stages.pick(trees[1], stage.state)  # Each stage holds its own.
       x, new = stage.apply(
         _stages.pick(params, stage.params), own, x, train=True
       )
@@ -239,7 +273,8 @@ def _scanned(params, state, x, *, train):
 def _counted(params, state, x, *, train):
   del train
   for name in "ab":
-    x, state = jnp.tanh(x @ params[name]) * state["n"], {"n": state["n"] + 1.0}
+    x = jnp.tanh(x @ params[name]) * state["n"]
+    state = {"n": state["n"] + x.mean()}
   return x, state
 
 
