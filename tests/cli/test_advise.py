@@ -88,6 +88,7 @@ def test_named_methods_are_compared_with_ssgd(capsys, monkeypatch):
   real, told = _advise.advice.advise, {}
 
   def keep(*given, **options):
+    told["limit_s"] = options["limit_s"]
     told["found"] = real(*given, **options)
     return told["found"]
 
@@ -102,6 +103,7 @@ def test_named_methods_are_compared_with_ssgd(capsys, monkeypatch):
   assert (
     "Servers and pipelines are not shown. `simpy` is needed here" in said.out
   )
+  assert told["limit_s"] == 0.001
   costs = told["found"].costs
   assert list(costs) == ["ssgd", "msdpu H=8", "post_local_sgd H=8"]
   # At this constant rate rounds that grow would have one step each.

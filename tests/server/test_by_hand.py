@@ -1,6 +1,7 @@
 """Small parts of a server, whose order and state are followed by hand."""
 
 import concurrent.futures
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 from jdist import codecs, reducers, server
 from jdist.server.run import _run_checkpoints
-from jdist.server.runtime import _envelope, _server_shards
+from jdist.server.runtime import _envelope, _server_core, _server_shards
 from jdist.storage import numbered_files
 from tests.server import _reference
 from tests.server.test_decoupled import begin, protocol, push
@@ -181,3 +182,68 @@ def test_resumed_worker_sends_what_it_had_left(whole):
     for a, b in zip(*map(jax.tree.leaves, (x, y)), strict=True)
   )
   assert equal(found, wanted) and not equal(found, other)
+
+
+def test_workers_of_other_seeds_draw_other_random_numbers():
+  codec = reducers.MessageCodec(codecs.RandomK(k=2, shared=False))
+
+  def drawn(seed):
+    pair = server.GradientLearner(
+      _reference.loss, optax.sgd(0.1), jnp.zeros(8), _reference.Samples(),
+      workers=("x", "y"), push_codec=codec, seed=seed,
+    )  # fmt: skip
+    return [worker._stream for worker in pair.workers.values()]
+
+  assert [drawn(seed) for seed in range(3)] == [[0, 1], [2, 3], [4, 5]]
+
+
+# -- The core of a live server.
+
+
+def _core(**parts):
+  made = object.__new__(_server_core.ServerCore)
+  for name, value in parts.items():
+    setattr(made, name, value)
+  return made
+
+
+@pytest.mark.parametrize(
+  ("delivery", "finished", "usable", "saves"),
+  [
+    (1, False, True, True), (None, False, True, False),
+    (1, True, True, False), (1, False, False, False),
+  ],
+)  # fmt: skip
+def test_server_saves_only_a_usable_state(delivery, finished, usable, saves):
+  begun, done = [], concurrent.futures.Future()
+  marks = types.SimpleNamespace(may_save=lambda: usable)
+  core = _core(
+    _began_s=delivery, finished=finished, marks=marks,
+    _begin_checkpoint=begun.append,
+  )  # fmt: skip
+  core._on_save(types.SimpleNamespace(header={"done": done}))
+  assert begun == ([done] if saves else [])
+  assert done.done() != saves
+  if not saves:
+    assert done.result() == -1
+
+
+@pytest.mark.parametrize(
+  ("payload", "more", "size"),
+  [(None, {}, None), (np.zeros(5, np.uint8), {}, 5), (None, {"size": 7}, 7)],
+)
+def test_message_without_bytes_travels_with_the_one_before(payload, more, size):
+  reply = server.Reply("x", 3, 1, 8)
+  sent, box = [], types.SimpleNamespace(name="x")
+  core = _core(
+    boxes={"x": box}, messages={}, _began_s=0.0, first_s=0.0,
+    marks=types.SimpleNamespace(pulled_bytes=0),
+    advance=lambda now_s: None,
+    _links=types.SimpleNamespace(
+      send=lambda *given, parts: sent.append((given[:3], parts))
+    ),
+  )  # fmt: skip
+  task = types.SimpleNamespace(reply=reply, payload=payload, more=more)
+  core._send(task, 1)
+  assert sent == [(("pull", "x", size), None)]
+  assert core.marks.pulled_bytes == (size or 0)

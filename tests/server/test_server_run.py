@@ -263,6 +263,9 @@ def test_states_that_are_not_finite_are_not_saved(tmp_path):
   assert given[0].endswith("not finite, and it was not saved: there is none.")
   assert "had to refuse the pushes of all workers" in given[-1]
   assert records[-1].diverged and not list((tmp_path / "a").glob("update_*"))
+  # Nothing would be saved without checkpoints.
+  records, given = train(2, None)
+  assert records[-1].diverged and not any("saved" in text for text in given)
   for _ in range(2):  # A resumed run continues from update 4.
     records, given = train(5, tmp_path / "b")
     assert [x.diverged for x in records] == [False, True]

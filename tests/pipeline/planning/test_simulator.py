@@ -156,3 +156,19 @@ def test_coded_message_has_an_entry_for_each_float32():
   # Ten entries: ten signs, and a scale of 32 bits.
   coded = _Cost("a", output_bytes=40.0).coded(codecs.Sign())
   assert coded.sent_bytes == (10 + 32) / 8
+
+
+def test_device_holds_all_of_its_stages():
+  """Parameters, gradients and momenta of each, and the largest temporaries."""
+  table = pipeline.make_table("interleaved", 2, 2)
+  costs = [
+    pipeline.LayerCost(
+      f"{i}", 1.0, 2.0, parameter_bytes=10.0**i, working_bytes=working
+    )
+    for i, working in enumerate((5.0, 0.5, 0.25, 7.0))
+  ]
+  machines = cluster.Cluster((cluster.Node("a"), cluster.Node("b")))
+  found = pipeline.simulate(table, costs, machines).memory_bytes
+  assert found == (3 * (1 + 100) + 5.0, 3 * (10 + 1000) + 7.0)
+  plain = pipeline.simulate(table, costs, machines, optimizer_copies=0.0)
+  assert plain.memory_bytes == (2 * (1 + 100) + 5.0, 2 * (10 + 1000) + 7.0)

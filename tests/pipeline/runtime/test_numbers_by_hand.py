@@ -12,7 +12,12 @@ import pytest
 
 from jdist import models, pipeline, training, transforms
 from jdist.pipeline.processes import _stage_updates
-from jdist.pipeline.runtime import _chain_check, _device_state, _traced_model
+from jdist.pipeline.runtime import (
+  _chain_check,
+  _device_state,
+  _stage_arrays,
+  _traced_model,
+)
 from tests import _refusals
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
@@ -34,6 +39,15 @@ def test_only_several_micro_batches_have_keys_of_their_own(count):
 )
 def test_only_norms_beyond_the_greatest_are_scaled(squared, scale):
   assert _traced_model.clip_scale(jnp.float32(squared), 2.0) == scale
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_message_has_the_dtype_of_outputs_and_the_size_of_the_largest(dtype):
+  outputs = [jax.ShapeDtypeStruct(x, dtype) for x in ((2, 3), (5,))]
+  message = _stage_arrays.Message(outputs)
+  assert (message.dtype, message.size) == (dtype, 6)
+  alone = _stage_arrays.Message([])
+  assert (alone.dtype, alone.size) == ("float32", 1)
 
 
 def test_a_tied_leaf_counts_once_in_a_workers_clipped_norm():

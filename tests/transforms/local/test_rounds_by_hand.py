@@ -195,3 +195,18 @@ def test_rounds_before_a_delay_send_their_own_message():
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-6), *found
   )
+
+
+@pytest.mark.parametrize("stream", [None, transforms.Stream(max_bytes=8)])
+def test_drain_takes_the_mean_of_a_message_that_was_not_sent_whole(stream):
+  """At a rate of 1 a worker is where its last target was."""
+  optimizer = transforms.local_steps(
+    optax.sgd(1.0), 2, axis="worker", overlap=transforms.Delayed(stream=stream)
+  )
+  x = _rounds.random_targets(3, 2, 5)
+  w, state = train(optimizer, x, [PLAIN] * 3)
+  np.testing.assert_allclose(w, x[2], atol=1e-6)
+  team = collectives.workers(2, substrate="vmap")
+  w, state = team.jit(lambda w, s: transforms.drain(optimizer, s, w))(w, state)
+  np.testing.assert_allclose(w, [x[2].mean(0)] * 2, atol=1e-6)
+  np.testing.assert_allclose(state.anchor, w, atol=1e-6)
