@@ -241,6 +241,28 @@ def test_last_record_is_of_a_drained_pipeline(behind, monkeypatch):
   assert last.metrics == (drained if behind else {"model": 1})
 
 
+def test_stages_are_evaluated_after_a_share_of_the_epochs():
+  given = {}
+
+  def fit(state, batches, num_steps, **options):
+    given.update(options, state=state, batches=batches, num_steps=num_steps)
+    return "state", "records"
+
+  made = object.__new__(_pipeline_run.PreparedStages)
+  made.options = _commands.Train(evaluate_every_epochs=0.5)
+  made.evaluate = "evaluate"
+  made.workload = types.SimpleNamespace(
+    batches=lambda seed: types.SimpleNamespace(iterate=f"batches of {seed}"),
+    steps=lambda epochs: round(20 * epochs),
+  )
+  phase = types.SimpleNamespace(trainer=types.SimpleNamespace(fit=fit))
+  assert made._fit(phase, 0, 3, 40, {"free": ()}) == ("state", "records")
+  assert given == {
+    "state": 0, "batches": "batches of 3", "num_steps": 40,
+    "evaluate": "evaluate", "evaluate_every": 10, "free": (),
+  }  # fmt: skip
+
+
 class _Stages:
   """A process of a pipeline that saves a folder for each step."""
 

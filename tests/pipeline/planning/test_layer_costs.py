@@ -1,6 +1,7 @@
 """Costs of layers, against counts by hand."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jdist import models, pipeline
+from jdist.pipeline.planning import _layer_costs
 
 _BATCH = {"image": jax.ShapeDtypeStruct((4, 8, 8, 1), jnp.float32)}
 
@@ -133,3 +135,45 @@ def test_saved_bytes_leave_out_parameters_and_state():
     [layer, dataclasses.replace(layer, name="b")], image, source="lowered"
   )
   assert first.saved_bytes == after.saved_bytes == 4 * 4 * 8
+
+
+class _Program:
+  """A lowered program, which counts how often it is compiled."""
+
+  def __init__(self, text, flops, listed=False):
+    self.text, self.flops, self.listed, self.compiled = text, flops, listed, 0
+
+  def as_text(self):
+    return self.text
+
+  def compile(self):
+    self.compiled += 1
+    return self
+
+  def memory_analysis(self):
+    return types.SimpleNamespace(temp_size_in_bytes=7)
+
+  def cost_analysis(self):
+    found = {"flops": self.flops, "bytes accessed": 8.0}
+    return [found] if self.listed else found
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_program_takes_the_longer_of_arithmetic_and_memory(compiled, listed):
+  costs, working = {}, 7 * compiled
+  # At 2 operations and 4 bytes a second: 3 and 2 seconds, then 1 and 2.
+  for text, flops, seconds in (("a", 6.0, 3.0), ("b", 2.0, 2.0)):
+    program = _Program(text, flops, listed)
+    found = _layer_costs._count(program, costs, (2.0, 4.0), compiled)
+    assert found == (seconds, working) and program.compiled == compiled
+  # An equal program is compiled once.
+  again = _Program("a", 600.0)
+  assert _layer_costs._count(again, costs, (2.0, 4.0), compiled) == (3, working)
+  assert not again.compiled
+
+
+@pytest.mark.parametrize("source", ["compiled", "lowered"])
+def test_only_compiled_programs_show_their_temporaries(source):
+  found = pipeline.layer_costs(_mlp().layers[:1], _BATCH, source=source)
+  assert (found[0].working_bytes > 0) == (source == "compiled")
