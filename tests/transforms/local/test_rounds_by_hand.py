@@ -210,3 +210,40 @@ def test_drain_takes_the_mean_of_a_message_that_was_not_sent_whole(stream):
   w, state = team.jit(lambda w, s: transforms.drain(optimizer, s, w))(w, state)
   np.testing.assert_allclose(w, [x[2].mean(0)] * 2, atol=1e-6)
   np.testing.assert_allclose(state.anchor, w, atol=1e-6)
+
+
+@pytest.mark.parametrize(("steps", "multiple"), [(None, 16), (3, 3)])
+def test_message_is_cut_for_all_usual_numbers_of_steps(steps, multiple):
+  """A host may choose 1, 2, 4, 8 or 16 where the number of steps varies."""
+  stream = transforms.Stream(max_bytes=64)
+  whole = reducers.Compression(reducers.compressed(small.Rounded()))
+  found = stream.chunks(whole, steps)
+  assert (found.reducer.multiple, found.reducer.max_bytes) == (multiple, 64)
+  assert stream.chunks(found, None) is found
+
+
+def test_drained_stream_keeps_the_feedback_of_the_simple_form():
+  """A momentum takes each message once, and not what was added to it."""
+  x = _rounds.random_targets(7, 2, 16)
+  team, found = collectives.workers(2, substrate="vmap"), []
+  for stream in (None, transforms.Stream()):
+    optimizer = transforms.local_steps(
+      optax.sgd(RATE), 2, axis="worker",
+      overlap=transforms.Delayed(stream=stream),
+      compression=reducers.Compression(
+        reducers.Chunked(
+          reducers.compressed(small.Largest(2)), max_bytes=32, multiple=2
+        ),
+        reducers.MomentumCorrection(0.5),
+      ),
+    )  # fmt: skip
+    control = transforms.Control(stream_steps=2) if stream else PLAIN
+    # After six steps nothing of the third round's message is sent.
+    w, state = train(optimizer, x[:6], [control] * 6)
+    drain = team.jit(lambda w, s, o=optimizer: transforms.drain(o, s, w))
+    w, state = drain(w, state)
+    found.append((w, state.sync.compression.feedback))
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-6), *found
+  )
+  assert np.abs(found[0][1].momentum[0]).max() > 0.01
