@@ -267,6 +267,20 @@ def test_windows_of_a_text_are_evaluated_in_smaller_batches(tmp_path):
   assert _workload._evaluation_batch(4, text) == 128 // 4
 
 
+@pytest.mark.parametrize("method", ["ssgd", "diloco"])
+def test_prepared_programs_are_of_their_method(method):
+  """Only a method with rounds has an anchor, and only DiLoCo a momentum."""
+  options = _commands.Train(workers=2, momentum=0.0)
+  workload = _workload.build(options)
+  found = _workload.Prepared(workload, options, method, 0.1)
+  assert found.budget.learning_rate(10**6) <= 0.1
+  params = workload.model(0).params
+  for optimizer in (found.programs.optimizer, found.method_for(None)):
+    state = jax.eval_shape(transforms.lenient(optimizer).init, params)
+    rounds = jax.eval_shape(transforms.rounds_ahead, state)
+    assert (rounds is None) == (method == "ssgd")
+
+
 def test_host_ends_rounds_by_default(monkeypatch):
   told = []
 
