@@ -11,7 +11,12 @@ import pytest
 
 from jdist import codecs, reducers, server
 from jdist.server.run import _run_checkpoints
-from jdist.server.runtime import _envelope, _server_core, _server_shards
+from jdist.server.runtime import (
+  _envelope,
+  _live_marks,
+  _server_core,
+  _server_shards,
+)
 from jdist.storage import numbered_files
 from tests.server import _reference
 from tests.server.test_decoupled import begin, protocol, push
@@ -247,3 +252,53 @@ def test_message_without_bytes_travels_with_the_one_before(payload, more, size):
   core._send(task, 1)
   assert sent == [(("pull", "x", size), None)]
   assert core.marks.pulled_bytes == (size or 0)
+
+
+@pytest.mark.parametrize(
+  ("unit", "positions"),
+  [
+    ("updates", [(3, 90, 9.0), (4, 0, 0.0)]),
+    ("samples", [(9, 3, 9.0), (0, 4, 0.0)]),
+    ("seconds", [(9, 90, 3.9), (0, 0, 4.0 - 1e-9)]),
+  ],
+)
+def test_mark_is_due_at_its_own_unit(unit, positions):
+  plan = server.LivePlan(workers=("x",), unit=unit, marks=(4,))
+  marks = _live_marks.LiveMarks(server.EmptyServer(), plan)
+  for (updates, samples, now_s), due in zip(
+    positions, (False, True), strict=True
+  ):
+    delivery = types.SimpleNamespace(
+      state=types.SimpleNamespace(version=updates), applied_samples=samples
+    )
+    assert marks.is_due(delivery, now_s) == due
+
+
+def test_status_names_who_is_here_and_who_has_pushed():
+  """A process that has pushed has started well, and may be lost again."""
+  boxes = {
+    name: types.SimpleNamespace(here=here, pushed=pushed)
+    for name, here, pushed in (
+      ("a", True, True),
+      ("b", True, False),
+      ("c", 0, 0),
+    )
+  }
+  delivery = types.SimpleNamespace(
+    state=types.SimpleNamespace(version=5, members={"a": 1, "b": 1}),
+    applied_samples=40, expelled=lambda name: name == "c",
+  )  # fmt: skip
+  marks = types.SimpleNamespace(
+    checkpoints=types.SimpleNamespace(found=({"updates": 2}, {})),
+    records=[1, 2, 3],
+  )
+  made = object.__new__(server.LiveServer)
+  made._lost, made._error = None, "none yet"
+  made._core = types.SimpleNamespace(
+    boxes=boxes, delivery=delivery, marks=marks, wall_s=1.5, finished=False
+  )
+  assert made.status() == {
+    "now_s": 1.5, "here": ["a", "b"], "pushed": ["a"], "finished": False,
+    "expelled": ["c"], "records": 3, "error": "none yet", "resumed": 2,
+    "updates": 5, "samples": 40, "members": 2,
+  }  # fmt: skip

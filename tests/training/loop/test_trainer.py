@@ -425,6 +425,20 @@ def test_second_call_continues_training():
     trainer.fit(state, _tiny.batches(team), 9)
 
 
+def test_continued_records_count_from_those_before(monkeypatch):
+  """Seconds, samples and bytes of a run go through both calls."""
+  team = _tiny.team("vmap")
+  trainer = _tiny.trainer(team, "local_sgd")
+  state, records = trainer.fit(
+    _tiny.init(team, "local_sgd"), _tiny.batches(team), 3
+  )
+  before = [x._replace(train_s=1000.0, sent_bytes=5e6) for x in records]
+  _, found = trainer.fit(state, _tiny.batches(team), 6, continues=before)
+  assert found[: len(before)] == before and found[-1].step == 6
+  assert 1000.0 < found[-1].train_s < 1500.0
+  assert 5e6 < found[-1].sent_bytes < 5.1e6
+
+
 def test_training_time_counts_all_steps_except_the_first(monkeypatch):
   fake = _Fake(monkeypatch)
   program = fake.trainer._step.program(None, _programs.DEVICE)
