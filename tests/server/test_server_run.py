@@ -384,6 +384,12 @@ def test_longer_run_passes_the_end_of_a_shorter_one(train, tmp_path):
   assert told == [6, 7]
 
 
+def test_checkpoints_of_the_clock_are_none_of_real_workers(tmp_path):
+  fit(6, every=4, checkpoints=tmp_path)
+  with pytest.raises(training.OtherRunError, match="clock"):
+    live_fit(6, every=4, checkpoints=tmp_path)
+
+
 def test_damaged_checkpoint_is_no_newer_one_after_a_resume(tmp_path):
   run = _run_checkpoints.RunCheckpoints(tmp_path, {})
   for updates in (5, 9):
