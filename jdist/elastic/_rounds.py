@@ -314,13 +314,8 @@ def _parts_of(method: Any, params: PyTree) -> _Parts:
   late, mix = _lateness(method.overlap, parts.policy.constant // number)
   compression, chunks = parts.compression, None
   if compression is not None:
-    overlap = method.overlap
-    if overlap is not None and overlap.stream is not None:
-      # A message has the sub-tensors of a stream; its task's end sends them.
-      steps = overlap.steps or parts.policy.constant
-      compression = overlap.stream.chunks(compression, steps)
     reducer = compression.reducer
-    if isinstance(reducer, reducers.Chunked):
+    if isinstance(reducer, reducers.Chunked):  # As of a stream.
       chunks, reducer = reducer, reducer.reducer
     codec = getattr(reducer, "codec", None)
     if codec is None:

@@ -301,6 +301,10 @@ def test_pushed_payload_is_taken_in_pieces_below_the_links_rate(monkeypatch):
   ((header, payload),) = taken
   np.testing.assert_array_equal(payload, PAYLOAD)
   assert header["handle"] is payload and link.log == SENT
+  assert way._size == 262_144  # As of pulls.
+  monkeypatch.setattr(link, "carry", lambda piece: link.rest(0.1))
+  way.push({"kind": "push", "task": 4}, PAYLOAD)
+  assert way._size == int(600_000 / (3 * 0.105) * 0.25)
   # Peers take it in the same pieces, from the worker.
   parts = []
   remote = lambda *x: parts.append(x)  # noqa: E731

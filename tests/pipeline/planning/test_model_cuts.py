@@ -264,6 +264,35 @@ def test_twenty_steps_are_those_of_the_unsplit_model(name):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("recompute", ["none", "layers"])
+@pytest.mark.parametrize("name", ["shared dropout", "linen dropout"])
+def test_shared_keys_draw_as_in_the_unsplit_model(name, recompute):
+  """Each stage has a copy, and one of four layers in three stages shares it."""
+  model, stages, inputs, batch, microbatch = _cut(name)
+  table = pipeline.make_table("interleaved", 1, 2, num_chunks=3)
+  process = pipeline.StageProcess(
+    stages, training.label_loss, table, microbatch, inputs=inputs,
+    recompute=recompute,
+  )  # fmt: skip
+  state, _ = process.run(process.init_state(optax.sgd(0.05)), [batch] * 3)
+
+  def loss(params, state, batch, key):
+    del key
+    y, state = model.apply(params, state, batch[inputs], train=True)
+    value, metrics = training.label_loss(y, batch)
+    return value, (state, metrics)
+
+  gradient = jax.jit(training.make_gradient(loss, accumulate=2))
+  params, own = model.params, model.state
+  for _ in range(3):
+    found = gradient(params, own, batch, jax.random.key(0))
+    own = found.model_state
+    params = jax.tree.map(lambda p, g: p - 0.05 * g, params, found.grads)
+  both = process.gather(state), (params, own)
+  for a, b in zip(*map(jax.tree.leaves, both), strict=True):
+    np.testing.assert_allclose(*map(states.key_words, (a, b)), atol=1e-6)
+
+
 def _scanned(params, state, x, *, train):
   del train
   x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
