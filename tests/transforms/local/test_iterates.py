@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jdist
-from jdist import codecs, reducers, states, transforms
+from jdist import codecs, methods, reducers, states, transforms
 from jdist.transforms.local import _iterates
 from tests.transforms import _rounds
 
@@ -296,3 +296,37 @@ def test_keys_that_are_shared_stay_equal():
   found = jax.vmap(folded, axis_name="worker")(jnp.arange(2))
   assert (found["shared"][0] == found["shared"][1]).all()
   assert (found["own"][0] != found["own"][1]).any()
+
+
+@pytest.mark.parametrize("of_pair", [False, True])
+@pytest.mark.parametrize("bits", [None, 16])
+def test_gradients_of_lookahead_are_those_of_its_fast_parameters(bits, of_pair):
+  """Workers with their mean gradient are one worker with it."""
+  compression = None
+  if bits is not None:
+    compression = reducers.Compression(
+      reducers.compressed(codecs.Quantize(bits, None)), reducers.ErrorFeedback()
+    )
+  look = optax.lookahead(optax.sgd(RATE), 2, 0.5)
+  targets = jnp.array([[1.0, 4.0], [3.0, -2.0]])
+
+  def run(optimizer, x):
+    pair = optax.LookaheadParams.init_synced(jnp.zeros(2))
+    state = optimizer.init(pair)
+    for _ in range(4):
+      gradient = pair.fast - x
+      if of_pair:
+        zeros = jnp.zeros_like(gradient)
+        gradient = optax.LookaheadParams(gradient, zeros)
+      updates, state = optimizer.update(gradient, state, pair)
+      pair = optax.apply_updates(pair, updates)
+    return pair
+
+  axis = "worker"
+  chain = methods.ssgd(look, axis=axis, compression=compression)
+  with jax.numpy_dtype_promotion("standard"):  # Lookahead multiplies by bools.
+    found = jax.vmap(lambda x: run(chain, x), axis_name=axis)(targets)
+    wanted = run(methods.ssgd(look, axis=None), targets.mean(0))
+  for worker in range(2):
+    np.testing.assert_allclose(found.fast[worker], wanted.fast, atol=1e-3)
+    np.testing.assert_allclose(found.slow[worker], wanted.slow, atol=1e-3)
