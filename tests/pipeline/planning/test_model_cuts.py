@@ -226,6 +226,18 @@ def test_stages_compute_the_model_and_its_gradients(name):
   assert list(tied.values()) == [(0, 2)] * ties
 
 
+def _gradient(model, inputs):
+  """Returns the gradient of the unsplit model, of two micro-batches."""
+
+  def loss(params, state, batch, key):
+    del key
+    y, state = model.apply(params, state, batch[inputs], train=True)
+    value, metrics = training.label_loss(y, batch)
+    return value, (state, metrics)
+
+  return jax.jit(training.make_gradient(loss, accumulate=2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _MODELS)
 def test_twenty_steps_are_those_of_the_unsplit_model(name):
@@ -242,13 +254,7 @@ def test_twenty_steps_are_those_of_the_unsplit_model(name):
     [jax.tree.map(lambda x: x[None], batch)] * 20,
   )
 
-  def loss(params, state, batch, key):
-    del key
-    y, state = model.apply(params, state, batch[inputs], train=True)
-    value, metrics = training.label_loss(y, batch)
-    return value, (state, metrics)
-
-  gradient = jax.jit(training.make_gradient(loss, accumulate=2))
+  gradient = _gradient(model, inputs)
   params, own = start
   wanted = []
   for _ in range(20):
@@ -276,13 +282,7 @@ def test_shared_keys_draw_as_in_the_unsplit_model(name, recompute):
   )  # fmt: skip
   state, _ = process.run(process.init_state(optax.sgd(0.05)), [batch] * 3)
 
-  def loss(params, state, batch, key):
-    del key
-    y, state = model.apply(params, state, batch[inputs], train=True)
-    value, metrics = training.label_loss(y, batch)
-    return value, (state, metrics)
-
-  gradient = jax.jit(training.make_gradient(loss, accumulate=2))
+  gradient = _gradient(model, inputs)
   params, own = model.params, model.state
   for _ in range(3):
     found = gradient(params, own, batch, jax.random.key(0))
