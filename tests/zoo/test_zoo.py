@@ -8,7 +8,7 @@ import pytest
 
 import jdist
 from jdist import collectives, methods, training
-from tests import _thinned
+from tests import _processes, _thinned
 from tests.zoo import _forms, _plain
 
 SUBSTRATES = ("vmap", "shard_map", "two on each")
@@ -23,7 +23,7 @@ def team_of(substrate):
   return collectives.workers(_forms.WORKERS, substrate=substrate)
 
 
-def train(form, substrate, way, method):
+def train(form, substrate, way, method, rows=lambda batch, team: batch):
   """Returns parameters [workers, ...] after four steps, and the state."""
   team, plain = team_of(substrate), _plain.optimizer()
   if method == "ssgd":
@@ -42,7 +42,7 @@ def train(form, substrate, way, method):
     return state.params
   program = team.jit(step, donate_argnums=0)
   for number in range(_plain.STEPS):
-    state, _ = program(state, team.place(form.batch(number)))
+    state, _ = program(state, team.place(rows(form.batch(number), team)))
   return state.params
 
 
@@ -77,3 +77,42 @@ def test_form_trains_as_in_plain_jax(name, substrate, way, method):
         np.testing.assert_allclose(
           x.astype(kind), y.astype(kind), 0, form.tolerance
         )
+
+
+def in_processes(names, method):
+  """Returns what is wrong with each form that two processes have trained."""
+  import jax
+  import numpy as np
+
+  from tests.zoo import _forms, _plain, test_zoo
+
+  def rows(tree, team):
+    return jax.tree.map(lambda x: x[np.array(team.local_workers)], tree)
+
+  wrong = {}
+  for name in names:
+    form = _forms.FORMS[name]
+    wanted = _plain.train(form, method)
+    with form.around():
+      found = test_zoo.train(form, "shard_map", "loop", method, rows)
+      for i, one in enumerate(wanted):
+        for x, y in zip(*map(jax.tree.leaves, (found, one)), strict=True):
+          for shard in x.addressable_shards:
+            own = np.asarray(shard.data)
+            first = shard.index[0].start or 0
+            if first <= i < first + len(own):
+              kind = np.result_type(np.asarray(y).dtype, np.float32)
+              away = np.abs(own[i - first].astype(kind) - np.asarray(y))
+              if away.max(initial=0) > form.tolerance:
+                wrong[name] = float(away.max())
+  return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_forms_train_in_two_processes(method):
+  found = _processes.run(
+    in_processes, list(_forms.FORMS), method, num_processes=2,
+    devices_per_process=2, timeout_s=1800.0,
+  )  # fmt: skip
+  assert found == [{}, {}]
