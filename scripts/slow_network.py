@@ -316,6 +316,10 @@ def main() -> None:
       f"slow_network.py needs root and the programs ip, tc and unshare; "
       f"missing: {', '.join(missing) or 'root'}."
     )
+  if options.queue_ms is not None and not user_wire.possible():
+    raise SystemExit(
+      "slow_network.py needs Python 3.12 and /dev/net/tun for `--queue-ms`."
+    )
   for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, lambda number, _: sys.exit(128 + number))
   prefix = f"jd{os.getpid() % 100000}"

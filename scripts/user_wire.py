@@ -51,6 +51,11 @@ class Links:
     return now_s + self._delay_s
 
 
+def possible() -> bool:
+  """Returns whether this Python and this machine can make the devices."""
+  return hasattr(os, "setns") and os.path.exists("/dev/net/tun")
+
+
 def open_device(namespace: str, name: str = "eth0") -> int:
   """Makes a device of a namespace, and returns the file of its other end."""
   made = []
