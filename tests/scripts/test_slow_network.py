@@ -139,6 +139,7 @@ def test_a_command_must_be_given():
     ("delay-ms", "-1", "from 0"),
     ("delay-ms", "nan", "from 0"),
     ("timeout-s", "0", "from 0.1"),
+    ("queue-ms", "0", "from 1"),
   ],
 )
 def test_impossible_networks_are_one_line(
@@ -156,9 +157,17 @@ def test_impossible_networks_are_one_line(
 
 
 @pytest.mark.skipif(not can(), reason="network namespaces need root")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
-def test_killed_network_leaves_nothing(number):
-  command = "scripts/slow_network.py", "--hosts", "2", "--", "sleep", "1000"
+@pytest.mark.parametrize(
+  ("number", "more"),
+  [
+    (signal.SIGKILL, ()), (signal.SIGHUP, ()),
+    (signal.SIGKILL, ("--queue-ms", "1000")),
+  ],
+)  # fmt: skip
+def test_killed_network_leaves_nothing(number, more):
+  if more and not pathlib.Path("/dev/net/tun").exists():
+    pytest.skip("needs tun devices")
+  command = "scripts/slow_network.py", *more, "--", "sleep", "1000"
   with subprocess.Popen((sys.executable, *command), cwd=_ROOT) as network:
     prefix = f"jd{network.pid % 100000}"
 
