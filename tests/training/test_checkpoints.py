@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jdist import collectives, methods, training
 from jdist.storage import lease
+from jdist.training import _checkpoint_directory
 from tests import _refusals, _thinned
 from tests.training import _tiny
 
@@ -436,3 +437,20 @@ def test_one_bool_stands_for_a_subtree(tmp_path):
     checkpoints.save(1, state, shared={"a": False, "b": True})
   found = [x["shared"] for x in _manifest(tmp_path)["leaves"]]
   assert found == [False, True]
+
+
+def test_forgotten_checkpoint_does_not_count_and_is_tidied(tmp_path):
+  """It is forgotten before it is written again, which may be interrupted."""
+  directory = _checkpoint_directory.CheckpointDirectory(tmp_path)
+  for step in (2, 4):
+    directory.target(step).mkdir(parents=True)
+    (directory.target(step) / "arrays").write_text(f"{step}")
+    directory.complete(step, {})
+  (tmp_path / "notes.txt").write_text("a user's own")
+  assert directory.steps() == [4, 2] and directory.newest_whole() == 4
+  for _ in range(2):
+    directory.forget(4)
+  assert directory.steps() == [2] and directory.newest_whole() == 2
+  directory.tidy()
+  assert directory.target(2).exists() and not directory.target(4).exists()
+  assert (tmp_path / "notes.txt").exists()

@@ -205,3 +205,18 @@ def test_orders_of_interchangeable_machines_are_tried_once():
   ]
   chain = _bottleneck.Chain(costs, machines, pipeline.Footprint(), 2)
   assert _placement.interchangeable(chain, machines.names) == groups
+
+
+@pytest.mark.parametrize(
+  ("one", "other", "less"),
+  [
+    ((1.0, 3.0), (2.0, 1.0), True),
+    ((2.0, 1.0), (1.0, 3.0), False),
+    # The first numbers differ by rounding alone, so that the second decide.
+    ((1.0, 2.0), (1.0 - 1e-12, 3.0), True),
+    ((1.0, 3.0), (1.0 + 1e-12, 2.0), False),
+    ((1.0, 2.0), (1.0 + 1e-12, 2.0 + 1e-12), False),
+  ],
+)
+def test_values_are_compared_beyond_rounding(one, other, less):
+  assert _placement._less(one, other) == less
