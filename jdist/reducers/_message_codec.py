@@ -91,7 +91,7 @@ class MessageCodec(signatures.Explained):
     if self.chunks is not None:
       raise ValueError(
         "`chunks` must be None where servers divide the leaves, got "
-        f"{self.chunks}."
+        f"{self.chunks}. Take one server."
       )
     codec = self.codec
     own = codec[first:end] if isinstance(codec, tuple) else codec

@@ -94,6 +94,7 @@ def make_table(
       f"`{unknown[0]}` is no option of {name}, which has {', '.join(known)}."
     )
   chunks = checks.check_int("num_chunks", options.get("num_chunks", 1), 1)
+  checks.check_int("num_stages", num_stages, 1)
   _list_schedule.check_passes(
     num_stages * chunks, num_microbatches, options.get("num_iterations", 1)
   )
