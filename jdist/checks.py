@@ -109,16 +109,6 @@ def check_apply(name: str, value: Any, *also: str) -> None:
     )
 
 
-def check_dtype(name: str, value: Any) -> None:
-  """Raises a ValueError unless a value is a dtype of floats, or names one."""
-  with contextlib.suppress(TypeError):
-    if value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating):
-      return
-  raise ValueError(
-    f"`{name}` must be a dtype of floats such as 'bfloat16', got {show(value)}."
-  )
-
-
 def is_function(value: Any, number: int | None = None, *named: str) -> bool:
   """Returns whether a value is a function of so many, and named, arguments."""
   # A class is callable, too, but calling it would build an instance.

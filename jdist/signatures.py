@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -41,7 +42,20 @@ PositiveScalar: TypeAlias = Annotated[
   Any, functools.partial(checks.check_continuous, open_low=True)
 ]
 Rate: TypeAlias = Annotated[Any, checks.check_rate]
-Dtype: TypeAlias = Annotated[Any, checks.check_dtype]
+
+
+def _check_dtype(name: str, value: Any) -> None:
+  """Raises a ValueError unless a value is a dtype of floats, or names one."""
+  with contextlib.suppress(TypeError):
+    if value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating):
+      return
+  raise ValueError(
+    f"`{name}` must be a dtype of floats such as 'bfloat16', got "
+    f"{checks.show(value)}."
+  )
+
+
+Dtype: TypeAlias = Annotated[Any, _check_dtype]
 Apply: TypeAlias = Annotated[Callable[..., Any], checks.check_apply]
 Optimizer: TypeAlias = Annotated[
   optax.GradientTransformation, checks.check_optimizer

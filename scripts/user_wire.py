@@ -21,7 +21,7 @@ _PACKET_BYTES = 2048
 
 
 class Links:
-  """When packets of an up-link and of a down-link leave.
+  """Computes when packets arrive over an up-link and a down-link.
 
   Args:
     bytes_per_s: The rate of each host's link, both ways; None has no limit.

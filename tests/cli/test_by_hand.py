@@ -360,7 +360,7 @@ def test_methods_are_compared_by_the_measure_of_their_data(text, monkeypatch):
 
 
 def test_lines_of_another_process_have_its_number(capsys):
-  """Those of jdist wait until it is known whether others have printed them."""
+  """Errors of jdist wait until it is known whether others print them, too."""
   stream = io.StringIO("Loading.\njdist: error: no data.\nDone.\n")
   echo = _local_run._Echo(3, stream)
   echo.thread.join(timeout=10)

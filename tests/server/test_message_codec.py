@@ -120,7 +120,7 @@ def test_chunks_are_encoded_in_place_of_leaves(jit):
   assert residual == {"a": [[1.0, -2.0], [0.0, 4.0]], "b": [5.0, 0.0]}
   # Two values of four bytes, places of two bits in a byte, and two flags.
   assert message.num_bytes(tree) == 2 * 4 + 2 * 1 + 2
-  # What is not finite spoils its own chunk only.
+  # A value that is not finite spoils its own chunk only.
   bad = tree | {"b": jnp.array([jnp.nan, 6.0], jnp.bfloat16)}
   found = message.decode(encode(bad, message.init(bad))[0], bad)
   assert np.isnan([found["a"][1, 1], *found["b"].astype(np.float32)]).all()
