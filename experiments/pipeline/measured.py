@@ -67,7 +67,7 @@ class Config:
   """Of a micro-batch."""
 
   layers: int = 1
-  """Of each stage."""
+  """Of each device; some tables make two stages of them."""
 
   bound: bool = False
   """Whether each process has a core of its own."""
@@ -88,10 +88,7 @@ class Config:
     return len(self.forward_s) or 2
 
 
-_ALL = (
-  "naive", "gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2", "pipedream", "2bw",
-  "ours",
-)  # fmt: skip
+_ALL = tuple(pipeline.TABLES)
 _UNEVEN = (0.04, 0.06, 0.03, 0.05)
 PRESETS = {
   "sleeping": [
@@ -105,17 +102,17 @@ PRESETS = {
   ],
   "computing": [
     Config(
-      kind="computing", forward_s=(), width=512, samples=128, layers=3,
+      kind="computing", forward_s=(), width=512, samples=128, layers=4,
       bound=True, drawn=True, tables=_ALL,
     ),
     Config(
-      kind="computing", forward_s=(), width=768, samples=256, layers=3,
+      kind="computing", forward_s=(), width=768, samples=256, layers=4,
       bound=True, tables=_ALL,
     ),
   ],
   "quota": [
     Config(
-      kind="computing", forward_s=(), width=768, samples=256, layers=3,
+      kind="computing", forward_s=(), width=768, samples=256, layers=4,
       bound=True, quota=0.3, microbatches=4, iterations=4,
       tables=_ALL,
     ),
@@ -135,6 +132,34 @@ def make_tables(config: Config) -> list[pipeline.Table]:
     )
     for name in config.tables
   ]
+
+
+def one_at_a_time(config: Config, num_stages: int) -> pipeline.Table:
+  """A table of so many stages in which no two devices compute at once."""
+  naive = pipeline.make_table(
+    "naive",
+    num_stages,
+    config.microbatches,
+    num_iterations=config.iterations,
+  )
+
+  def turn(action: pipeline.Action) -> tuple[int, bool, int, int]:
+    ahead = action.op == pipeline.Op.FORWARD
+    place = action.stage if ahead else 2 * num_stages - action.stage
+    update = action.op == pipeline.Op.UPDATE
+    return action.iteration, update, action.microbatch, place
+
+  devices = [
+    itertools.chain(*naive.devices[device :: config.stages])
+    for device in range(config.stages)
+  ]
+  ordered = tuple(tuple(sorted(x, key=turn)) for x in devices)
+  return dataclasses.replace(naive, devices=ordered)
+
+
+def numbers_of_stages(config: Config) -> list[int]:
+  """The numbers of stages of a comparison's tables."""
+  return sorted({table.num_stages for table in make_tables(config)})
 
 
 def make_layers(config: Config) -> list[Any]:
@@ -178,16 +203,13 @@ def measure_link(peers: pipeline.Peers) -> tuple[float, float]:
 
 def measure(peers: pipeline.Peers, config: Config) -> dict[str, Any]:
   """Runs all tables in turn; what one process returns."""
-  stages = pipeline.cut_layers(make_layers(config), config.stages)
-  tables = make_tables(config)
+  tables, alone = make_tables(config), []
   if config.kind == "computing":
-    # One device at a time: what a stage takes alone.
-    alone = pipeline.make_table(
-      "naive", 2, config.microbatches, num_iterations=config.iterations
-    )
-    tables.insert(0, alone)
+    # What a stage takes alone.
+    alone = [one_at_a_time(config, x) for x in numbers_of_stages(config)]
   runs = []
-  for table in tables:
+  for table in alone + tables:
+    stages = pipeline.cut_layers(make_layers(config), table.num_stages)
     count = table.num_microbatches
     shape = timed_layers.make_batches(1, config.samples, config.width)[0]
     process = pipeline.StageProcess(
@@ -209,14 +231,14 @@ def measure(peers: pipeline.Peers, config: Config) -> dict[str, Any]:
   link = measure_link(peers)
   busy, used_s = [], []
   for repeat in range(config.repeats):
-    for run in runs:
+    for number, run in enumerate(runs):
       process, state, batches, traces = run
       if peers.device == 0:
         cores = launch.wait_until_idle(config.most_busy, config.patience_s)
         busy.append((cores, os.getloadavg()[0]))
       peers.check_agreement({}, 1000 + repeat)
-      # The first table is that of the costs, which are those of a whole core.
-      slow = peers.device == 1 and config.quota < 1 and run is not runs[0]
+      # The first tables are those of the costs, which are of a whole core.
+      slow = peers.device == 1 and config.quota < 1 and number >= len(alone)
       began_s = time.process_time()
       with _quota(config.quota) if slow else contextlib.nullcontext():
         run[1], _ = process.run(state, batches)
@@ -225,7 +247,7 @@ def measure(peers: pipeline.Peers, config: Config) -> dict[str, Any]:
   return {
     "link": link,
     "busy": [busy[i :: len(runs)] for i in range(len(runs))],
-    "used_s": used_s[:: len(runs)],
+    "used_s": [used_s[i :: len(runs)] for i in range(len(alone))],
     "traces": [x[3] for x in runs],
   }
 
@@ -254,17 +276,26 @@ def steady_s(spans: Sequence[cluster.Span], window: int, count: int) -> float:
   return (ends[last] - ends[first]) / (last - first)
 
 
+def _stage_of(span: cluster.Span) -> int:
+  """Returns the stage of a pass or an update, such as F2/0@1."""
+  return int(span.name.partition("/")[2].partition("@")[0])
+
+
 def costs_of(
-  config: Config, alone: Sequence[Any], used_s: Sequence[Sequence[float]]
+  config: Config,
+  num_stages: int,
+  alone: Sequence[Any] = (),
+  used_s: Sequence[Sequence[float]] = (),
 ) -> list[pipeline.LayerCost]:
   """The stages' costs: as given, or medians of runs of one stage at a time.
 
   A processor also starts the passes, and sends and receives: its seconds in a
-  run, `used_s` of each stage, are divided among the passes by their lengths.
+  run, `used_s` of each device, are divided among the passes by their lengths.
   """
   output_bytes = 4.0 * config.samples * config.width
   found = []
-  for stage in range(config.stages):
+  for stage in range(num_stages):
+    device = stage % config.stages
     if config.kind == "sleeping":
       seconds = config.forward_s[stage]
       times = {"forward": seconds, "backward": config.backward_factor * seconds}
@@ -272,17 +303,15 @@ def costs_of(
       spans = [x for trace in alone for x in trace]
       times = {
         kind: statistics.median(
-          x.seconds
-          for x in spans
-          if x.resource == f"device {stage}" and x.kind == kind
+          x.seconds for x in spans if x.kind == kind and stage == _stage_of(x)
         )
         for kind in ("forward", "backward", "update")
       }
       run_s = statistics.median(
-        sum(x.seconds for x in trace if x.resource == f"device {stage}")
+        sum(x.seconds for x in trace if x.resource == f"device {device}")
         for trace in alone
       )
-      whole = statistics.median(used_s[stage]) / run_s
+      whole = statistics.median(used_s[device]) / run_s
       times = {kind: whole * seconds for kind, seconds in times.items()}
     found.append(
       pipeline.LayerCost(
@@ -319,14 +348,23 @@ def compare(config: Config) -> list[dict[str, Any]]:
   answers = launch.run_processes(config.stages, measure, config, cores=cores)
   first = answers[0]
   traces, busy = first["traces"], first["busy"]
-  alone = []
+  costs = {}
+  for number in numbers_of_stages(config):
+    own = []
+    if config.kind == "computing":
+      place = len(costs)
+      own = [traces[place], [x["used_s"][place] for x in answers]]
+    costs[number] = costs_of(config, number, *own)
   if config.kind == "computing":
-    alone, traces, busy = traces[0], traces[1:], busy[1:]
-  costs = costs_of(config, alone, [x["used_s"] for x in answers])
+    traces, busy = traces[len(costs) :], busy[len(costs) :]
   machines = cluster_of(config.stages, first["link"], config.quota)
   rows = []
   for table, found, load in zip(make_tables(config), traces, busy, strict=True):
-    times = pipeline.simulate(table, costs, machines)
+    given = costs[table.num_stages]
+    if table.weights == "newest":
+      # PACI's backward passes run the stage again.
+      given = [x.recomputed(0.0) for x in given]
+    times = pipeline.simulate(table, given, machines)
     whole = [max(x.end_s for x in spans) for spans in found]
     steady = [
       steady_s(spans, table.window, table.num_iterations) for spans in found
@@ -336,7 +374,7 @@ def compare(config: Config) -> list[dict[str, Any]]:
       0,
       table=table.name,
       processes=config.stages,
-      costs_s=[[x.forward_s, x.backward_s, x.update_s] for x in costs],
+      costs_s=[[x.forward_s, x.backward_s, x.update_s] for x in given],
       link_latency_s=first["link"][0],
       link_bytes_per_s=first["link"][1],
       busy_cores=[x for x, _ in load],
