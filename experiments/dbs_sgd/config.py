@@ -6,7 +6,7 @@ import math
 import pathlib
 import statistics
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
@@ -39,8 +39,7 @@ class Config(studies.Options):
   """One comparison, or several: one for each speed and each sharing."""
 
   FREE = (
-    *studies.Options.FREE, "speeds", "data", "tuning_seeds", "last_marks",
-    "one_rate",
+    *studies.Options.FREE, "speeds", "data", "last_marks", "one_rate",
   )  # fmt: skip
 
   dataset: str = "mnist"
@@ -91,9 +90,6 @@ class Config(studies.Options):
 
   extensions: int = 4
 
-  tuning_seeds: tuple[int, ...] = (10_000,)
-  """Seeds of the runs that choose a rate."""
-
   last_marks: int = 1
   """A rate is ranked by the mean loss of so many last evaluations."""
 
@@ -118,11 +114,6 @@ class Config(studies.Options):
     if None in losses or not all(map(math.isfinite, losses)):
       return -math.inf, -math.inf
     return -statistics.fmean(losses), row["accuracy"]
-
-  def study(self, variants: Collection[str]) -> comparison.Study:
-    """Returns the study, with all tuning seeds."""
-    study = super().study(variants)
-    return dataclasses.replace(study, tuning_seeds=self.tuning_seeds)
 
   def list_settings(self) -> list[Setting]:
     """Returns the settings, each a comparison of its own."""

@@ -203,6 +203,14 @@ PRESETS: Presets = {
       seeds=(100, 101, 102, 103, 104), variants=_LONG,
     ),
   ),
+  "cifar10-20-protocol": (
+    "CIFAR-10, LeNet, 20 passes, a rate chosen by three seeds",
+    Config(
+      epochs=20.0, warmup_epochs=1.0, augment=True,
+      seeds=tuple(range(200, 208)), tuning_seeds=(10_000, 10_001, 10_002),
+      variants=("ssgd", "msdpu, int4"),
+    ),
+  ),
   "mnist-10": (
     "MNIST, LeNet, 10 passes",
     Config(

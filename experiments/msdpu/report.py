@@ -5,6 +5,7 @@ python experiments/msdpu/report.py overlap  # what streaming hides between hosts
 """
 
 import pathlib
+import statistics
 import sys
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
@@ -27,15 +28,18 @@ _BASES = (
 
 
 def validation_table(tried: list[comparison.Row]) -> str:
-  """Returns a table of runs on held-out images, one for each rate."""
+  """Returns a table of runs on held-out images, a line for each rate."""
   most = max(row["sent_bytes"] for row in tried)
+  groups: dict[tuple[str, float], list[comparison.Row]] = {}
+  for row in sorted(tried, key=lambda x: (x["method"], x["learning_rate"])):
+    groups.setdefault((row["method"], row["learning_rate"]), []).append(row)
   return studies.table(
     "variant | learning rate | held-out accuracy, % | rounds | fewer bytes",
     [
-      f"{row['method']} | {row['learning_rate']:g} "
-      f"| {comparison.accuracy(row):.2f} | {row['rounds']:,} "
-      f"| {most / row['sent_bytes']:.1f}x"
-      for row in sorted(tried, key=lambda x: (x["method"], x["learning_rate"]))
+      f"{method} | {rate:g} "
+      f"| {statistics.fmean(map(comparison.accuracy, rows)):.2f} "
+      f"| {rows[0]['rounds']:,} | {most / rows[0]['sent_bytes']:.1f}x"
+      for (method, rate), rows in groups.items()
     ],
   )
 
@@ -81,7 +85,9 @@ def main(folder: pathlib.Path) -> None:
     if table.count("\n") > 1:
       print(f"\nPaired with {base}, seeds from {_FRESH[0]} on:\n\n{table}")
   if tried := [row for row in rows if row["purpose"] == "tuning"]:
-    print(f"\nOn held-out images, one seed:\n\n{validation_table(tried)}")
+    number = len({row["seed"] for row in tried})
+    seeds = "one seed" if number == 1 else f"the mean of {number} seeds"
+    print(f"\nOn held-out images, {seeds}:\n\n{validation_table(tried)}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ class Options:
   A row that lacks an option, because it is older, had the option's default.
   """
 
-  FREE: ClassVar[tuple[str, ...]] = ("rates", "extensions", "seeds", "variants")
+  FREE: ClassVar[tuple[str, ...]] = (
+    "rates", "extensions", "seeds", "tuning_seeds", "variants",
+  )  # fmt: skip
   """Options in which rows of one comparison may differ."""
 
   rates: tuple[float, ...] = (0.0125, 0.025, 0.05)
@@ -28,6 +30,9 @@ class Options:
 
   seeds: tuple[int, ...] = (0, 1, 2)
   """Seeds of the runs at a variant's best rate."""
+
+  tuning_seeds: tuple[int, ...] = (10_000,)
+  """Seeds of the runs that choose a rate."""
 
   variants: tuple[str, ...] = ()
   """Variants of the experiment to run, in this order; all if not given."""
@@ -75,7 +80,11 @@ class Options:
         f"{', '.join(sorted(unknown))}."
       )
     return comparison.Study(
-      self.variants or tuple(variants), self.rates, self.seeds, self.extensions
+      self.variants or tuple(variants),
+      self.rates,
+      self.seeds,
+      self.extensions,
+      self.tuning_seeds,
     )
 
 
