@@ -52,6 +52,7 @@ class Config:
     slow: The share of its speed that the second device has.
     repeats: Of the costs and of all tables, in turn; a multiple of three.
     steps: Of a table in a repeat.
+    turns: So many times a computing layer multiplies.
   """
 
   kind: str = "sleeping"
@@ -64,13 +65,14 @@ class Config:
   samples: int = 4
   layers: int = 2
   steps: int = 1
+  turns: int = 1
 
 
 PRESETS = {
   "sleeping": (Config(), Config(slow=0.3)),
   "computing": (
     Config(
-      kind="computing", devices=2, width=512, samples=128, layers=4,
+      kind="computing", devices=2, width=256, samples=128, turns=16,
       repeats=15, steps=4,
     ),
   ),
@@ -102,9 +104,14 @@ def make_tables(config: Config) -> list[pipeline.Table]:
 def make_layers(config: Config, splits: bool = False) -> list[models.Layer]:
   """The same layers for all tables, of which some split backward passes."""
   number = config.layers * config.devices
-  if config.kind != "sleeping":
+  if config.kind == "split":
     return [
       timed_layers.dense(f"layer{i}", config.width) for i in range(number)
+    ]
+  if config.kind == "computing":
+    return [
+      timed_layers.looped(f"layer{i}", config.width, config.turns)
+      for i in range(number)
     ]
   seconds = config.forward_s / config.layers
   parts = (seconds, seconds) if splits else (2 * seconds, 0.0)

@@ -88,6 +88,24 @@ def dense(name: str, width: int) -> models.Layer:
   return models.Layer(name, _matrix(name, width), {}, apply)
 
 
+def looped(name: str, width: int, turns: int) -> models.Layer:
+  """A dense layer that is applied so many times, on one core.
+
+  XLA runs the few operations of a loop's body one after the other.  Outside of
+  a loop independent products of a CPU's program run on several cores at once.
+  """
+
+  def apply(
+    params: Any, state: Any, x: jax.Array, *, train: bool, mask: Any = None
+  ) -> tuple[jax.Array, Any]:
+    del train, mask
+    w = params[name]["w"]
+    y, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=turns)
+    return y, state
+
+  return models.Layer(name, _matrix(name, width), {}, apply)
+
+
 def _matrix(name: str, width: int) -> dict[str, dict[str, np.ndarray]]:
   generator = np.random.default_rng(sum(name.encode()))
   weights = generator.normal(size=(width, width)) / np.sqrt(width)
