@@ -13,7 +13,7 @@ from jdist import channel, pipeline
 _FLAGS = "--xla_cpu_multi_thread_eigen=false"
 # glibc would give much of a step's memory back, and each page of it anew in the
 # next one: the tables that save more would take longer.
-_KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
+KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
 _TOKEN = "of one machine"  # All listen on its loopback alone.
 
 
@@ -43,7 +43,7 @@ def run_processes(
   addresses = [x.getsockname()[:2] for x in listeners]
   before = os.environ.get("XLA_FLAGS", "")
   os.environ["XLA_FLAGS"] = f"{before} {_FLAGS}"
-  os.environ |= _KEPT
+  os.environ |= KEPT_MEMORY
   os.environ["JAX_PLATFORMS"] = "cpu"
   started = []
   try:

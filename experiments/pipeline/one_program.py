@@ -6,8 +6,9 @@
 
 The devices are virtual CPUs of this process, and `OneProgram.times` forecasts.
 `sleeping`: passes take given seconds; in a second line one device has 30 % of
-its speed.  `computing`: the stages multiply matrices; in each repeat
-`layer_costs` times the layers, one at a time, before all tables run.  On a
+its speed.  `computing`: the stages multiply matrices, each in a loop, and the
+process keeps its memory; in each repeat `layer_costs` times the stages, one at
+a time, before all tables run.  On a
 machine that others use a step is slow whenever they have one of its cores, so
 the least times of each third of the repeats are compared, and the thirds show
 the spread.  `split`: the processor's seconds of steps with split backward
@@ -23,18 +24,19 @@ import os
 import pathlib
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import launch
 import numpy as np
 import optax
 import timed_layers
 import tyro
 
 from jdist import collectives, models, pipeline, training
-from jdist.pipeline.planning import _costs
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results/one_program.jsonl"
 _SLOW = 1  # The device that is slow.
@@ -52,7 +54,7 @@ class Config:
     slow: The share of its speed that the second device has.
     repeats: Of the costs and of all tables, in turn; a multiple of three.
     steps: Of a table in a repeat.
-    turns: So many times a computing layer multiplies.
+    turns: So many products a device's computing stages have together.
   """
 
   kind: str = "sleeping"
@@ -72,7 +74,7 @@ PRESETS = {
   "sleeping": (Config(), Config(slow=0.3)),
   "computing": (
     Config(
-      kind="computing", devices=2, width=256, samples=128, turns=16,
+      kind="computing", devices=2, width=256, samples=128, turns=32,
       repeats=15, steps=4,
     ),
   ),
@@ -101,17 +103,21 @@ def make_tables(config: Config) -> list[pipeline.Table]:
   return found
 
 
-def make_layers(config: Config, splits: bool = False) -> list[models.Layer]:
-  """The same layers for all tables, of which some split backward passes."""
+def make_layers(
+  config: Config, num_stages: int, splits: bool = False
+) -> list[models.Layer]:
+  """The layers for tables with as many stages; some split backward passes."""
   number = config.layers * config.devices
   if config.kind == "split":
     return [
       timed_layers.dense(f"layer{i}", config.width) for i in range(number)
     ]
   if config.kind == "computing":
+    # A layer for each stage: independent loops would run on two cores, too.
+    turns = config.turns * config.devices // num_stages
     return [
-      timed_layers.looped(f"layer{i}", config.width, config.turns)
-      for i in range(number)
+      timed_layers.looped(f"layer{i}", config.width, turns)
+      for i in range(num_stages)
     ]
   seconds = config.forward_s / config.layers
   parts = (seconds, seconds) if splits else (2 * seconds, 0.0)
@@ -123,12 +129,13 @@ def make_layers(config: Config, splits: bool = False) -> list[models.Layer]:
 
 def make_stages(config: Config, table: pipeline.Table) -> Any:
   """The table's stages; stage s lies on device s modulo their number."""
-  layers = make_layers(config, table.splits_backward)
+  given = table.num_stages, bool(table.splits_backward)
+  layers = make_layers(config, *given)
   if config.kind == "sleeping" and config.slow < 1:
     slower = dataclasses.replace(
       config, forward_s=config.forward_s / config.slow
     )
-    slow_layers = make_layers(slower, table.splits_backward)
+    slow_layers = make_layers(slower, *given)
     for i in range(len(layers)):
       if i * table.num_stages // len(layers) % config.devices == _SLOW:
         layers[i] = slow_layers[i]
@@ -156,11 +163,15 @@ def given_costs(
   return found
 
 
-def timed_costs(config: Config) -> list[pipeline.LayerCost]:
-  """The costs of all layers that compute, timed one at a time."""
+def timed_costs(config: Config, num_stages: int) -> list[pipeline.LayerCost]:
+  """The costs of all stages that compute, timed one at a time."""
   (micro,) = timed_layers.make_batches(1, config.samples, config.width)
   return pipeline.layer_costs(
-    make_layers(config), micro, inputs="x", source="timed", repeats=5
+    make_layers(config, num_stages),
+    micro,
+    inputs="x",
+    source="timed",
+    repeats=5,
   )
 
 
@@ -251,15 +262,8 @@ def forecast_s(
   costs: list[pipeline.LayerCost] | None,
   tick_s: float,
 ) -> float:
-  """Returns a step's seconds, by the layers' costs if they were timed."""
-  number = pipe.grid.num_stages
-  if costs is None:
-    stages = given_costs(config, pipe.table)
-  else:
-    stages = [
-      _costs.stage_cost(x.tolist())
-      for x in np.array_split(np.array(costs, object), number)
-    ]
+  """Returns a step's seconds, by the stages' costs if they were timed."""
+  stages = given_costs(config, pipe.table) if costs is None else costs
   # A permute of virtual CPU devices waits for all of them, see the tests.
   return pipe.times(
     seconds_of(stages), 0.0, between_s=tick_s, all_wait=True
@@ -273,11 +277,15 @@ def compare(config: Config) -> list[dict[str, Any]]:
   runs = [make_run(config, pipe) for pipe in pipes]
   computes = config.kind == "computing"
   idle = next(make_idle(config, x) for x in tables if x.name == "1f1b")
-  costs, ticks = [], []
+  costs: dict[int, list[list[pipeline.LayerCost]]] = {
+    table.num_stages: [] for table in tables
+  }
+  ticks: list[float] = []
   steps: list[list[float]] = [[] for _ in tables]
   for _ in range(config.repeats):
     if computes:
-      costs.append(timed_costs(config))
+      for number, own_costs in costs.items():
+        own_costs.append(timed_costs(config, number))
       ticks.append(min(idle() for _ in range(9)))
     for own, run in zip(steps, runs, strict=True):
       own.append(min(run() for _ in range(config.steps)))
@@ -286,9 +294,10 @@ def compare(config: Config) -> list[dict[str, Any]]:
     pairs = []
     for i in range(0, config.repeats, third):
       part = slice(i, i + third)
-      given = (
-        (least(costs[part]), min(ticks[part])) if computes else (None, 0.0)
-      )
+      given: tuple[Any, float] = None, 0.0
+      if computes:
+        timed = costs[pipe.table.num_stages]
+        given = least(timed[part]), min(ticks[part])
       pairs.append((min(own[part]), forecast_s(config, pipe, *given)))
     ratios = [a / b for a, b in pairs]
     rows.append(
@@ -345,6 +354,14 @@ def main(
   kind: tyro.conf.Positional[Literal["sleeping", "computing", "split"]], /
 ) -> None:
   """Measures a preset."""
+  keeps = launch.KEPT_MEMORY.items() <= os.environ.items()
+  if kind == "computing" and not keeps:
+    # glibc reads them when a process starts.
+    os.execve(
+      sys.executable,
+      [sys.executable, *sys.argv],
+      os.environ | launch.KEPT_MEMORY,
+    )
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
   os.environ["JAX_PLATFORMS"] = "cpu"
   configs = PRESETS[kind]

@@ -88,6 +88,46 @@ def dense(name: str, width: int) -> models.Layer:
   return models.Layer(name, _matrix(name, width), {}, apply)
 
 
+@jax.custom_vjp
+def _products(w: jax.Array, x: jax.Array, turns: jax.Array) -> jax.Array:
+  """Returns x after a product with w and a tanh for each of the turns."""
+  y, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, turns)
+  return y
+
+
+def _products_forward(
+  w: jax.Array, x: jax.Array, turns: jax.Array
+) -> tuple[jax.Array, Any]:
+  def turn(h: jax.Array, _: Any) -> tuple[jax.Array, Any]:
+    y = jnp.tanh(h @ w)
+    return y, (h, y)
+
+  y, kept = jax.lax.scan(turn, x, turns)
+  return y, (w, kept)
+
+
+def _products_backward(
+  rest: Any, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+  w, (inputs, outputs) = rest
+
+  def turn(c: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    d = c * (1 - y * y)
+    return d @ w.T, d
+
+  # A loop for each of the parts into which a table may split the pass.
+  dx, kept = jax.lax.scan(turn, cotangent, outputs, reverse=True)
+  dw, _ = jax.lax.scan(
+    lambda total, pair: (total + pair[0].T @ pair[1], None),
+    jnp.zeros_like(w),
+    (inputs, kept),
+  )
+  return dw, dx, None
+
+
+_products.defvjp(_products_forward, _products_backward)
+
+
 def looped(name: str, width: int, turns: int) -> models.Layer:
   """A dense layer that is applied so many times, on one core.
 
@@ -99,9 +139,7 @@ def looped(name: str, width: int, turns: int) -> models.Layer:
     params: Any, state: Any, x: jax.Array, *, train: bool, mask: Any = None
   ) -> tuple[jax.Array, Any]:
     del train, mask
-    w = params[name]["w"]
-    y, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=turns)
-    return y, state
+    return _products(params[name]["w"], x, jnp.arange(turns)), state
 
   return models.Layer(name, _matrix(name, width), {}, apply)
 
