@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import checks, signatures
+from jdist import checks, signatures, states
 from jdist.states import PyTree
 from jdist.training import _gradient
 
@@ -148,6 +148,8 @@ def label_scores(
       "`batch` must have the number of a class for each row of logits, got "
       f"labels {checks.show(labels)} for logits {checks.show(logits)}."
     )
+  # One byte could not hold the number of 256 classes.
+  labels = labels.astype(jnp.int32)
   hits = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
   classes = logits.shape[-1]
   wrong = inside & ((labels < 0) | (labels >= classes))
@@ -173,9 +175,13 @@ def masked_mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
   inside = jnp.broadcast_to(inside, values.shape)
   # Padding may have produced inf or NaN, and 0 * inf would be NaN. Hence a
   # selection, not a product.
-  total = jnp.where(inside, values, jnp.zeros((), values.dtype)).sum()
+  chosen = jnp.where(inside, values, jnp.zeros((), values.dtype))
+  floats = jnp.issubdtype(values.dtype, jnp.inexact)
+  of = values.dtype if floats else jnp.float32
+  # Sums and counts do not fit into 16 bits.
+  total = chosen.sum(dtype=states.wide_dtype(of))
   count = jnp.maximum(inside.sum(dtype=jnp.float32), 1.0)
-  return total / count.astype(values.dtype)
+  return (total / count.astype(total.dtype)).astype(of)
 
 
 @signatures.explained

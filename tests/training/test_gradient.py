@@ -275,6 +275,32 @@ def test_nonfinite_padding_is_ignored():
   assert slope(jnp.array([1.0, 5.0, 3.0])).tolist() == [1.0, 0.0, 3.0]
 
 
+@pytest.mark.parametrize(
+  ("dtype", "wanted"),
+  [(bool, 0.5), ("int8", 1.5), ("float16", 1.5), ("bfloat16", 1.5)],
+)
+def test_masked_mean_is_right_in_every_dtype(dtype, wanted):
+  """A count of 100,000 is no bool, and fits into neither 8 nor 16 bits."""
+  one, two = (0, 1) if dtype is bool else (1, 2)
+  values = jnp.array([one, two] * 50_000 + [two] * 9).astype(dtype)
+  mask = jnp.arange(values.size) < 100_000
+  found = training.masked_mean(values, mask)
+  assert found == wanted
+  assert found.dtype == values[:1].mean().dtype
+
+
+@pytest.mark.parametrize(
+  ("dtype", "classes"), [("uint8", 256), ("uint8", 1_000), ("int8", 200)]
+)
+def test_labels_of_a_byte_are_classes_of_larger_models(dtype, classes):
+  logits = jnp.zeros((2, classes)).at[:, 100].set(3.0)
+  labels = jnp.array([100, 7])
+  wanted = training.label_loss(logits, {"label": labels})
+  found = training.label_loss(logits, {"label": labels.astype(dtype)})
+  chex.assert_trees_all_equal(found, wanted)
+  assert np.isfinite(found[0])
+
+
 @pytest.mark.parametrize("substrate", ("vmap", "shard_map"))
 def test_weighted_mean_equals_the_mean_over_all_samples(substrate):
   digits = data.load("digits")
