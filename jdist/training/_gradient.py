@@ -151,10 +151,10 @@ def _accumulated(
     return num_samples(part) / size
 
   def micro(carry: PyTree, xs: PyTree) -> tuple[PyTree, None]:
-    model_state, sums = carry
+    before, sums = carry
     part, number = xs
     (loss, (model_state, metrics)), grads = differentiate(
-      params, model_state, part, jax.random.fold_in(key, number)
+      params, before, part, jax.random.fold_in(key, number)
     )
     found = jax.tree.map(
       lambda x: jnp.asarray(x, _wide_dtype(jnp.result_type(x))),
@@ -163,7 +163,16 @@ def _accumulated(
     if weighted:
       # A mean over all samples weights each micro-batch by its own samples.
       count = weight(part)
-      found = jax.tree.map(lambda x: x * count.astype(x.dtype), found)
+      found = jax.tree.map(lambda x: times(x, count), found)
+      # Padding alone has no statistics; counters advance on all workers.
+      model_state = jax.tree.map(
+        lambda old, new: (
+          jnp.where(count > 0, new, old)
+          if jnp.issubdtype(jnp.result_type(new), jnp.inexact)
+          else new
+        ),
+        before, model_state,
+      )  # fmt: skip
     sums = jax.tree.map(jnp.add, sums, found)
     return (model_state, sums), None
 
@@ -196,6 +205,14 @@ def _accumulated(
   loss, metrics, means = jax.tree.map(lambda x: x / count, sums)
   grads = jax.tree.map(lambda m, g: m.astype(g.dtype), means, grads)
   return loss, model_state, metrics, grads
+
+
+def times(x: jax.Array, count: jax.Array) -> jax.Array:
+  """Returns x times a count of samples; 0 without any, also of a NaN."""
+  # The mean of a user over no sample is 0 / 0.
+  wide = states.wide(x)
+  found = (wide * count.astype(wide.dtype)).astype(x.dtype)
+  return jnp.where(count > 0, found, jnp.zeros_like(x))
 
 
 # Sums over many micro-batches would lose digits in a narrower dtype.

@@ -113,13 +113,12 @@ def _weighted(
   def changed(old: jax.Array, new: jax.Array) -> jax.Array:
     if not jnp.issubdtype(new.dtype, jnp.inexact):
       return new
-    share = weight.astype(new.dtype) if jnp.iscomplexobj(new) else weight
-    moved = old + (share * (new - old)).astype(new.dtype)
+    moved = old + _gradient.times(new - old, weight)
     # An infinity that stays, as that of a mask, has no difference.
     return jnp.where(new == old, new, moved)
 
   return gradient._replace(
-    grads=jax.tree.map(lambda g: g * weight.astype(g.dtype), gradient.grads),
+    grads=jax.tree.map(lambda g: _gradient.times(g, weight), gradient.grads),
     model_state=jax.tree.map(changed, before, gradient.model_state),
   )
 

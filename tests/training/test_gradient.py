@@ -116,6 +116,45 @@ def test_batch_of_padding_alone_has_a_gradient_of_zero():
   assert (found.loss, found.grads, found.samples) == (0, 0, 0)
 
 
+def mean_of_samples(params, model_state, batch, key):
+  """A user's own mean, which is 0 / 0 over padding alone."""
+  del key
+  count = batch["mask"].sum()
+  mean = (batch["x"] * batch["mask"]).sum() / count
+  errors = batch["x"] - params.astype(jnp.float32)
+  loss = (errors**2 * batch["mask"]).sum() / count
+  state = {"mean": mean, "steps": model_state["steps"] + 1}
+  return loss, (state, {"loss2": 2 * loss})
+
+
+def test_micro_batch_of_padding_leaves_no_nan():
+  batch = {"x": jnp.array([1.0, 3.0, 9.0, 9.0])}
+  batch["mask"] = jnp.array([1.0, 1.0, 0.0, 0.0])
+  start = {"mean": jnp.array(7.0), "steps": jnp.array(0)}
+  for accumulate in (1, 2, 4):
+    gradient = training.make_gradient(mean_of_samples, accumulate=accumulate)
+    found = gradient(jnp.array(0.0), start, batch, jax.random.key(0))
+    assert (found.grads, found.loss, found.metrics["loss2"]) == (-4, 5, 10)
+    assert found.model_state["mean"] == (2 if accumulate < 4 else 3)
+    assert found.model_state["steps"] == accumulate
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_worker_without_samples_changes_nothing(dtype):
+  team = collectives.workers(2, substrate="vmap")
+  optimizer = jdist.ssgd(optax.sgd(0.5), axis=team.axis)
+  step = training.make_step(
+    mean_of_samples, optimizer, axis=team.axis, weighted=True
+  )
+  start = {"mean": jnp.array(1.0), "steps": jnp.array(0)}
+  state = training.init_state(team, optimizer, jnp.zeros((), dtype), start)
+  batch = {"x": np.array([[1.0, 3.0], [9.0, 9.0]], np.float32)}
+  batch["mask"] = np.array([[1.0, 1.0], [0.0, 0.0]], np.float32)
+  state, _ = team.jit(step)(state, team.place(batch))
+  assert state.params.tolist() == [2.0, 2.0]
+  assert state.model_state["mean"].tolist() == [2.0, 2.0]
+
+
 def complex_loss(params, model_state, batch, key):
   del key
   return jnp.mean(jnp.abs(params - batch["x"]) ** 2), (model_state, {})
