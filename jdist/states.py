@@ -265,28 +265,47 @@ def field_laws(kind: type) -> Mapping[str, Law] | None:
     return declared
   if kind.__module__.partition(".")[0] == "optax":
     return _OPTAX.get(kind.__name__, {})
-  return {} if hasattr(kind, "shared") else None
+  return {} if is_declared(kind) else None
+
+
+def is_declared(kind: type) -> bool:
+  """Returns whether `declare` states which fields of a class are shared."""
+  # Fields of a user's own NamedTuple may have this name, too.
+  return isinstance(getattr(kind, "shared", None), frozenset)
 
 
 def _walk(
-  x: Any, law: Any, name: str, floats: Law, unknown: Any = None
+  x: Any,
+  law: Any,
+  name: str,
+  floats: Law,
+  unknown: Any = None,
+  equal: bool = False,
 ) -> Iterator[Any]:
   """Yields the laws of a tree's leaves, in their order.
 
   Floats that stand in no known state have the law `unknown`, if it is given.
+  Keys must be `equal` on all workers in shared fields and behind a mean.
   """
   children, _ = jax.tree_util.tree_flatten_with_path(
     x, is_leaf=lambda y: y is not x
   )
-  fields = field_laws(type(x))
+  kind: Any = type(x)
+  fields = field_laws(kind)
   if fields is not None:
     unknown = None
+  shared = kind.shared if is_declared(kind) else ()
+  equal = equal or getattr(kind, "averages", False) is True
   for path, child in children:
     if not path:
-      yield _law_of(x, law, name, unknown or floats)
+      found = _law_of(x, law, name, unknown or floats)
+      yield "constant" if equal and found == "random" else found
       continue
     key = jax.tree_util.keystr(path, simple=True, separator=".")
-    yield from _walk(child, (fields or {}).get(key, law), key, floats, unknown)
+    own = (fields or {}).get(key, law)
+    yield from _walk(child, own, key, floats, unknown, equal or key in shared)
+    mean = getattr(type(child), "averages", False) is True
+    equal = equal or (kind is tuple and mean)
 
 
 def _law_of(x: Any, law: Any, name: str, floats: Any) -> Any:

@@ -198,6 +198,28 @@ def test_noise_behind_a_mean_is_shared():
   assert (key[0] == key[1]).all()
 
 
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda noise, axis: jdist.ssgd(noise, axis=axis),
+    lambda noise, axis: transforms.update_first(noise, axis=axis),
+    lambda noise, axis: jdist.diloco(
+      optax.sgd(0.1), 2, rule=noise, axis=axis
+    ),
+  ],
+  ids=["ssgd", "update_first", "outer"],
+)
+def test_replicated_state_keeps_the_noise_that_workers_share(make):
+  """A state that no worker has made is the same as one of `workers.jit`."""
+  workers = jdist.workers(2, substrate="vmap")
+  noise = optax.chain(optax.add_noise(1.0, 0.0, KEY), optax.sgd(0.1))
+  optimizer = make(noise, workers.axis)
+  alone = workers.replicate(optimizer.init(W))
+  within = workers.jit(optimizer.init)(workers.replicate(W))
+  for x, y in zip(*map(jax.tree.leaves, (alone, within)), strict=True):
+    np.testing.assert_array_equal(states.key_words(x), states.key_words(y))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_rounding_is_explicit_where_bits_are_lost(dtype):
   # A compiler may take a cast to fewer bits and back for nothing.

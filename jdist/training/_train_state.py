@@ -84,9 +84,7 @@ def init_state(
   model_state = workers.replicate(model_state, laws=laws)
 
   def first(params: PyTree) -> PyTree:
-    state = optimizer.init(params)
-    shared = transforms.sharing(state).state
-    return transforms.own_keys(state, workers.axis, shared)
+    return transforms.own_keys(optimizer.init(params), workers.axis)
 
   # Without output specs the compiler may replicate moments as large as sharded
   # parameters, which then do not fit into memory.
@@ -189,12 +187,15 @@ def shared_leaves(state: PyTree) -> PyTree:
   >>> shared.params, shared.opt_state.anchor, shared.opt_state.inner.trace
   (False, True, False)
   """
+
+  def declared(x: Any) -> bool:
+    return states.is_declared(type(x))
+
   if not isinstance(state, TrainState):
     return jax.tree.map(
-      lambda x: transforms.sharing(x).state if _declares(x) else False,
-      state,
-      is_leaf=_declares,
-    )
+      lambda x: transforms.sharing(x).state if declared(x) else False,
+      state, is_leaf=declared,
+    )  # fmt: skip
   labels = transforms.sharing(state.opt_state)
   laws = states.find_laws(state.model_state, "statistic", state.laws)
   return TrainState(
@@ -205,10 +206,6 @@ def shared_leaves(state: PyTree) -> PyTree:
     key=True,  # type: ignore[arg-type]
     laws=state.laws,
   )
-
-
-def _declares(node: PyTree) -> bool:
-  return isinstance(getattr(type(node), "shared", None), frozenset)
 
 
 def silent_step_error(argument: str, num_workers: int) -> ValueError:
@@ -329,10 +326,11 @@ def resize(
     owned: bool,
     law: str,
   ) -> jax.Array:
-    if law == "random" and not same:
+    own = law == "random" and not same
+    if own or states.is_key(like):
       key = {"key": states.as_key(rows[0], like)}
-      own: jax.Array = new.replicate(key)["key"]
-      return own
+      fixed: Any = None if own else {"key": "constant"}
+      return new.replicate(key, laws=fixed)["key"]  # type: ignore[no-any-return]
     if owned or rows.shape[1:] != like.shape[1:]:
       if rows.any():
         raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from jdist import states
 from jdist.states import PyTree
 
 
@@ -72,13 +73,16 @@ def label_fields(state: Any) -> Any:
 
 
 def _label(value: PyTree, shared: bool) -> PyTree:
-  if hasattr(type(value), "shared"):
+  if states.is_declared(type(value)):
     return label_fields(value)
-  if type(value) is tuple:
-    return tuple(_label(one, shared) for one in value)
-  if isinstance(value, dict):
-    return {name: _label(one, shared) for name, one in value.items()}
+  if type(value) is tuple or isinstance(value, dict):
+    return _each(value, lambda one: _label(one, shared))
   return label_all(value, shared)
+
+
+def _each(tree: PyTree, label: Callable[[PyTree], PyTree]) -> PyTree:
+  """Labels what a tree holds one level below it, and keeps its type."""
+  return jax.tree.map(label, tree, is_leaf=lambda x: x is not tree)
 
 
 def _walk(state: PyTree, equal: bool) -> tuple[PyTree, bool]:
@@ -87,9 +91,9 @@ def _walk(state: PyTree, equal: bool) -> tuple[PyTree, bool]:
   Returns the labels, and whether the updates that leave it are equal.
   """
   kind = type(state)
-  if hasattr(kind, "label"):
-    return state.label(_walk)
-  if hasattr(kind, "shared"):
+  if states.is_declared(kind):
+    if hasattr(kind, "label"):
+      return state.label(_walk)
     return label_fields(state), equal or getattr(kind, "averages", False)
   if kind is tuple:
     # The elements of a chain follow one another: equality is passed on.
@@ -100,7 +104,7 @@ def _walk(state: PyTree, equal: bool) -> tuple[PyTree, bool]:
     return tuple(labels), equal
   if isinstance(state, dict):
     # The entries of a dict are not in sequence, as for `optax.partition`.
-    return kind({k: _walk(v, equal)[0] for k, v in state.items()}), equal
+    return _each(state, lambda x: _walk(x, equal)[0]), equal
   if not hasattr(state, "_fields"):
     return label_all(state, equal), equal
   # `optax.inject_hyperparams` computes its numbers from the step alone, and

@@ -278,7 +278,8 @@ def update_first(
     # it is given are already those of the present parameters.
     late, state = apply_pending(state, params, **extra_args)
     if control.drain:
-      return late, state
+      nothing = jax.tree.map(jnp.zeros_like, state.pending)
+      return late, state._replace(pending=nothing)
     return late, hold(updates, state, loss=loss)
 
   made = _anchor.transformation(init_fn, update_fn, UpdateFirst)

@@ -245,3 +245,35 @@ def test_state_on_several_devices_is_resized_on_one():
 
 def is_key(x):
   return jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def test_keys_that_all_workers_share_stay_the_same():
+  """Typed keys, which files hold as words, of a model and behind a mean."""
+  key, old = jax.random.key(7), team(2)
+  noise = optax.add_noise(0.1, 0.5, key)
+  optimizer = methods.ssgd(optax.chain(noise, optax.sgd(0.1)), axis="worker")
+  state = training.init_state(
+    old, optimizer, {"w": np.zeros(3, np.float32)}, {"seed": key, "own": key},
+    laws={"seed": "constant"},
+  )  # fmt: skip
+  found = training.resize(state, optimizer, old, team(3))
+  before = state.opt_state[1][0].rng_key
+  after = found.opt_state[1][0].rng_key
+  assert (after == before[0]).all() and after.shape == (3,)
+  assert (found.model_state["seed"] == key).all()
+  assert (found.model_state["own"] != key).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"scatter": True}, {"pending": 0.5}])
+def test_update_that_was_pending_is_taken_once(options):
+  optimizer = transforms.update_first(
+    optax.sgd(0.1, momentum=0.9), axis="worker", **options
+  )
+  state = trained(optimizer, team(4), 3)
+  found = training.resize(state, optimizer, team(4), team(2))
+  assert not found.opt_state.in_flight.any()
+  plain = methods.ssgd(optax.sgd(0.1, momentum=0.9), axis="worker")
+  plain = trained(plain, team(4), 3)
+  np.testing.assert_allclose(
+    found.params["w"], plain.params["w"][:2], rtol=1e-5, atol=1e-6
+  )

@@ -1,12 +1,15 @@
 """Labels of those leaves of a state that are equal on all workers."""
 
+import collections
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
-from jdist import methods, states, transforms
+import jdist
+from jdist import methods, states, training, transforms
 from jdist.transforms import intervals
 
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -72,3 +75,44 @@ def test_injected_numbers_are_shared_and_pass_equality_on():
     assert found.params is equal
     state = found.state._replace(inner_state=())
     assert all(jax.tree.leaves(state)) and state.count is True
+
+
+class Trunk(NamedTuple):
+  """Parameters whose names are those of declarations."""
+
+  shared: jax.Array
+  averages: jax.Array
+  label: jax.Array
+  rounds: jax.Array
+
+
+FORMS = {
+  "names": Trunk(*map(jnp.ones, (1, 2, 3, 4))),
+  "ordered": collections.OrderedDict(b=jnp.ones(1), a=jnp.ones(2)),
+  "default": collections.defaultdict(list, b=jnp.ones(1), a=jnp.ones(2)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+  "make",
+  [methods.ssgd, lambda x, axis: methods.local_sgd(x, 2, axis=axis)],
+  ids=["ssgd", "local_sgd"],
+)
+def test_parameters_of_any_form_are_no_declaration(make, name, tmp_path):
+  workers = jdist.workers(2, substrate="vmap")
+  params = FORMS[name]
+  optimizer = make(optax.adam(0.1), axis=workers.axis)
+  state = training.init_state(workers, optimizer, params)
+  found = transforms.sharing(state.opt_state)
+  assert jax.tree.structure(found.state) == jax.tree.structure(state.opt_state)
+  plain = training.init_state(workers, optimizer, list(jax.tree.leaves(params)))
+  wanted = transforms.sharing(plain.opt_state)
+  assert jax.tree.leaves(found) == jax.tree.leaves(wanted)
+  assert not transforms.averages(optax.adam(0.1).init(params))
+  with training.Checkpoints(tmp_path, workers) as checkpoints:
+    checkpoints.save(1, state)
+    restored = checkpoints.restore(state).state
+  more = jdist.workers(3, substrate="vmap")
+  resized = training.resize(restored, optimizer, workers, more)
+  assert jax.tree.structure(resized) == jax.tree.structure(state)

@@ -144,7 +144,7 @@ def transformation(
 
 def declares(name: str) -> Callable[[Any], bool]:
   """Returns a test of a flag that states declare, see `jdist.states`."""
-  return lambda x: bool(getattr(type(x), name, False))
+  return lambda x: getattr(type(x), name, False) is True
 
 
 def parts(state: PyTree, is_one: Callable[[Any], bool]) -> list[Any]:
@@ -198,7 +198,7 @@ def _check_last(state: PyTree) -> None:
       | optax.InjectStatefulHyperparamsState
       | optax.MultiStepsState
       | dict,
-    ) or hasattr(kind, "shared"):
+    ) or isinstance(getattr(kind, "shared", None), frozenset):
       each = list(state.values() if isinstance(state, dict) else state)
     else:
       raise _not_last(f"{_kind(state)} stands around it")
@@ -498,12 +498,15 @@ def pull(
       )
     by, state = factor(state, interval_steps)
 
-    def pulled(g: jax.Array, w: jax.Array, a: jax.Array) -> jax.Array:
+    def pulled(g: Any, w: Any, a: Any) -> Any:
+      if is_masked(g):  # `optax.masked` passes the whole anchor.
+        return g
       # The anchor's dtype is at least float32.
       pull = by.astype(a.dtype) * (w.astype(a.dtype) - a)
       return (g.astype(a.dtype) + pull).astype(g.dtype)
 
-    return jax.tree.map(pulled, updates, params, anchor), state
+    trees = updates, params, anchor
+    return jax.tree.map(pulled, *trees, is_leaf=is_masked), state
 
   return optax.GradientTransformationExtraArgs(
     lambda params: first(), update_fn

@@ -173,17 +173,10 @@ def _is_literal(x: Any) -> bool:
   return isinstance(x, jax.extend.core.Literal)
 
 
-def own_keys(
-  state: PyTree, axis: collectives.Axis, shared: PyTree = None
-) -> PyTree:
+def own_keys(state: PyTree, axis: collectives.Axis) -> PyTree:
   """Folds the worker's number into the keys of an optimizer's state.
 
   Methods with rounds in it have done so when they made their state.
-
-  Args:
-    state: The state.
-    axis: The workers' axis.
-    shared: a tree of bools, true for leaves that must stay equal on workers.
   """
   laws = states.find_laws(state)
   if "random" not in jax.tree.leaves(laws):
@@ -195,13 +188,11 @@ def own_keys(
   if not several:
     return state
   rounds, number = _anchor.declares("rounds"), collectives.index(axis)
-  if shared is None:
-    shared = jax.tree.map(lambda _: False, state)
   return jax.tree.map(
-    lambda x, law, same: (
-      x if rounds(x) or law != "random" or same else states.fold_key(x, number)
+    lambda x, law: (
+      x if rounds(x) or law != "random" else states.fold_key(x, number)
     ),
-    state, laws, shared, is_leaf=rounds,
+    state, laws, is_leaf=rounds,
   )  # fmt: skip
 
 

@@ -288,9 +288,11 @@ def test_iterates_that_cannot_be_moved_raise(make, said):
 def test_keys_that_are_shared_stay_equal():
   def folded(number):
     del number
-    state = {"own": jax.random.key(0), "shared": jax.random.key(0)}
-    same = {"own": False, "shared": True}
-    found = _iterates.own_keys(state, "worker", same)
+    noise = optax.add_noise(1.0, 0.0, jax.random.key(0))
+    mean = transforms.average_gradients("worker")
+    state = optax.chain(noise, mean, noise).init(jnp.zeros(2))
+    own, _, shared = _iterates.own_keys(state, "worker")
+    found = {"own": own.rng_key, "shared": shared.rng_key}
     return jax.tree.map(jax.random.key_data, found)
 
   found = jax.vmap(folded, axis_name="worker")(jnp.arange(2))

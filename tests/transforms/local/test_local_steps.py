@@ -394,3 +394,24 @@ def test_shared_parameters_are_refused():
     with pytest.raises(ValueError, match="`updates` must be each worker's own"):
       spmd = jax.shard_map(step, mesh=team.mesh, in_specs=spec, out_specs=spec)
       jax.eval_shape(spmd, jnp.ones(8))
+
+
+@pytest.mark.parametrize(
+  "term", [transforms.proximal(2.0), transforms.pull_to_anchor(0.4, 0.1)]
+)
+@pytest.mark.parametrize("partitioned", [False, True])
+def test_term_of_some_leaves_leaves_the_others_alone(term, partitioned):
+  """A wrapper masks gradients and parameters, but not the anchor."""
+  chosen = {"a": True, "b": False}
+  inner = optax.chain(optax.masked(term, chosen), optax.sgd(0.1))
+  if partitioned:
+    labels = {"a": "pulled", "b": "plain"}
+    parts = {"pulled": optax.chain(term, optax.sgd(0.1))}
+    inner = optax.partition(parts | {"plain": optax.sgd(0.1)}, labels)
+  optimizer = methods.local_sgd(inner, 2, axis=None)
+  zero = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+  away = jax.tree.map(lambda x: x + 3.0, zero)
+  # Both terms are 2 (w - a): beta / (H eta) is 0.4 / (2 * 0.1).
+  updates, _ = optimizer.update(zero, optimizer.init(zero), away)
+  np.testing.assert_allclose(updates["a"], [-0.6] * 2, rtol=1e-6)
+  assert updates["b"].tolist() == [0.0, 0.0]
