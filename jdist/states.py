@@ -317,7 +317,8 @@ def _law_of(x: Any, law: Any, name: str, floats: Any) -> Any:
   if jnp.issubdtype(dtype, jnp.inexact):
     return floats
   called = "key" in name or "rng" in name
-  raw = dtype == jnp.uint32 and jnp.shape(x)[-1:] == (2,)
+  words = 4 if "rbg" in jax.config.jax_default_prng_impl else 2
+  raw = dtype == jnp.uint32 and jnp.shape(x)[-1:] == (words,)
   return "random" if raw and called else "counter"
 
 

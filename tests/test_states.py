@@ -175,6 +175,16 @@ def test_key_of_one_worker_stays_as_it_is():
   assert (found["key"] == KEY).all()
 
 
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_raw_keys_of_every_generator_differ_by_worker(kind):
+  with jax.default_prng_impl(kind):
+    tree = {"key": jax.random.PRNGKey(0), "words": jnp.zeros(3, jnp.uint32)}
+    assert states.find_laws(tree) == {"key": "random", "words": "counter"}
+    workers = jdist.workers(3, substrate="vmap")
+    found = np.asarray(workers.replicate(tree)["key"])
+  assert len(np.unique(found, axis=0)) == 3
+
+
 def test_noise_of_local_steps_differs_by_worker():
   workers = jdist.workers(2, substrate="vmap")
   optimizer = jdist.local_sgd(

@@ -187,7 +187,9 @@ class Compression:
 
   def key(self, state: CompressionState) -> jax.Array:
     """Returns the random key of the next mean, equal on all workers."""
-    return jax.random.fold_in(jax.random.key(self.seed or 0), state.step)
+    # Under `vmap` other generators draw different numbers from equal keys.
+    key = jax.random.key(self.seed or 0, impl="threefry2x32")
+    return jax.random.fold_in(key, state.step)
 
   def prepare(
     self, tree: PyTree, state: CompressionState

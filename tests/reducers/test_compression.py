@@ -415,3 +415,23 @@ def test_without_feedback_owners_keep_their_residuals():
   state = compression.init(like, None)
   assert jax.tree.leaves(state.reducer)
   assert compression.absorb(like, state, None) is state
+
+
+@pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
+def test_workers_choose_the_same_entries_with_any_generator(kind):
+  """Under `vmap` such a generator draws other numbers for each worker."""
+  compression = reducers.Compression(codecs.RandomK(0.25, scaled=False))
+
+  def mean(x, state):
+    return compression.mean(x, state, "worker")[0]
+
+  rows = jnp.ones((2, 16))
+  first = compression.init(rows[0], None)
+  states = jax.tree.map(lambda x: jnp.stack([x, x]), first)
+  found = []
+  for generator in ("threefry2x32", kind):
+    with jax.default_prng_impl(generator):
+      found.append(jax.vmap(mean, axis_name="worker")(rows, states))
+  for x in found:
+    assert sorted(x[0].tolist()) == [0.0] * 12 + [1.0] * 4
+    np.testing.assert_array_equal(x, found[0])
