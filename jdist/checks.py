@@ -352,11 +352,7 @@ def check_arrays(
     known = (abstract and shapes) or isinstance(value, jax.Array | float)
     if known and not key:
       continue  # This case is common, and each trace makes the check.
-    if isinstance(value, int) and abs(value) > _LARGEST:
-      raise ValueError(
-        f"`{name}` must hold numbers of 32 bits, got {value}"
-        f"{f' at {leaf!r}' if leaf else ''}. Make it a float."
-      )
+    check_bits(name, value, leaf)
     with contextlib.suppress(TypeError):
       jax.eval_shape(lambda x: x, value)
       if not (abstract or key):
@@ -365,6 +361,19 @@ def check_arrays(
       f"`{name}` must be a tree of {'arrays' if keys else 'numbers'}, got "
       f"{'the shape of ' * (abstract and not key)}"
       f"{show(value)}{f' at {leaf!r}' if leaf else ''}."
+    )
+
+
+def check_bits(name: str, value: Any, leaf: str = "") -> None:
+  """Raises a ValueError for integers that JAX would cut to 32 bits."""
+  cut = isinstance(value, int) and abs(value) > _LARGEST
+  if isinstance(value, np.ndarray | np.integer) and value.dtype.kind in "iu":
+    kept = jax.dtypes.canonicalize_dtype(value.dtype)
+    cut = kept != value.dtype and bool((value.astype(kept) != value).any())
+  if cut:
+    raise ValueError(
+      f"`{name}` must hold numbers of 32 bits, got {show(value)}"
+      f"{f' at {leaf!r}' if leaf else ''}. Make it a float."
     )
 
 

@@ -286,11 +286,12 @@ class Workers:
     rows = len(self.local_workers)
 
     def one(x: Any) -> jax.Array:
-      if getattr(getattr(x, "dtype", None), "kind", None) in ("O", "S", "U"):
+      if getattr(getattr(x, "dtype", None), "kind", None) in tuple("OSUMm"):
         raise ValueError(
           f"`tree` must be a tree of arrays of numbers, got {checks.show(x)}. "
-          "Encode text and objects as integers."
+          "Encode text, dates and objects as integers."
         )
+      checks.check_bits("tree", x)
       if jnp.ndim(x) == 0 or jnp.shape(x)[0] != rows:
         raise ValueError(
           f"`tree` must have one row for each of this process's {rows} "

@@ -146,6 +146,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         state, or another run has leased the directory.
     """
     sealed_json.check("metadata", metadata)
+    checks.check_arrays("state", state, shapes=False)
     self.wait()
     names, leaves = _named(state)
     flags = _train_state.shared_flags(shared, state)

@@ -58,6 +58,20 @@ def shard(shape):
   return workers(substrate="vmap").shard({"x": np.zeros(shape)})
 
 
+def place_host(dtype, call="place"):
+  """Hands over a number that does not fit into 32 bits."""
+  large = np.array([5_000_000_000] * 2).astype(dtype)
+  return getattr(workers(substrate="vmap"), call)({"id": large})
+
+
+def shard_host(dtype):
+  return place_host(dtype, "shard")
+
+
+def replicate_host(dtype):
+  return place_host(dtype, "replicate")
+
+
 def view(worker):
   team = workers(substrate="shard_map")
   return team.view(team.place(np.zeros(2)), worker)
@@ -99,6 +113,12 @@ def view(worker):
     "tree",
     lambda: workers(substrate="vmap").place(np.ones((2, 1), object)),
     "arrays of numbers",
+  ),
+  ("tree", lambda: place_host("datetime64[s]"), "Encode text, dates and"),
+  *(
+    ("tree", lambda f=f, d=d: f(d), "hold numbers of 32 bits")
+    for d in ("int64", "uint64")
+    for f in (place_host, shard_host, replicate_host)
   ),
   ("worker", lambda: view(-1), "run in this process"),
   ("worker", lambda: view(2), "run in this process"),

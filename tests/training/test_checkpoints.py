@@ -257,6 +257,17 @@ def test_tree_of_a_loop_of_ones_own_is_saved_as_it_is(tmp_path):
   assert not any(shared[x] for x in shared if not x.startswith("['optimizer']"))
 
 
+def test_host_number_that_would_be_cut_is_not_saved(tmp_path):
+  team = collectives.workers(2, substrate="vmap")
+  state = {"tokens": np.array([2_000_000_000] * 2), "w": team.replicate(1.0)}
+  with training.Checkpoints(tmp_path, team) as checkpoints:
+    checkpoints.save(1, state)
+    assert checkpoints.restore(state).state["tokens"].tolist() == [2e9] * 2
+    with _refusals.refused("state", "numbers of 32 bits, got int64[2] at 'tok"):
+      checkpoints.save(2, state | {"tokens": 2 * state["tokens"]})
+    assert checkpoints.latest_step() == 1
+
+
 def test_saving_diverged_workers_raises(tmp_path):
   team = _tiny.team("shard_map")
   state = _tiny.trained(team, "diloco", 6)
