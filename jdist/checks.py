@@ -421,10 +421,12 @@ def named_leaves(tree: Any) -> dict[str, Any]:
   >>> named_leaves({"a": {"b": 1}, "c": (2,)})
   {'a.b': 1, 'c.0': 2}
   """
-  return {
-    jax.tree_util.keystr(path, simple=True, separator="."): leaf
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  }
+  found: dict[str, Any] = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    # The key "a.b" has the name of a nested one.
+    found[jax.tree_util.keystr(path) if name in found else name] = leaf
+  return found
 
 
 def check_form(

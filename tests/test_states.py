@@ -139,6 +139,14 @@ def test_user_overrides_what_is_inferred():
   assert set(jax.tree.leaves(states.find_laws(tree, laws=whole))) == {"counter"}
 
 
+def test_law_is_that_of_its_leaf_also_behind_equal_names():
+  tree = {"a": {"b": np.ones(2)}, "a.b": np.zeros(2), "c": np.ones(2)}
+  laws = states.exceptions(tree, {"c": "constant"})
+  found = states.find_laws(tree, "statistic", laws)
+  assert found["c"] == "constant"
+  assert (found["a"]["b"], found["a.b"]) == ("statistic", "statistic")
+
+
 @pytest.mark.parametrize(
   ("laws", "said"),
   [

@@ -55,6 +55,14 @@ def test_scalar_keeps_its_shape(tmp_path):
   np.testing.assert_array_equal(found["turned"], params["turned"])
 
 
+def test_leaves_of_one_name_are_both_saved(tmp_path):
+  params = {"a": {"b": np.ones(2)}, "a.b": np.zeros(2), "c": np.full(2, 2.0)}
+  path = tmp_path / "m.safetensors"
+  training.save_model(path, params)
+  found, _ = training.load_model(path, params)
+  jax.tree.map(np.testing.assert_array_equal, found, params)
+
+
 def test_failed_write_raises_oserror(tmp_path):
   (tmp_path / "m.safetensors").mkdir()
   params = {"w": np.ones(3, np.float32)}
