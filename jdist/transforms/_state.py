@@ -220,7 +220,10 @@ def mean_statistics(
   mine = [leaves[i] for i in chosen]
   if samples is not None:
     share = jnp.asarray(samples, jnp.float32)
-    share = share / jnp.maximum(collectives.mean(share, axis), 1e-9)
+    whole = collectives.mean(share, axis)
+    # Without any sample all count alike; one without has no statistics.
+    share = jnp.where(whole > 0, share / jnp.maximum(whole, 1e-9), 1.0)
+    mine = [jnp.where(share > 0, x, jnp.zeros_like(x)) for x in mine]
     mine = [(_anchor.wide(x) * share).astype(x.dtype) for x in mine]
   leaves = collectives.varying(leaves, axis)
   for i, value in zip(chosen, collectives.mean(mine, axis), strict=True):

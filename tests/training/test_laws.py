@@ -215,6 +215,24 @@ def test_complex_statistics_keep_their_imaginary_part():
   np.testing.assert_allclose(found["mean"], [2 + 3j] * 2)
 
 
+@pytest.mark.parametrize(
+  ("samples", "means", "wanted"),
+  [
+    ([1.0, 3.0], [1.0, 5.0], 4.0),
+    ([4.0, 0.0], [1.0, np.nan], 1.0),  # The mean over no sample.
+    ([0.0, 0.0], [1.0, 3.0], 2.0),
+  ],
+)
+def test_worker_without_samples_has_no_part_in_statistics(
+  samples, means, wanted
+):
+  found = jax.vmap(
+    lambda x, n: transforms.mean_statistics({"mean": x}, "worker", n),
+    axis_name="worker",
+  )(jnp.array(means), jnp.array(samples))
+  assert found["mean"].tolist() == [wanted] * 2
+
+
 def test_step_takes_lookahead_and_sam_with_averaged_gradients():
   """Both wrappers of Optax take few arguments, or a pair of parameters."""
   workers = jdist.workers(2, substrate="vmap")
