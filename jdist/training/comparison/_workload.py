@@ -55,6 +55,12 @@ class Workload:
   evaluation_batch: signatures.PositiveInt = 128
 
   def __post_init__(self) -> None:
+    parts = self.workers.num_workers * self.accumulate
+    if self.batch_size % parts:
+      raise ValueError(
+        f"`batch_size` must be a multiple of {parts}, workers times `accumulate`"
+        f", got {self.batch_size}. The rest would be left out."
+      )
     if self.augment and not isinstance(self.train, data.Dataset):
       raise ValueError(
         "`augment` must be False for a text: crops and flips are of images, "

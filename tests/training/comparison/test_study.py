@@ -198,6 +198,17 @@ def test_lowest_of_equally_good_rates_is_taken():
   assert (found.best, found.end) == (0.2, None)
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate": 3}])
+def test_workload_has_no_batch_of_which_a_rest_is_left_out(options):
+  """Ten samples for four workers would be steps of eight."""
+  number = 4 if not options else 2
+  team = jdist.workers(number, substrate="vmap")
+  with _refusals.refused("batch_size", "multiple of"):
+    comparison.Workload.load(
+      "synthetic", lambda *given: given, team, 10, **options
+    )
+
+
 def test_workload_has_the_split_for_tests():
   team = jdist.workers(2, substrate="vmap")
   found = comparison.Workload.load("synthetic", lambda *given: given, team, 8)
