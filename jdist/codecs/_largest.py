@@ -67,11 +67,8 @@ def largest(
 ) -> Selection:
   """Returns the k largest magnitudes of each row, ties to the lower index.
 
-  Args:
-    x: Floats [rows, length].
-    k: The number of entries.
-    at_least: A smaller number that suffices, for speed; k by default.
-    sample: The smallest fraction of a row from which a threshold is guessed.
+  `at_least` is a smaller number that suffices, for speed, and `sample` the
+  smallest fraction of a row from which a threshold is guessed.
   """
   rows, length = x.shape
   if k in (0, length):

@@ -130,11 +130,7 @@ class FitFolder:
     }  # fmt: skip
 
   def restore(self, like: PyTree) -> tuple[PyTree, dict[str, Any]] | None:
-    """Returns the state and the numbers of the last `save`, if any.
-
-    Raises:
-      ValueError: If they are of another predictor, other settings or data.
-    """
+    """Returns the state and the numbers of the last `save`, if any."""
     if self._directory is None or not array_files.is_there(self._directory):
       return None
     arrays, body = array_files.load_arrays(self._directory, what=_FIT)

@@ -186,9 +186,7 @@ class Driver:
   ) -> None:
     """Gives a message to the protocol, and carries out its actions.
 
-    Args:
-      message: From a worker, or of a timer.
-      now_s: Seconds since the start; the driver's own time if None.
+    Without `now_s` it is the driver's own time.
     """
     worker, gone = None, []
     if not isinstance(message, _FREQUENT):

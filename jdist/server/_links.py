@@ -25,10 +25,7 @@ class _Channel:
   ) -> None:
     """Delivers a message once it and all earlier ones have been carried.
 
-    Args:
-      carried: SimPy's event of the network; None if there is nothing to carry.
-      deliver: Is called with the arguments.
-      *arguments: Arguments of `deliver`.
+    `carried` is the network's event; None if there is nothing to carry.
     """
     under_way = self._under_way
     if carried is None and not under_way:

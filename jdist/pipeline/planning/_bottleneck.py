@@ -25,14 +25,7 @@ _ROUNDING = 1e-9
 
 
 class Pairs(NamedTuple):
-  """A stage for each pair of a start and an end.
-
-  Attributes:
-    starts: The positions at which the stage may start.
-    ends: The positions at which it may end.
-    nodes: The machines of the stages.
-    stage: The number of the stage.
-  """
+  """A stage for each pair of positions at which it may start and end."""
 
   starts: np.ndarray
   ends: slice

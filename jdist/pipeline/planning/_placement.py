@@ -259,11 +259,7 @@ def few_layouts(
 ) -> list[Layout]:
   """Returns all layouts, or none of a problem with too many.
 
-  Args:
-    groups: Each machine's group of interchangeable ones, which stay in their
-      order: others have the same times.
-    num_layers: The number of layers.
-    chunks: The stages of a device.
+  Machines of one group stay in their order: others have the same times.
   """
   every = (
     (order, cuts)

@@ -35,14 +35,7 @@ class Kind(enum.IntEnum):
 
 
 class Tag(NamedTuple):
-  """The identity of a message.
-
-  Attributes:
-    kind: Its content.
-    stage: The stage that it is for, or 0.
-    microbatch: The micro-batch of the iteration, or 0.
-    iteration: The iteration of the run.
-  """
+  """The identity of a message; fields that it has not are 0."""
 
   kind: Kind
   stage: int = 0

@@ -237,10 +237,7 @@ def most_saved(
 ) -> dict[int, float]:
   """Returns the most that is saved at once for backward passes, by owner.
 
-  Args:
-    table: The table.
-    sizes: What a stage saves for a micro-batch.
-    owners: The number of each stage's owner: of itself, or of its device.
+  A stage saves its size for a micro-batch, and is its own owner, or its device.
   """
   # One device runs all passes of a stage, so its order alone decides.
   live, most = (collections.defaultdict[int, float](int) for _ in range(2))

@@ -194,11 +194,7 @@ class FragmentRunner:
   ) -> LearnerState:
     """Returns the state of a learner at its first or at a new start.
 
-    Args:
-      anchor: Leaves of all parameters, as the server has them.
-      model_state: The server's batch statistics.
-      steps: Local steps that the learner took before, at which its schedules
-        continue.
+    Schedules continue after the local `steps` that it took before.
     """
     anchor = self._placed(anchor, range(len(self._dtypes)))
     leaves = [a.astype(x) for a, x in zip(anchor, self._dtypes, strict=True)]
@@ -258,10 +254,7 @@ class FragmentRunner:
   ) -> LearnerState:
     """Returns the state once merged fragments have been received.
 
-    Args:
-      state: The state before.
-      fresh: Leaves as the server has them, by fragment.
-      unmerged: This learner's pushes that are not in them, by fragment.
+    This learner's `unmerged` pushes are not in the `fresh` leaves.
     """
     leaves, base = jax.tree.leaves(state.params), list(state.base)
     anchors = list(state.anchor)

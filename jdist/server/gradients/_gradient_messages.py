@@ -286,12 +286,7 @@ def _received(
 
 
 def padded_size(sizes: Sequence[int] | None, count: int) -> int:
-  """Returns the smallest size that holds a number of samples.
-
-  Args:
-    sizes: The sizes; all powers of two if None.
-    count: Number of samples.
-  """
+  """Returns the smallest size for `count` samples; without sizes 2**n."""
   if sizes is None:
     return 1 << (count - 1).bit_length()
   for size in sizes:

@@ -144,10 +144,7 @@ def plan_codec(
   Integers of 16, 8 or 4 bits with a scale for each block, rounded at random;
   32 bits as they are.
 
-  Args:
-    plans: Plans for a tree with the same number of leaves.
-    plan: Number of the plan.
-    feedback: Whether the sender adds what it has not sent to the next message.
+  With `feedback` the sender adds what it has not sent to the next message.
   """
   return reducers.MessageCodec(
     tuple(_codec(bits, plans.block) for bits in plans.bits[plan]),

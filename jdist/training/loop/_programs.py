@@ -69,10 +69,8 @@ class Programs:
   def needed(self, due: int, undelayed: bool) -> tuple[Choice, ...]:
     """Returns the programs that a run without fragments may need.
 
-    Args:
-      due: The number of updates of a round after which a mean is applied; 0 if
-        it is applied at the round's end.
-      undelayed: Whether the device ends the first rounds, without a delay.
+    A mean is `due` after so many updates of a round, with 0 at its end; first
+    rounds that are `undelayed` are ended by the device.
     """
     places = [(-1, 0, 1)] if undelayed else []
     # Longer rounds than these need no other programs.

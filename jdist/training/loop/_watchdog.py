@@ -53,12 +53,7 @@ class Watchdog:
   """
 
   def __init__(self, timeout_s: float):
-    """Sets the clock, which starts on entering the context.
-
-    Args:
-      timeout_s: Seconds without a beat after which the process ends; infinity
-        means never.
-    """
+    """Sets the clock, which starts on entering the context."""
     self._timeout_s = timeout_s
     self._last = _Beat(time.monotonic(), float("inf"))
     self._note = ""
@@ -68,13 +63,7 @@ class Watchdog:
     )
 
   def beat(self, note: str = "", *, patience: float = 1.0) -> None:
-    """Restarts the clock.
-
-    Args:
-      note: The position of the run, for the message.
-      patience: A factor for the time until the next beat, which may be long
-        when a program is compiled.
-    """
+    """Restarts the clock; a compilation may take its time with `patience`."""
     self._note = note
     # A single assignment, because another thread reads both values.
     self._last = _Beat(time.monotonic(), self._timeout_s * patience)

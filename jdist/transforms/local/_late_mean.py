@@ -173,11 +173,7 @@ class LateMean:
   ) -> tuple[Round, PyTree, SyncState]:
     """Moves anchor and worker within a round, by the mean that is now due.
 
-    Args:
-      end: The round up to now.
-      state: Its state.
-      steps: The number of steps in which the message was streamed, if it was.
-      found: The mean and the compression's state, where they are known.
+    The mean and the compression's state are `found`, where they are known.
     """
     late = self._is_late(state, steps)
     mean, memory = found or self.sender.mean(
