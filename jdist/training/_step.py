@@ -209,7 +209,17 @@ def _check_communicates(
   params: PyTree,
 ) -> None:
   """Raises a ValueError for an optimizer that leaves several workers apart."""
-  if collectives.size(axis) == 1 or transforms.averages(opt_state):
+  if collectives.size(axis) == 1:
+    return
+  parts = filter(_skips, jax.tree.leaves(opt_state, is_leaf=_skips))
+  if any(map(transforms.averages, parts)):
+    raise ValueError(
+      "`optimizer` must not skip a step of one worker alone around a mean, for "
+      "which the others wait, as `optax.apply_if_finite` and `MultiSteps` with "
+      "`should_skip_update_fn` do. Put `transforms.skip_nonfinite(axis)` first "
+      "into a chain instead, or the wrapper into the method."
+    )
+  if transforms.averages(opt_state):
     return
   # A transformation of the user may declare nothing, so it is traced once more.
 
@@ -219,6 +229,12 @@ def _check_communicates(
   if not collectives.communicates(update, gradient.grads, gradient.loss):
     size = collectives.size(axis)
     raise _train_state.silent_step_error("optimizer", size)
+
+
+def _skips(state: PyTree) -> bool:
+  """Returns whether a wrapper skips steps by this worker's gradients."""
+  several = isinstance(state, optax.MultiStepsState) and state.skip_state != ()
+  return several or isinstance(state, optax.ApplyIfFiniteState)
 
 
 def synchronize_statistics(

@@ -427,3 +427,37 @@ def test_control_and_pending_updates_say_when_statistics_are_averaged():
   assert averaged(local, 2, ends[1]) == [1.0, 3.0]
   first = transforms.update_first(optax.sgd(0.1), axis="worker")
   assert averaged(first, 0) == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("method", ["ssgd", "local_sgd", "delayed"])
+@pytest.mark.parametrize(
+  "around",
+  [
+    lambda x: optax.apply_if_finite(x, 3),
+    lambda x: optax.MultiSteps(
+      x, 2, should_skip_update_fn=optax.skip_not_finite
+    ),
+  ],
+  ids=["apply_if_finite", "MultiSteps"],
+)
+def test_wrapper_that_skips_a_worker_alone_is_refused(around, method):
+  """On devices the others would wait for it; under vmap they drift apart."""
+  team = _tiny.team("vmap")
+  make = {
+    "ssgd": methods.ssgd,
+    "local_sgd": lambda x, axis: methods.local_sgd(x, 2, axis=axis),
+    "delayed": lambda x, axis: transforms.delay_gradients(
+      methods.ssgd(x, axis=axis), 1
+    ),
+  }[method]
+  outside = around(make(optax.sgd(0.1), axis=team.axis))
+  step = training.make_step(_tiny.loss_fn, outside, axis=team.axis)
+  state = training.init_state(team, outside, _tiny.params())
+  batch = team.place(_tiny.batch(0, team.local_workers))
+  with _refusals.refused("optimizer", "not skip a step of one worker alone"):
+    team.jit(step)(state, batch)
+  # Inside all workers skip alike, or each its own local steps.
+  inside = make(around(optax.sgd(0.1)), axis=team.axis)
+  step = training.make_step(_tiny.loss_fn, inside, axis=team.axis)
+  state = training.init_state(team, inside, _tiny.params())
+  jax.eval_shape(team.spmd(step), state, batch)
