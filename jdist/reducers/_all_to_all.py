@@ -40,13 +40,7 @@ _SMALL = 2**18
 
 
 class RowLayout(NamedTuple):
-  """The buckets of a tree, with one row for each worker.
-
-  Attributes:
-    buckets: The buckets.
-    exact: Which of them are sent without the codec.
-    draws: The codec's `key`.
-  """
+  """Buckets of a row a worker, and which are `exact`, without the codec."""
 
   buckets: collectives.Buckets
   exact: tuple[bool, ...]

@@ -85,11 +85,7 @@ def _check(options: _commands.Train, table: pipeline.Table) -> None:
 class _Run:
   """One process's steps, with records and checkpoints between them.
 
-  Attributes:
-    workload: The data and the model.
-    budget: The number of steps, and the schedule.
-    records: The records so far; only the first process evaluates.
-    added: Further entries of the row.
+  Only the first process evaluates and has records.
   """
 
   def __init__(

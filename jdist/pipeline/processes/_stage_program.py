@@ -19,14 +19,7 @@ Recompute = Literal["none", "layers", "stage"]
 
 
 class Forward(NamedTuple):
-  """Results of a forward pass.
-
-  Attributes:
-    output: The outputs for the next stage; the loss of the last stage.
-    state: The stage's state with the micro-batch's statistics.
-    metrics: The metrics of the last stage.
-    kept: The arrays that the backward pass needs.
-  """
+  """Results of a forward pass; the output of the last stage is the loss."""
 
   output: Any
   state: PyTree

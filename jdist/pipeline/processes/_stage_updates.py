@@ -101,12 +101,7 @@ class UpdateProgram:
 
 
 class StageUpdates:
-  """The newest parameters of a device's stages, and their updates.
-
-  Attributes:
-    params: The newest parameters of each stage.
-    opt_state: The optimizer's state of each stage.
-  """
+  """The newest parameters of a device's stages, and their updates."""
 
   def __init__(
     self,
