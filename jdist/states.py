@@ -201,8 +201,11 @@ def find_laws(
   >>> find_laws({"key": jax.random.key(0), "mean": jnp.zeros(2)}, "statistic")
   {'key': 'random', 'mean': 'statistic'}
   """
+  if floats not in LAWS:
+    checks.check_choice("floats", floats, LAWS)
   found: list[Law] = list(_walk(tree, None, "", floats))
-  if isinstance(laws, Laws):
+  if laws != ():
+    checks.check_type("laws", laws, Laws, "of `states.exceptions`")
     for number, name in enumerate(checks.named_leaves(tree)):
       for key, law in laws.named:
         found[number] = law if _holds(key, name) else found[number]

@@ -138,9 +138,10 @@ def _hash(x: jax.Array) -> jax.Array:
   x = states.key_words(x)
   if jnp.iscomplexobj(x):
     x = jnp.stack([x.real, x.imag])
-  if x.dtype == jnp.bool_:
-    x = x.astype(jnp.uint8)
-  width = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+  if x.dtype.itemsize == 1:  # There are numbers of fewer bits, too.
+    floats = jnp.issubdtype(x.dtype, jnp.floating)
+    x = x.astype(jnp.float32 if floats else jnp.int32)
+  width = jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32
   words = jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
   # Positions are computed along each dimension, because a sharded leaf would
   # have to be gathered before it is flattened.
