@@ -229,6 +229,8 @@ def is_key(x: Any) -> bool:
 
 def key_words(leaf: Any) -> Any:
   """Returns the words of a typed key, which files and NumPy can hold."""
+  if is_key(leaf) and isinstance(leaf, jax.ShapeDtypeStruct):
+    return jax.eval_shape(jax.random.key_data, leaf)
   return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
@@ -236,7 +238,7 @@ def as_key(words: Any, like: Any) -> jax.Array:
   """Undoes `key_words`, given the leaf or its shape."""
   if not is_key(like):
     return jnp.asarray(words)
-  return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
+  return jax.random.wrap_key_data(words, dtype=like.dtype)
 
 
 def fold_key(key: jax.Array, number: jax.typing.ArrayLike) -> jax.Array:

@@ -147,6 +147,13 @@ def test_law_is_that_of_its_leaf_also_behind_equal_names():
   assert (found["a"]["b"], found["a.b"]) == ("statistic", "statistic")
 
 
+def test_law_of_floats_is_one_of_the_laws():
+  with pytest.raises(ValueError, match="`floats` must be .iterate.*.mean"):
+    states.find_laws({"norm": np.zeros(2)}, "mean")
+  with pytest.raises(ValueError, match="`laws` must be of `states.exceptions`"):
+    states.find_laws({"norm": np.zeros(2)}, "statistic", {"norm": "constant"})
+
+
 @pytest.mark.parametrize(
   ("laws", "said"),
   [

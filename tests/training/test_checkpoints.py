@@ -257,6 +257,18 @@ def test_tree_of_a_loop_of_ones_own_is_saved_as_it_is(tmp_path):
   assert not any(shared[x] for x in shared if not x.startswith("['optimizer']"))
 
 
+@pytest.mark.parametrize("dtype", ["int2", "int4", "uint4", "float4_e2m1fn"])
+def test_frozen_weights_of_few_bits_are_saved(dtype, tmp_path):
+  team = collectives.workers(2, substrate="vmap")
+  optimizer = methods.ssgd(optax.sgd(0.1), axis=team.axis)
+  params = {"frozen": jnp.ones((3, 5), dtype), "w": jnp.zeros(2)}
+  state = training.init_state(team, optimizer, params)
+  with training.Checkpoints(tmp_path, team) as checkpoints:
+    checkpoints.save(1, state)
+    found = checkpoints.restore(state).state
+  _tiny.assert_same_bits(found, state)
+
+
 def test_host_number_that_would_be_cut_is_not_saved(tmp_path):
   team = collectives.workers(2, substrate="vmap")
   state = {"tokens": np.array([2_000_000_000] * 2), "w": team.replicate(1.0)}
