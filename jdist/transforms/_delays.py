@@ -242,7 +242,8 @@ def _chosen(
   structure: Any = jax.tree.structure(delays)
 
   def of_params(x: Any) -> bool:
-    return bool(jax.tree.structure(x) == structure)
+    # A wrapper may have masked some of them.
+    return bool(jax.tree.structure(x, is_leaf=_anchor.is_masked) == structure)
 
   some = functools.reduce(jnp.logical_or, moving.values())
 
@@ -250,8 +251,9 @@ def _chosen(
     if not of_params(new):
       return jnp.where(some, new, old)
     return jax.tree.map(
-      lambda k, n, o: jnp.where(moving[k], n, o), delays, new, old
-    )
+      lambda k, n, o: n if _anchor.is_masked(n) else jnp.where(moving[k], n, o),
+      delays, new, old,
+    )  # fmt: skip
 
   return jax.tree.map(one, new, old, is_leaf=of_params)
 

@@ -127,6 +127,20 @@ def test_drain_applies_all_gradients_of_every_leaf():
   chex.assert_trees_all_equal((again, same), (drained, state))
 
 
+def test_parts_of_a_partition_have_the_delays_of_their_leaves():
+  """Momenta of a part hold masks in place of the other leaves."""
+  parts = {"one": MOMENTUM, "other": MOMENTUM}
+  labels = {"early": "one", "late": {"w": "other"}}
+  found = []
+  for optimizer in (MOMENTUM, optax.partition(parts, labels)):
+    delayed = transforms.delay_gradients(optimizer, DELAYS)
+    params, state = run(delayed, PARAMS, 5)
+    params, state = transforms.drain(delayed, state, params[-1])
+    found.append((params, jax.tree.leaves(state.inner)))
+  for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
 def test_drain_decays_weights_as_its_updates_leave_them():
   decayed = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1))
   optimizer = transforms.delay_gradients(decayed, 2)
