@@ -160,7 +160,7 @@ def mean_and_spread(rows: Sequence[Row], value: Value) -> tuple[float, float]:
   """
   found = _values(rows, value)
   # The deviation of a single value, or of infinity, is not defined.
-  if len(found) < 2 or math.inf in found:
+  if len(found) < 2 or any(map(math.isinf, found)):
     return statistics.mean(found), 0.0
   return statistics.mean(found), statistics.stdev(found)
 
@@ -168,7 +168,7 @@ def mean_and_spread(rows: Sequence[Row], value: Value) -> tuple[float, float]:
 @signatures.checked
 def accuracy(row: Row) -> float:
   """Returns a row's test accuracy in percent."""
-  return 100 * float(entry(row, "accuracy"))
+  return 100 * _values([row], "accuracy")[0]
 
 
 @signatures.explained
@@ -246,7 +246,7 @@ def paired_difference(
       f"`confidence` must be between 0 and 1, got {confidence}: 0.95 is 95 %."
     )
   for name, given in (("rows", rows), ("base", base)):
-    seeds = [row["seed"] for row in given]
+    seeds = [entry(row, "seed") for row in given]
     if len(set(seeds)) < len(seeds):
       raise ValueError(
         f"`{name}` must have one row for each seed, got seeds {seeds}. Take "
@@ -254,13 +254,11 @@ def paired_difference(
       )
   # Seeds that only one variant was run with are left out of the pairs.
   others = {row["seed"]: row for row in base}
-  found = [
-    value(row) - value(others[row["seed"]])
-    for row in rows
-    if row["seed"] in others
-  ]
-  if len(found) < 2:
+  mine = [row for row in rows if row["seed"] in others]
+  if len(mine) < 2:
     return None
+  theirs = _values([others[row["seed"]] for row in mine], value)
+  found = [a - b for a, b in zip(_values(mine, value), theirs, strict=True)]
   mean, n = statistics.mean(found), len(found)
   # With few seeds Student's quantile is far above the normal one: 4.3 for three
   # seeds instead of 1.96.

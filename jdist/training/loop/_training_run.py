@@ -238,9 +238,10 @@ class TrainingRun:
     self.read()
     self.enter(f"evaluating after step {self.step}")
     metrics = {} if self._evaluate is None else self._evaluate(self.state)
-    checks.check_type(
-      "evaluate(state)", metrics, Mapping, "a dict of numbers by name"
-    )
+    named = isinstance(metrics, Mapping)  # A checkpoint holds nothing else.
+    if not named or not all(map(checks.is_number, metrics.values())):
+      rule = "`evaluate(state)` must be a dict of numbers by name"
+      raise ValueError(f"{rule}, got {checks.show(metrics)}.")
     self.watchdog.beat(f"evaluated after step {self.step}")
     total, number = self._sum_of_losses()
     train_loss = total / number if number else math.nan

@@ -4,6 +4,7 @@ import pytest
 
 from jdist import training
 from jdist.training import comparison
+from tests import _refusals
 
 _TRIAL = comparison.Trial("comparison", "ssgd", 0.1, 0)
 
@@ -98,6 +99,39 @@ def test_spread_is_that_of_a_sample():
   """Its square is divided by one less than the number of values."""
   found = comparison.mean_and_spread([{"x": 1.0}, {"x": 3.0}], "x")
   assert found == pytest.approx((2.0, 2**0.5))
+
+
+@pytest.mark.parametrize("end", [float("inf"), -float("inf")])
+def test_infinite_value_has_no_spread(end):
+  found = comparison.mean_and_spread([{"x": 1.0}, {"x": end}], "x")
+  assert found == (end, 0.0)
+
+
+_PAIR = [{"seed": 0, "accuracy": 0.5}, {"seed": 1, "accuracy": 0.5}]
+# A file has null for a number that is not finite.
+_NULL = [_PAIR[0], {"seed": 1, "accuracy": None, "loss": None}]
+
+
+@_refusals.table(
+  ("value", lambda: comparison.accuracy(_NULL[1]), "a number, got None"),
+  ("value", lambda: comparison.paired_difference(_PAIR, _NULL), "a number"),
+  (
+    "value",
+    lambda: comparison.paired_difference(
+      _NULL[1:] + [{"seed": 2, "loss": 1.0}],
+      [{"seed": n, "loss": 1.0} for n in (1, 2)],
+      value=lambda row: row["loss"],
+    ),
+    "a number, got None",
+  ),
+  (
+    "row",
+    lambda: comparison.paired_difference([{"accuracy": 1.0}], _PAIR),
+    "an entry 'seed'",
+  ),
+)
+def test_rows_without_a_number_are_refused(argument, call, rule):
+  _refusals.check(argument, call, rule)
 
 
 def test_option_that_a_row_lacks_differs_from_none(path):

@@ -398,6 +398,14 @@ def test_evaluation_that_is_not_finite_says_that_a_run_diverged(
   assert records[-1].diverged is bool(np.isnan(loss))
 
 
+@pytest.mark.parametrize(
+  "found", [{"confusion": np.zeros((2, 2))}, {"note": "good"}, 0.5, {"a": None}]
+)
+def test_evaluation_returns_numbers(monkeypatch, found):
+  with _refusals.refused("evaluate(state)", "a dict of numbers by name, got"):
+    _Fake(monkeypatch).fit(2, evaluate=lambda state: found)
+
+
 def test_run_is_watched_until_it_ends(monkeypatch):
   seen = []
 
