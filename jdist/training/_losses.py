@@ -150,13 +150,15 @@ def label_scores(
     )
   # One byte could not hold the number of 256 classes.
   labels = labels.astype(jnp.int32)
-  hits = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
   classes = logits.shape[-1]
   wrong = inside & ((labels < 0) | (labels >= classes))
   known = jnp.clip(labels, 0, classes - 1)
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, known)
+  # The place of a NaN, which `argmax` returns, is no class.
+  hits = (jnp.argmax(logits, -1) == labels) & ~jnp.isnan(losses)
   # A product, since a selected NaN would leave the gradient finite.
-  return losses * jnp.where(wrong, jnp.nan, 1.0), hits, inside
+  losses = losses * jnp.where(wrong, jnp.nan, 1.0)
+  return losses, hits.astype(jnp.float32), inside
 
 
 @signatures.explained

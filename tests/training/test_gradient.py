@@ -328,6 +328,13 @@ def test_masked_mean_is_right_in_every_dtype(dtype, wanted):
   assert found.dtype == values[:1].mean().dtype
 
 
+def test_logits_of_a_diverged_model_hit_no_class():
+  logits = jnp.array([[jnp.nan, 1.0], [0.0, jnp.nan], [0.0, -jnp.inf]])
+  loss, metrics = training.label_loss(logits, {"label": jnp.array([0, 1, 0])})
+  assert np.isnan(loss)
+  np.testing.assert_allclose(metrics["accuracy"], 1 / 3, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
   ("dtype", "classes"), [("uint8", 256), ("uint8", 1_000), ("int8", 200)]
 )
