@@ -51,8 +51,7 @@ def sharing(state: PyTree) -> Sharing:
 
 def label_all(tree: PyTree, label: bool) -> PyTree:
   """Labels all leaves alike."""
-  mark: Callable[[Any], bool] = lambda _: label  # noqa: E731
-  return jax.tree.map(mark, tree)
+  return jax.tree.map(lambda _: label, tree)
 
 
 def label_fields(state: Any) -> Any:
