@@ -207,7 +207,7 @@ def find_laws(
   if laws != ():
     checks.check_type("laws", laws, Laws, "of `states.exceptions`")
     for number, name in enumerate(checks.named_leaves(tree)):
-      for key, law in laws.named:
+      for key, law in typing.cast(Laws, laws).named:
         found[number] = law if _holds(key, name) else found[number]
   return jax.tree.unflatten(jax.tree.structure(tree), found)
 

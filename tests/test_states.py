@@ -148,9 +148,11 @@ def test_law_is_that_of_its_leaf_also_behind_equal_names():
 
 
 def test_law_of_floats_is_one_of_the_laws():
-  with pytest.raises(ValueError, match="`floats` must be .iterate.*.mean"):
+  with pytest.raises(ValueError, match=r"`floats` must be .iterate.*.mean"):
     states.find_laws({"norm": np.zeros(2)}, "mean")
-  with pytest.raises(ValueError, match="`laws` must be of `states.exceptions`"):
+  with pytest.raises(
+    ValueError, match=r"`laws` must be of `states.exceptions`"
+  ):
     states.find_laws({"norm": np.zeros(2)}, "statistic", {"norm": "constant"})
 
 
@@ -228,9 +230,7 @@ def test_noise_behind_a_mean_is_shared():
   [
     lambda noise, axis: jdist.ssgd(noise, axis=axis),
     lambda noise, axis: transforms.update_first(noise, axis=axis),
-    lambda noise, axis: jdist.diloco(
-      optax.sgd(0.1), 2, rule=noise, axis=axis
-    ),
+    lambda noise, axis: jdist.diloco(optax.sgd(0.1), 2, rule=noise, axis=axis),
   ],
   ids=["ssgd", "update_first", "outer"],
 )

@@ -102,7 +102,7 @@ class Advice:
     At least 1, and at most a third of a round: a later one may be unstable.
     """
     own = self.costs[name]
-    hiding = math.ceil(own.send_s(self.link) / self.step_s)
+    hiding = math.ceil(min(own.send_s(self.link) / self.step_s, own.interval))
     return max(1, min(hiding, own.interval // 3))
 
   def seconds(

@@ -184,6 +184,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     # Only fingerprints are gathered, since whole parameters would take too
     # long.
     chosen = [i for i, once in enumerate(flags) if once]
+    if not chosen:  # JAX maps no program without arguments.
+      return
     prints = self._workers.gather(
       self._fingerprints([leaves[i] for i in chosen])
     )

@@ -330,7 +330,7 @@ def resize(
     if own or states.is_key(like):
       key = {"key": states.as_key(rows[0], like)}
       fixed: Any = None if own else {"key": "constant"}
-      return new.replicate(key, laws=fixed)["key"]  # type: ignore[no-any-return]
+      return new.replicate(key, laws=fixed)["key"]
     if owned or rows.shape[1:] != like.shape[1:]:
       if rows.any():
         raise ValueError(

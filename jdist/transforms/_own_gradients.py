@@ -208,6 +208,7 @@ def skip_nonfinite(
     **extra_args: Any,
   ) -> tuple[optax.Updates, SkipNonfiniteState]:
     del params, extra_args
+    checks.check_gradients("updates", updates)
     found = [jnp.isfinite(x).all() for x in jax.tree.leaves(updates)]
     wrong = ~jnp.stack(found).all() if found else jnp.asarray(False)
     # The parts of one model are the stages of a pipeline; the axis has the

@@ -239,17 +239,21 @@ def update_first(
     *,
     loss: jax.typing.ArrayLike = 0.0,
   ) -> UpdateFirstState:
-    collectives.check_local(grads, axis, what="`grads`")
+    like = None if scatter else state.pending  # Buckets check themselves.
+    collectives.check_local(grads, axis, what="`grads`", like=like)
     if scatter:
       grads = reduce_scattered(grads)
-      # Buckets are laid out by dtype, and `begin` knows the dtypes of the
-      # parameters only.
-      dtypes = [[x.dtype.name for x in rows] for rows in (grads, state.pending)]
-      if dtypes[0] != dtypes[1]:
+      # Buckets are laid out by dtype, and `begin` knows those of the parameters
+      # only.
+      mine, wanted = (
+        [f"{x.dtype.name}{list(x.shape)}" for x in rows]
+        for rows in (grads, state.pending)
+      )
+      if mine != wanted:
         raise ValueError(
           "`grads` must have the parameters' dtypes with `scatter`, got "
-          f"buckets of {dtypes[0]} for {dtypes[1]}. Cast the gradients, or "
-          "take `scatter=False`."
+          f"buckets of {mine} for {wanted}. Cast the gradients, or take "
+          "`scatter=False`."
         )
     elif pending < 1:
       front, rest = _split(grads, order, pending)

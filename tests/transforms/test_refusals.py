@@ -306,6 +306,7 @@ OF_FLOATS = {
   "delay_gradients": transforms.delay_gradients(SGD, 1),
   "clip_local": transforms.clip_local(1.0, None),
   "clip_deviations": transforms.clip_deviations(1.0),
+  "skip_nonfinite": transforms.skip_nonfinite(None),
 }
 
 
@@ -326,6 +327,16 @@ def test_invalid_gradients_of_update_first_raise():
   optimizer = transforms.update_first(SGD, axis=None)
   with _refusals.refused("grads", "got float0 at 'n'"):
     optimizer.hold(w | {"n": np.zeros(1, jax.dtypes.float0)}, optimizer.init(w))
+
+
+@pytest.mark.parametrize("options", [{}, {"scatter": True}, {"pending": 0.5}])
+def test_update_first_holds_gradients_like_the_parameters(options):
+  w = {"v": jnp.ones(1), "w": jnp.ones(2)}
+  optimizer = transforms.update_first(SGD, axis=None, **options)
+  state = optimizer.init(w)
+  for wrong in (w | {"w": jnp.ones(3)}, {"w": jnp.ones(2)}):
+    with pytest.raises(ValueError, match="`grads` must"):
+      optimizer.hold(wrong, state)
 
 
 def test_known_carry_is_known_while_a_program_is_traced():

@@ -156,13 +156,16 @@ def mean(rows: Sequence[Row], value: Value) -> float:
 def mean_and_spread(rows: Sequence[Row], value: Value) -> tuple[float, float]:
   """Returns the mean over rows and the standard deviation.
 
-  The deviation is 0 for a single row and where a value is infinite.
+  The deviation is 0 for a single row and where a value is not finite.
   """
   found = _values(rows, value)
-  # The deviation of a single value, or of infinity, is not defined.
-  if len(found) < 2 or any(map(math.isinf, found)):
-    return statistics.mean(found), 0.0
-  return statistics.mean(found), statistics.stdev(found)
+  return statistics.mean(found), _deviation(found)
+
+
+def _deviation(found: list[float]) -> float:
+  # That of a single value, or of one that is not finite, is not defined.
+  defined = len(found) > 1 and all(map(math.isfinite, found))
+  return statistics.stdev(found) if defined else 0.0
 
 
 @signatures.checked
@@ -263,5 +266,5 @@ def paired_difference(
   # With few seeds Student's quantile is far above the normal one: 4.3 for three
   # seeds instead of 1.96.
   t = float(special.stdtrit(n - 1, (1 + confidence) / 2))
-  half = t * statistics.stdev(found) / n**0.5
+  half = t * _deviation(found) / n**0.5
   return Difference(mean, mean - half, mean + half, n)

@@ -58,8 +58,8 @@ class Workload:
     parts = self.workers.num_workers * self.accumulate
     if self.batch_size % parts:
       raise ValueError(
-        f"`batch_size` must be a multiple of {parts}, workers times `accumulate`"
-        f", got {self.batch_size}. The rest would be left out."
+        f"`batch_size` must be a multiple of {parts}, the workers times "
+        f"`accumulate`, got {self.batch_size}. A rest would be left out."
       )
     if self.augment and not isinstance(self.train, data.Dataset):
       raise ValueError(

@@ -1,5 +1,8 @@
 """Rows of trials are found again, where everything that matters agrees."""
 
+import math
+import operator
+
 import pytest
 
 from jdist import training
@@ -101,10 +104,15 @@ def test_spread_is_that_of_a_sample():
   assert found == pytest.approx((2.0, 2**0.5))
 
 
-@pytest.mark.parametrize("end", [float("inf"), -float("inf")])
-def test_infinite_value_has_no_spread(end):
-  found = comparison.mean_and_spread([{"x": 1.0}, {"x": end}], "x")
-  assert found == (end, 0.0)
+@pytest.mark.parametrize("end", [math.inf, -math.inf, math.nan])
+def test_value_that_is_not_finite_has_no_spread(end):
+  rows = [{"x": x, "seed": seed} for seed, x in enumerate((1.0, end))]
+  found = comparison.mean_and_spread(rows, "x")
+  assert found == pytest.approx((end, 0.0), nan_ok=True)
+  base = [{"x": 0.0, "seed": seed} for seed in (0, 1)]
+  value = operator.itemgetter("x")
+  found = comparison.paired_difference(rows, base, value=value)
+  assert found[:3] == pytest.approx((end, end, end), nan_ok=True)
 
 
 _PAIR = [{"seed": 0, "accuracy": 0.5}, {"seed": 1, "accuracy": 0.5}]
@@ -118,7 +126,7 @@ _NULL = [_PAIR[0], {"seed": 1, "accuracy": None, "loss": None}]
   (
     "value",
     lambda: comparison.paired_difference(
-      _NULL[1:] + [{"seed": 2, "loss": 1.0}],
+      [*_NULL[1:], {"seed": 2, "loss": 1.0}],
       [{"seed": n, "loss": 1.0} for n in (1, 2)],
       value=lambda row: row["loss"],
     ),
