@@ -189,15 +189,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class VariantPrograms:
-  """A variant's step, loop and evaluation, compiled once for all seeds.
-
-  Attributes:
-    workload: The workload of all variants.
-    optimizer: The variant's chain.
-    step: The training step of one worker.
-    trainer: The loop that runs the step.
-    evaluate: The evaluator on the test set.
-  """
+  """A variant's step, loop and evaluation, compiled once for all seeds."""
 
   workload: Workload
   optimizer: optax.GradientTransformation

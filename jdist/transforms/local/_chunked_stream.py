@@ -98,12 +98,8 @@ class ChunkedStream:
   The number of steps in which a message is sent is static, and may change from
   step to step: `position` counts the sent rows, so that nothing is lost.
 
-  Args:
-    stream: How an exact message is cut.
-    compression: a compression by `reducers.Chunked`; None for exact means.
-    axis: The workers' axis.
-    like: From the anchor to the form of a message.
-    needs_loss: Whether a message has a loss.
+  A compression is by `reducers.Chunked`; `like` maps a tree like the anchor to
+  the form of a message.
   """
 
   def __init__(
