@@ -347,3 +347,20 @@ def test_a_single_named_method_is_compared_with_ssgd(capsys, monkeypatch):
   words += ("--latency-ms", "0", "--methods", "local_sgd")
   assert advise(capsys, *words)[0] == 130
   assert asked == [["ssgd", "local_sgd H=8"]]
+
+
+def test_first_process_alone_reports(capsys, monkeypatch):
+  from jdist.cli.programs import _advise
+
+  costs = advice.MethodCosts(1, (0.1,) * 3, (0.0,) * 3, 1e6, 0, 0)
+  found = advice.Advice({"ssgd": costs}, cluster.Link(1e6), (1.0,))
+  monkeypatch.setattr(_advise._options, "join_processes", lambda *given: None)
+  monkeypatch.setattr(_advise.advice, "advise", lambda *args, **options: found)
+  monkeypatch.setattr(_advise, "_others", lambda *given: "others")
+  for process in range(2):
+    status, said = advise(
+      capsys, "--step", "own_step:make", "--coordinator-address", "a:1",
+      "--num-processes", "2", "--process-id", str(process),
+    )  # fmt: skip
+    assert status == 0, said.err
+    assert ("others" in said.out) == ("No: " in said.out) == (process == 0)

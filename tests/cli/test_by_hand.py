@@ -1,6 +1,7 @@
 """Small parts of commands, with values to follow by hand."""
 
 import io
+import itertools
 import json
 import math
 import types
@@ -314,6 +315,120 @@ def test_stages_that_are_not_finite_are_not_saved(bad, tmp_path):
   with pytest.warns(RuntimeWarning, match="step 4 is not finite"):
     assert not _run_of(tmp_path)._save(_state_of(4, bad))
   assert not list(tmp_path.iterdir())
+
+
+class _Signal:
+  """Is asked to stop at a step, as by SIGTERM."""
+
+  def __init__(self, at):
+    self.at = at
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *error):
+    return None
+
+  def asks_at(self, step):
+    return self.at is not None and step >= self.at
+
+
+@pytest.mark.parametrize(
+  ("first", "count", "stops", "log", "steps"),
+  [
+    (0, 1, None, "r2 s3 r4 r6 s6 r7 s7", 7), (4, 1, None, "r6 s6 r7 s7", 3),
+    # A table of two iterations passes over some of the marks.
+    (1, 2, None, "r3 s3 r5 r7 s7", 3), (0, 1, 5, "r2 s3 r4 s5", 5),
+    (0, 1, 7, "r2 s3 r4 r6 s6 r7 s7", 7), (7, 1, None, "", 0),
+  ],
+)  # fmt: skip
+def test_stages_are_recorded_and_saved_at_their_marks(
+  first, count, stops, log, steps, monkeypatch
+):
+  """Every two steps and every three, and at the end."""
+  done, taken = [], []
+  made = object.__new__(_process_run._Run)
+  monkeypatch.setattr(training, "Preemption", lambda: _Signal(stops))
+
+  def run(state, batches):
+    taken.append(batches)
+    losses = [{"loss": float(x)} for x in batches]
+    return types.SimpleNamespace(step=state.step + count), losses
+
+  made._process = types.SimpleNamespace(
+    run=run, table=types.SimpleNamespace(num_iterations=count),
+    init_state=lambda optimizer, seed: types.SimpleNamespace(step=0),
+  )  # fmt: skip
+  start = types.SimpleNamespace(step=first) if first else None
+  made._options = _commands.Train(
+    evaluate_every_epochs=2.0, checkpoint_every_epochs=3.0
+  )
+  made.budget, made._optimizer = types.SimpleNamespace(num_steps=7), "sgd"
+  made.workload = types.SimpleNamespace(
+    batch_size=4, steps=int,
+    batches=lambda seed: types.SimpleNamespace(iterate=itertools.count),
+  )  # fmt: skip
+  made._peers = types.SimpleNamespace(any=lambda asked, step: asked)
+  made._losses, made._train_s, made._samples = [], 0.0, 0
+  for name, note in {
+    "_restore": lambda self: start,
+    "_record": lambda self, state, status: done.append(f"r{state.step}"),
+    "_save": lambda self, state: done.append(f"s{state.step}") or True,
+  }.items():
+    monkeypatch.setattr(_process_run._Run, name, note)
+  if stops == 5:
+    with pytest.raises(training.PreemptedError) as stopped:
+      made.run("status")
+    assert (stopped.value.step, stopped.value.saved) == (5, True)
+  else:
+    made.run("status")
+  assert " ".join(done) == log and len(taken) == steps
+  assert [x for one in taken for x in one] == [
+    first + i for i in range(count * steps)
+  ]
+  assert made._losses == [float(first + i) for i in range(count * steps)]
+  # The first run compiles, and its time is none of training.
+  assert made._samples == 4 * count * max(steps - 1, 0)
+  assert (made._train_s > 0) == (steps > 1)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_record_of_stages_is_of_drained_parameters(first, monkeypatch, capsys):
+  """Only the first stage has the state of a chain that sees all of them."""
+  asked, shown = [], []
+  made = object.__new__(_process_run._Run)
+  made._drained = lambda params, own, kept: (params + own, kept + 1)
+  made.workload = types.SimpleNamespace(
+    workers=types.SimpleNamespace(view=lambda x: x),
+    train=types.SimpleNamespace(input_shape=(8, 8, 1)),
+  )
+  made._process = types.SimpleNamespace(
+    gather=lambda state: (state.params, state.model_state)
+  )
+  measured = {"accuracy": 0.5, "loss": 1.0}
+  made._evaluate = types.SimpleNamespace(
+    measure=lambda *model: asked.append(model) or measured
+  ) if first else None  # fmt: skip
+  monkeypatch.setattr(transforms, "rounds", lambda own, step: own + step)
+  made._traffic = [
+    types.SimpleNamespace(sent_bytes=lambda steps, rounds: steps + 10 * rounds)
+  ] * 2
+  made._losses, made._train_s, made._samples = [1.0, 2.0], 0.5, 20
+  made.records, made._first = [], first
+  made.budget = types.SimpleNamespace(num_steps=9)
+  state = training.TrainState(
+    6, {0: 1.0, 1: 5.0}, {0: 2.0, 1: ()}, {0: 10, 1: 20}, None
+  )
+  status = types.SimpleNamespace(record=shown.append)
+  made._record(state, status)
+  (record,) = made.records
+  assert asked == [({0: 3.0, 1: 5.0}, {0: 11, 1: 20})] * first
+  assert record == training.Record(
+    step=6, rounds=8, sent_bytes=2 * (6 + 80), train_loss=1.5, train_s=0.5,
+    metrics=measured if first else {}, samples_per_s=40.0, diverged=False,
+  )  # fmt: skip
+  assert made._losses == [] and shown == [record] * first
+  assert ("step 6/9  accuracy 50.00 %" in capsys.readouterr().out) == first
 
 
 # -- Comparisons.

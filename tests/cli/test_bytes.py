@@ -119,3 +119,18 @@ def test_coded_bytes_are_those_of_the_program(workers=4):
   optimizer = _bytes._chain("topk_sgd", options, model, team.axis)
   (found,) = _bytes._count("topk_sgd", options, model, team, optimizer)
   assert found.coded == found.traced == found.compiled > 0
+
+
+def test_phases_are_named_where_a_method_has_several(capsys):
+  model = models.build("mlp", input_shape=(8, 8, 1), num_classes=10)
+  phases = [None, collectives.Phase(0, 100), collectives.Phase(100)]
+  found = [_bytes.Counted("dgc", x, 1, None, 4e6, 4e6) for x in phases]
+  options = _commands.Bytes(workers=4, model="mlp")
+  for several in (True, False):
+    _output.console().print(
+      _bytes._table(found if several else found[:1], options, model)
+    )
+    printed = capsys.readouterr().out
+    assert ("when" in printed) == ("always" in printed) == several
+    assert ("steps 1-100" in printed) == several
+    assert ("from step 101 on" in printed) == several

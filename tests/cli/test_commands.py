@@ -310,3 +310,76 @@ def test_table_of_an_interrupt_has_rows_of_the_chosen_rates(
   words += ["--learning-rate", "0.1", "0.2", "--output", str(tmp_path)]
   assert cli.main(words) == 130
   assert asked == [comparison.Trial("comparison", "local_sgd", 0.2, 3)]
+
+
+def test_tuning_keeps_one_program_and_a_comparison_all(monkeypatch):
+  """Tuning proceeds rate by rate, and never returns to a program."""
+  made, labels, notes = [], [], []
+
+  def prepare(workload, options, method, rate):
+    def run(seed, *, label, on_record):
+      labels.append(label.keywords["run"])
+      on_record("record")
+
+    made.append((workload, method, rate))
+    budget = types.SimpleNamespace(num_steps=5)
+    return types.SimpleNamespace(peak=rate, budget=budget, run=run)
+
+  monkeypatch.setattr(_compare._workload, "Prepared", prepare)
+  monkeypatch.setattr(comparison, "summarize", lambda x: {"records": len(x)})
+  status = types.SimpleNamespace(
+    bar=types.SimpleNamespace(extend=lambda total: None), step=lambda: None,
+    note=lambda **entries: notes.append(entries),
+  )  # fmt: skip
+  rows = types.SimpleNamespace(make_row=lambda trial, found: (trial, found))
+  whole = types.SimpleNamespace(hold_out=lambda: "a part")
+  options = types.SimpleNamespace(workers=2)
+  fit, sizes = _compare._Fit(options, whole, rows, status, 9), []
+  trials = [
+    comparison.Trial(*x)
+    for x in (
+      ("tuning", "ssgd", 0.1, 0), ("tuning", "ssgd", 0.1, 1),
+      ("tuning", "ssgd", 0.2, 0), ("tuning", "diloco", 0.1, 0),
+      ("comparison", "ssgd", 0.2, 0), ("comparison", "diloco", 0.1, 0),
+      ("comparison", "ssgd", 0.2, 1),
+    )
+  ]  # fmt: skip
+  measured = {"workers": 2, "records": 1}
+  for trial in trials:
+    assert fit(trial) == measured
+    sizes.append(len(fit._compiled))
+  assert made == [
+    ("a part", "ssgd", 0.1), ("a part", "ssgd", 0.2), ("a part", "diloco", 0.1),
+    (whole, "ssgd", 0.2), (whole, "diloco", 0.1),
+  ]  # fmt: skip
+  assert sizes == [1, 1, 1, 1, 2, 3, 3]
+  assert labels == [
+    "tuning ssgd 0.1", "tuning ssgd 0.1", "tuning ssgd 0.2",
+    "tuning diloco 0.1", "ssgd seed 0", "diloco seed 0", "ssgd seed 1",
+  ]  # fmt: skip
+  # The page shows the row so far, and none after it.
+  shown = [x["row"] for x in notes if "row" in x]
+  assert shown[::2] == [(trial, measured) for trial in trials]
+  assert shown[1::2] == [None] * len(trials)
+
+
+@pytest.mark.parametrize(
+  ("tuned", "told"),
+  [
+    ((0.1, (0.1, 0.2), None), ["ssgd: learning rate 0.1, of 0.1, 0.2, by"]),
+    (
+      (0.2, (0.1, 0.2), "highest"),
+      ["ssgd: learning rate 0.2, of 0.1", "Warning: ssgd's best rate is the h"],
+    ),
+    (
+      (0.1, (0.1, 0.2), "highest", True),
+      ["Warning: ssgd is left out: it diverged at every learning rate tried"],
+    ),
+  ],
+)  # fmt: skip
+def test_tuned_rate_is_told_with_its_place_in_the_grid(tuned, told):
+  lines = []
+  console = types.SimpleNamespace(print=lines.append)
+  _compare._print_tuned(console, "ssgd", comparison.Tuned(*tuned))
+  assert len(lines) == len(told)
+  assert all(x.startswith(y) for x, y in zip(lines, told, strict=True))

@@ -5,11 +5,12 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Literal
 
 import pytest
 
 from jdist import cli, data, methods, models
-from jdist.cli import _commands, _help, _options
+from jdist.cli import _commands, _groups, _help, _options
 
 _ROOT = pathlib.Path(__file__).parent.parent.parent
 _COMMANDS = {"train": _commands.Train, "compare": _commands.Compare}
@@ -125,3 +126,54 @@ def test_module_and_entry_point_are_the_same():
   scripts = importlib.metadata.entry_points(group="console_scripts")
   for script in scripts.select(name="jdist"):
     assert script.load() is cli.main
+
+
+@pytest.mark.parametrize(
+  ("hint", "form"),
+  [
+    (bool, "| --no-some-field"), (int, "INT"), (float, "NUMBER"), (str, "NAME"),
+    (int | None, "INT"), (None | str, "NAME"),
+    (tuple[int, ...], "INT [INT ...]"),
+    (Literal["a", "b"], "a|b"), (Literal["a", 2] | None, "a|2"),
+    (tuple[Literal["a", "b"], ...], "a|b [a|b ...]"),
+    (_groups.Directory, "DIR"), (_groups.Cluster, "CLUSTER.toml"),
+  ],
+)  # fmt: skip
+def test_form_of_a_value(hint, form):
+  assert _help._kind(hint, "some_field") == form
+
+
+@pytest.mark.parametrize(
+  ("value", "shown"),
+  [
+    (True, "on"), (False, "off"), (0.25, "0.25"), (30.0, "30"), (1e-5, "1e-05"),
+    (7, "7"), ("sgd", "sgd"), ((0.1, 2.0), "0.1 2"), (("a", True), "a on"),
+  ],
+)  # fmt: skip
+def test_default_is_shown_as_it_is_typed(value, shown):
+  assert _help._shown(value) == shown
+
+
+def test_long_option_has_a_line_of_its_own():
+  text = "one two three four five"
+  # Twenty columns of text stand behind thirty of the option.
+  assert _help._entry("--short INT", text, 50).splitlines() == [
+    "  --short INT".ljust(30) + "one two three four",
+    " " * 30 + "five",
+  ]
+  at_most = "--" + "x" * 24
+  assert len(_help._entry(at_most, text, 50).splitlines()) == 2
+  assert _help._entry(at_most + "x", text, 50).splitlines() == [
+    f"  {at_most}x",
+    " " * 30 + "one two three four",
+    " " * 30 + "five",
+  ]
+
+
+def test_lines_of_a_list_have_one_column():
+  words = " ".join(["word"] * 16)
+  first, second = _help._lines({"a": "text", "long": words})
+  assert first == "  a     text"
+  second, third = second.splitlines()
+  assert second.startswith("  long  word") and len(second) <= 80
+  assert third.startswith(" " * 8 + "word")

@@ -1,6 +1,7 @@
 """Declarations of options: each number has its range."""
 
 import dataclasses
+import math
 import sys
 import types
 import typing
@@ -215,3 +216,79 @@ def test_options_need_what_they_are_for(command):
       found.setdefault(needs, set()).add(field.name)
   wanted = _NEEDS.get(command.__name__, {})
   assert found == {need: {*names.split()} for need, names in wanted.items()}
+
+
+@pytest.mark.parametrize(
+  ("within", "value", "rule"),
+  [
+    ("(0, inf)", 0.0, "positive"), ("(0, inf)", 1e-300, None),
+    ("(0, inf)", math.inf, "positive and finite"),
+    ("[0, inf)", 0, None), ("[0, inf)", -1, "at least 0"),
+    ("[2, inf)", 1, "at least 2"), ("[2, inf)", 2, None),
+    ("[1, inf)", 2**31 - 1, None),
+    ("[1, inf)", 2**31, "at least 1 and below 2**31"),
+    ("[0, 1)", 1.0, "in [0, 1)"), ("[0, 1)", 0.0, None),
+    ("[0, 1]", 1.0, None), ("[0, 1]", 1.5, "in [0, 1]"),
+    ("(0, 1)", 0.0, "in (0, 1)"), ("[1, 1000]", 1001, "in [1, 1000]"),
+    ("[0, 4294967296)", 2**32, "from 0 to 2**32 - 1"),
+    ("[0, 4294967296)", 2**32 - 1, None),
+    ("[0, 1]", math.nan, "in [0, 1]"), ("(0, inf)", math.nan, "positive"),
+  ],
+)  # fmt: skip
+def test_value_is_within_its_range_or_told_it(within, value, rule):
+  if rule is None:
+    _options._check_within("some_field", value, within)
+    return
+  with pytest.raises(ValueError, match=r"^`--some-field` must be") as caught:
+    _options._check_within("some_field", value, within)
+  assert str(caught.value) == f"`--some-field` must be {rule}, got {value}."
+
+
+@pytest.mark.parametrize(
+  ("given", "driver"),
+  [
+    ({}, None), ({"protocol": "asp"}, "clock"), ({"elastic": True}, "threads"),
+    ({"protocol": "asp", "driver": "ray"}, "ray"),
+    ({"elastic": True, "driver": "clock"}, "clock"),
+  ],
+)  # fmt: skip
+def test_server_runs_on_the_usual_engine_unless_one_is_named(given, driver):
+  found = _options.with_driver(_commands.Train(**given))
+  assert found.driver == driver
+  compare = _commands.Compare()
+  assert _options.with_driver(compare) is compare
+
+
+@pytest.mark.parametrize(
+  ("given", "rule"),
+  [
+    ({"batch_size": 64}, None),
+    ({"workers": 0}, "`--workers` must be at least"),
+    ({"output": ""}, "`--output` must not be empty: leave it out."),
+    ({"chunks": 2}, "`--chunks` must be left out without `--stages`, got 2"),
+    ({"chunks": 2, "stages": 2}, None),
+    ({"edge_codec": "int4", "stages": 2},
+     "must be left out without `--runtime processes`"),
+    ({"momentum": 0.5, "optimizer": "adamw"},
+     "`--momentum` must be left out without `--optimizer sgd`"),
+    ({"epochs": 3.0, "steps": 4},
+     "`--epochs` must be left out with `--steps 4`"),
+    # Which options of a protocol an elastic method uses, is found later.
+    ({"quorum": 0.5}, "without `--protocol`"),
+    ({"quorum": 0.5, "elastic": True}, None),
+  ],
+)  # fmt: skip
+def test_option_without_its_need_is_refused(given, rule):
+  options = _commands.Train(**given)
+  if rule is None:
+    _options.check(options)
+    return
+  with pytest.raises(ValueError) as caught:
+    _options.check(options)
+  assert rule in str(caught.value)
+
+
+def test_values_of_several_are_each_within_the_range():
+  _options.check(_commands.Compare(learning_rate=(0.1, 0.2)))
+  with pytest.raises(ValueError, match="`--learning-rate` must be pos"):
+    _options.check(_commands.Compare(learning_rate=(0.1, 0.0)))

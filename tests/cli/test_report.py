@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import types
 
@@ -292,3 +293,73 @@ def test_each_round_waits_for_the_latency_of_its_messages(folder):
   # Two rounds of 38,000 bytes, in 14 messages each among eight workers, after
   # two steps of 10 ms.
   assert second["link_s"] == pytest.approx(0.02 + 0.076 + 2 * 14 * 0.002)
+
+
+def test_timelines_are_cut_to_what_can_be_read(tmp_path, monkeypatch):
+  monkeypatch.setattr(_page, "_MAX_LANES", 2)
+  monkeypatch.setattr(_page, "_MAX_SPANS", 3)
+  trace = cluster.Trace()
+  for at_s in (4.0, 1.0, 2.0, 3.0):
+    for name in ("a", "b", "c"):
+      trace.add(name, f"F{at_s:g}", at_s, at_s + 0.5, "forward")
+  trace.save_perfetto(tmp_path / "x.json")
+  (tmp_path / "empty.json").write_text('{"traceEvents": []}')
+  (tmp_path / "status.json").write_text('{"state": "ended"}')
+  text = _page._timelines(tmp_path)
+  data = _data(text, "spans")
+  assert [*data] == ["x.json"]
+  # The earliest ones of the first two rows.
+  assert data["x.json"]["spans"] == [
+    ["a", "F1", "forward", 1, 0.5], ["b", "F1", "forward", 1, 0.5],
+    ["a", "F2", "forward", 2, 0.5],
+  ]  # fmt: skip
+  assert '<a href="x.json">x.json</a>' in text
+  (tmp_path / "x.json").unlink()
+  assert _page._timelines(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+  ("name", "value", "shown"),
+  [
+    ("x", None, "–"), ("x", True, "yes"), ("x", False, "no"),
+    ("x", [1, "<a>"], "1 &lt;a&gt;"), ("x", [], "–"),
+    ("x", "<b>", "&lt;b&gt;"), ("x", 12345.6, "12,346"),
+    ("sent_bytes", 2e6, "2 MB"), ("x", 12345, "12,345"),
+    ("x", 1234.5, "1,234"), ("x", 0.123456, "0.1235"),
+  ],
+)  # fmt: skip
+def test_value_is_shown_by_its_kind(name, value, shown):
+  assert _page._show(name, value) == shown
+
+
+def test_table_has_what_differs_and_a_link_to_each_row():
+  rows = [
+    {"config": {"seed": i, "same": 1}, "loss": 0.5 * i, "method": "ssgd",
+     "curve": [1], "device": "cpu", "commit": "x", "run": "y"}
+    for i in (1, 2)
+  ]  # fmt: skip
+  for file, title in (("rows.jsonl", "Runs"), ("tuning.jsonl", "Tuning")):
+    text = _page._table(file, rows, {"same": 1})
+    heads = re.findall(r"<th scope=col>(.*?)</th>", text)
+    # What was run stands first.
+    assert heads == ["method", "loss", "seed", "row"]
+    assert f"<h2>{title}</h2>" in text
+    cells = re.findall(r"<td>(.*?)</td>", text)
+    assert cells[:3] == ["ssgd", "0.5", "1"] and f"{file}:2</a>" in text
+
+
+def test_facts_of_a_run_are_listed_once():
+  row = {
+    "method": "ssgd", "seed": 1, "device": "cpu", "commit": "abc",
+    "versions": {"jax": "1", "optax": "2"}, "run": "r",
+  }  # fmt: skip
+  other = row | {"method": None, "protocol": "asp", "seed": 2}
+  text = _page._facts([row, row, other], ["rows.jsonl"])
+  for term, words in {
+    "Methods": "ssgd, asp", "Seeds": "1, 2", "Device": "cpu", "Commit": "abc",
+    "Versions": "jax 1, optax 2", "Run": "r",
+  }.items():  # fmt: skip
+    assert f"<dt>{term}</dt><dd>{words}</dd>" in text, text
+  assert '<a href="rows.jsonl">' in text
+  del row["run"]
+  assert "<dt>Run</dt>" not in _page._facts([row], [])

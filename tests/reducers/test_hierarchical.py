@@ -235,3 +235,14 @@ def test_levels_draw_numbers_of_their_own():
   both.reduce(x, both.init(x, None), jax.random.key(0), None)
   first, second = keys
   assert first != second
+
+
+@pytest.mark.parametrize("check", ["check_chunks", "check_shards"])
+@pytest.mark.parametrize("level", ["inner", "outer"])
+def test_both_levels_must_suit(level, check):
+  """Low ranks need whole matrices."""
+  levels = {"inner": reducers.Exact(), "outer": reducers.Exact()}
+  getattr(reducers.Hierarchical(**levels), check)()
+  levels[level] = reducers.PowerSGD(2)
+  with pytest.raises(ValueError, match="PowerSGD"):
+    getattr(reducers.Hierarchical(**levels), check)()

@@ -192,3 +192,19 @@ def test_rule_without_leaves_changes_no_other_state():
     alone = _reducers.run(reducer, {name: trees[name]}, 2)
     np.testing.assert_array_equal(means[name], alone[0][name])
     np.testing.assert_array_equal(shares[name], alone[1][name])
+
+
+@pytest.mark.parametrize(
+  ("rule", "text"),
+  [
+    (reducers.Rule(reducers.Exact()), "all: Exact()"),
+    (reducers.Rule(reducers.Exact(), re.compile("k$")), "/k$/: Exact()"),
+    (
+      reducers.Rule(reducers.Exact(), "*/k", min_size=5, min_ndim=2),
+      "*/k, 5 entries or more, 2 dimensions or more: Exact()",
+    ),
+    (reducers.Rule(reducers.Exact(), min_size=1), "1 entries or more: Exact()"),
+  ],
+)  # fmt: skip
+def test_rule_is_printed_with_its_bounds(rule, text):
+  assert str(rule) == text

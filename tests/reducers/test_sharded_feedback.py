@@ -336,3 +336,27 @@ def test_owners_keep_residuals_without_feedback():
   )
   _, after = drain(state.params, state.opt_state)
   chex.assert_trees_all_equal(team.gather(after), team.gather(state.opt_state))
+
+
+def test_cast_error_of_a_mean_of_shards_is_kept():
+  """The mean lies between two numbers of bfloat16."""
+  team, specs = team_of(), {"a": SPECS["a"]}
+  compression = reducers.Compression(reducers.Exact(), FEEDBACK, specs=specs)
+  optimizer = transforms.average_gradients(team.axis, compression)
+  given = np.ones((2, *SHAPES["a"]), np.float32)
+  given[1] = 1.0078125
+  state = training.init_state(
+    team, optimizer, {"a": jnp.zeros(SHAPES["a"], jnp.bfloat16)}, specs=specs
+  )
+  program = team.jit(
+    lambda g, s: optimizer.update(g, s),
+    out_specs=(specs, team.specs(state.opt_state)),
+  )
+  mean, after = program(
+    placed(team, {"a": given.astype(jnp.bfloat16)}), state.opt_state
+  )
+  assert mean["a"].dtype == jnp.bfloat16
+  residual = np.asarray(after.feedback.trees.residual["a"])
+  assert np.abs(residual).max() > 1e-3
+  mean = np.asarray(mean["a"][0], np.float32)
+  close(2 * mean + residual.sum(0), given.sum(0))

@@ -638,3 +638,11 @@ def test_compression_that_took_a_mean_keeps_its_residuals(step, taken):
   (found,) = _drain._absorbed((old,), (new,))
   assert found.feedback.tolist() == ([0.0, 0.0] if taken else [1.0, 1.0])
   assert found.step == 3
+
+
+def test_accumulation_is_found_behind_its_bound_methods():
+  steps = optax.MultiSteps(optax.sgd(0.1), 2)
+  assert _drain._multi_steps(steps) is steps
+  assert _drain._multi_steps(steps.gradient_transformation()) is steps
+  assert _drain._multi_steps(optax.sgd(0.1)) is None
+  assert _drain._multi_steps(object()) is None

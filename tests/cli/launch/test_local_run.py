@@ -1,5 +1,7 @@
 """Processes on this machine: how they end, and when they are restarted."""
 
+import math
+import os
 import signal
 import subprocess
 import sys
@@ -7,7 +9,8 @@ import time
 
 import pytest
 
-from jdist.cli.launch import _local_run
+from jdist.cli import _commands
+from jdist.cli.launch import _launch, _local_run
 
 # This process ends as the file `plan` says for this start and its number: with
 # a status, or by a signal to itself. With `save`, it first writes a checkpoint.
@@ -218,3 +221,151 @@ def test_status_of_a_run_is_its_root_cause(statuses, status):
 )
 def test_bad_launch_is_refused_in_one_line(words, told, refusal):
   assert told in refusal(f"launch {words}")
+
+
+# -- How long processes are waited for, by a clock of this file.
+
+
+class _Clock:
+  now_s = 0.0
+
+  def monotonic(self):
+    return self.now_s
+
+  def sleep(self, seconds):
+    self.now_s += seconds
+
+
+class _Process:
+  """A process that ends by itself, or so many seconds after a signal."""
+
+  def __init__(self, code=0, end_s=math.inf, saving_s=math.inf):
+    self.code, self.end_s, self.saving_s = code, end_s, saving_s
+    self.signals = []
+
+  def poll(self):
+    return self.code if self.clock.now_s >= self.end_s else None
+
+  def send_signal(self, number):
+    self.signals.append(number)
+    self.code, self.end_s = 143, self.clock.now_s + self.saving_s
+
+  def kill(self):
+    if self.poll() is None:
+      self.code, self.end_s = -9, self.clock.now_s
+
+
+@pytest.mark.parametrize(
+  ("processes", "stop", "statuses", "took_s"),
+  [
+    ([(0, 3.0), (0, 7.0)], None, [0, 0], 7),
+    # The others of a failed process end by themselves, or are killed.
+    ([(1, 3.0), (75, 22.0)], None, [1, 75], 22),
+    ([(1, 3.0), (0,)], None, [1, 75], 3 + 20),
+    ([(0, 1.0), (-9, 3.0), (0,)], None, [0, -9, 75], 3 + 5),
+    # The first failure counts.
+    ([(1, 3.0), (-9, 6.0), (0,)], None, [1, -9, 75], 3 + 20),
+    # Processes save upon a signal, for two minutes at most.
+    ([(0, 999.0, 60.0), (0, 999.0, 100.0)], signal.SIGTERM, [143, 143], 100),
+    ([(0, 999.0, 60.0), (0,)], signal.SIGINT, [143, 75], 120),
+  ],
+)
+def test_processes_are_waited_for_as_long_as_they_may_take(
+  processes, stop, statuses, took_s, monkeypatch
+):
+  clock, made = _Clock(), [_Process(*given) for given in processes]
+  monkeypatch.setattr(_local_run, "time", clock)
+  monkeypatch.setattr(_Process, "clock", clock, raising=False)
+  run = _local_run.LocalRun(
+    ("true",), len(made), checkpoints=None, restarts=0, backoff_s=0.0
+  )
+  run._stop = stop
+  assert run._wait(made) == statuses
+  assert clock.now_s == pytest.approx(took_s, abs=0.2)
+  # The signal is sent once, to all.
+  assert [x.signals for x in made] == [[stop] * (stop is not None)] * len(made)
+
+
+def test_signal_while_a_restart_waits_ends_the_run(monkeypatch):
+  run = _local_run.LocalRun(
+    ("true",), 1, checkpoints=None, restarts=2, backoff_s=1.0
+  )
+  monkeypatch.setattr(run, "_attempt", lambda: [1])
+  monkeypatch.setattr(
+    run, "_sleep", lambda wait_s: setattr(run, "_stop", signal.SIGINT)
+  )
+  assert run.run() == 130
+
+
+def test_wait_before_a_restart_ends_with_a_signal(monkeypatch):
+  clock = _Clock()
+  monkeypatch.setattr(_local_run, "time", clock)
+  run = _local_run.LocalRun(
+    ("true",), 1, checkpoints=None, restarts=2, backoff_s=1.0
+  )
+  run._sleep(3.0)
+  assert clock.now_s == pytest.approx(3.0, abs=0.1)
+  run._stop = signal.SIGTERM
+  run._sleep(3.0)
+  assert clock.now_s == pytest.approx(3.0, abs=0.1)
+
+
+def test_no_process_outlives_an_error_of_the_launcher(monkeypatch):
+  sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+  run = _local_run.LocalRun(
+    sleeps, 2, checkpoints=None, restarts=0, backoff_s=0.0
+  )
+  run._environment = dict(os.environ)
+  seen = []
+
+  def fail(processes):
+    seen.extend(processes)
+    raise OSError
+
+  monkeypatch.setattr(run, "_wait", fail)
+  with pytest.raises(OSError):
+    run._attempt()
+  assert [x.returncode for x in seen] == [-9, -9]
+
+
+def test_programs_are_not_kept_in_a_folder_of_another_user(monkeypatch, capsys):
+  def refuse(path):
+    raise OSError("it is another user's")
+
+  monkeypatch.setattr(_local_run.channel, "private_directory", refuse)
+  assert _local_run._compiled() == {}
+  told = "jdist: launch: compiled programs are not kept: it is another user's\n"
+  assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize(
+  ("checkpoints", "restarts", "told"),
+  [("c", 4, ""), (None, 4, "is not started again"), (None, 0, "")],
+)
+def test_run_without_checkpoints_is_not_started_again(
+  checkpoints, restarts, told, monkeypatch, capsys
+):
+  made = []
+
+  class Run:
+    def __init__(self, *given, **options):
+      made.append((*given, options))
+
+    def run(self):
+      return 7
+
+  monkeypatch.setattr(_local_run, "LocalRun", Run)
+  words = ("train", "--method", "ssgd")
+  options = _commands.Launch(
+    num_processes=2, restarts=restarts, backoff_s=0.5, command=words,
+    train=_commands.Train(checkpoints=checkpoints),
+  )  # fmt: skip
+  assert _launch.launch(options) == 7
+  ((command, number, options),) = made
+  assert command == [sys.executable, "-m", "jdist", *words] and number == 2
+  assert options == {
+    "checkpoints": checkpoints, "backoff_s": 0.5,
+    "restarts": restarts if checkpoints else 0,
+  }  # fmt: skip
+  error = capsys.readouterr().err
+  assert told in error and bool(error) == bool(told)

@@ -177,3 +177,36 @@ def test_program_takes_the_longer_of_arithmetic_and_memory(compiled, listed):
 def test_only_compiled_programs_show_their_temporaries(source):
   found = pipeline.layer_costs(_mlp().layers[:1], _BATCH, source=source)
   assert (found[0].working_bytes > 0) == (source == "compiled")
+
+
+def test_timed_layers_take_turns_of_which_the_first_warms_up(monkeypatch):
+  now, log = [0.0], []
+  monkeypatch.setattr(
+    _layer_costs, "time", types.SimpleNamespace(perf_counter=lambda: now[0])
+  )
+
+  def program(name, result, *seconds):
+    took = iter(seconds)
+
+    def run(*given):
+      log.append(name)
+      now[0] += next(took)
+      return result
+
+    return types.SimpleNamespace(compile=lambda: run)
+
+  x, layer = jnp.ones(2), types.SimpleNamespace(params={}, state={})
+  first, last = (
+    types.SimpleNamespace(
+      forward=program("F" + name, (x, [], {}), 100.0, 50.0, 1.0, 2.0, 9.0),
+      backward=program("B" + name, x, 40.0, 3.0, 8.0, 4.0),
+      towards_input=towards,
+    )
+    for name, towards in (
+      ("0", None), ("1", program("I1", x, 30.0, 7.0, 5.0, 6.0))
+    )
+  )  # fmt: skip
+  found = _layer_costs._timed([layer] * 2, [first, last], x, {}, None, 3)
+  assert found == [[2.0, 4.0, 0.0], [2.0, 4.0, 6.0]]
+  # Each forward pass runs before, to find what the layers pass on.
+  assert log == ["F0", "F1", *["F0", "B0", "F1", "B1", "I1"] * 4]

@@ -1,5 +1,7 @@
 """Models that are one function, cut where one array is passed on."""
 
+import dataclasses
+
 import chex
 import equinox as eqx
 import jax
@@ -9,6 +11,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.core import frozen_dict
 
 import jdist
 from jdist import models, pipeline, states, training
@@ -365,3 +368,41 @@ def test_inputs_and_outputs_may_be_trees():
   wanted, _ = model.apply(model.params, {}, inputs, train=True)
   assert jax.tree.structure(x) == jax.tree.structure(wanted)
   chex.assert_trees_all_close(x, wanted, rtol=1e-6)
+
+
+def _chain(sizes):
+  """Returns a model that multiplies by matrices of these sizes in turn."""
+
+  def apply(params, state, x, *, train):
+    del train
+    for name in sorted(params):
+      x = jnp.tanh(x @ params[name])
+    return x, state
+
+  params = {name: jnp.ones(size) / 8 for name, size in sizes.items()}
+  return models.Model(params, {}, apply)
+
+
+@pytest.mark.parametrize(
+  ("sizes", "wanted"),
+  [
+    (dict.fromkeys("abcd", (8, 8)), ["ab", "cd"]),
+    # The first two layers have eight times as many operations.
+    ({"a": (8, 64), "b": (64, 8), "c": (8, 8), "d": (8, 8)}, ["a", "bcd"]),
+    ({"a": (8, 8), "b": (8, 8), "c": (8, 64), "d": (64, 8)}, ["abc", "d"]),
+  ],
+)
+def test_stages_have_about_equally_many_operations(sizes, wanted):
+  stages = pipeline.cut(_chain(sizes), 2, jnp.ones((4, 8)))
+  assert ["".join(sorted(x.params)) for x in stages] == wanted
+
+
+def test_parameters_may_be_a_frozen_dict():
+  model = _chain(dict.fromkeys("ab", (8, 8)))
+  model = dataclasses.replace(model, params=frozen_dict.freeze(model.params))
+  first, last = pipeline.cut(model, 2, jnp.ones((4, 8)))
+  assert [list(x.params) for x in (first, last)] == [["a"], ["b"]]
+  x, _ = first.apply(first.params, {}, jnp.ones((4, 8)), train=True)
+  x, _ = last.apply(last.params, {}, x, train=True)
+  wanted, _ = model.apply(model.params, {}, jnp.ones((4, 8)), train=True)
+  np.testing.assert_allclose(x, wanted, rtol=1e-6)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import random
 import time
+import types
 
 import pytest
 
@@ -220,3 +221,110 @@ def test_orders_of_interchangeable_machines_are_tried_once():
 )
 def test_values_are_compared_beyond_rounding(one, other, less):
   assert _placement._less(one, other) == less
+
+
+# -- The local search, by hand.
+
+
+def _search(names, wanted, **parts):
+  made = object.__new__(_placement._Search)
+  made._names, made._wanted, made.best = tuple(names), wanted, None
+  made._groups = {name: name for name in names}
+  vars(made).update(parts)
+  return made
+
+
+def _chain(speeds, byte_s=None, latency_s=None):
+  """Returns a chain whose links take these seconds, by their ends."""
+  find = lambda table: lambda x, y: (table or {}).get(x + y, 1.0)  # noqa: E731
+  return types.SimpleNamespace(
+    node=lambda name: types.SimpleNamespace(speed=speeds[name]),
+    routes=types.SimpleNamespace(
+      byte_s=find(byte_s), latency_s=find(latency_s)
+    ),
+  )
+
+
+@pytest.mark.parametrize(
+  ("byte_s", "latency_s", "nearest"),
+  [
+    ({"ab": 3.0, "ac": 2.0, "ad": 0.5}, {}, "c"),
+    # Then the latency counts, and then the speed.
+    ({}, {"ab": 0.5}, "b"),
+    ({}, {}, "c"),
+  ],
+)
+def test_next_machine_of_a_chain_is_behind_the_fastest_link(
+  byte_s, latency_s, nearest
+):
+  speeds = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 9.0}
+  search = _search("abcd", 3, _chain=_chain(speeds, byte_s, latency_s))
+  assert search._nearest("a", {"a", "d"}) == nearest
+
+
+def test_search_starts_with_the_fastest_machines_and_links():
+  speeds = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 3.0}
+  chain = _chain(speeds, {"cb": 0.5, "bd": 0.5, "da": 0.25, "ba": 0.75})
+  tried, search = [], _search("abcd", 3, _chain=chain)
+  search._groups["d"] = "c"  # One of two that are alike begins a chain.
+  search._try = lambda order: tried.append("".join(order))
+  search.start()
+  assert tried[:2] == ["abc", "cdb"]
+  assert tried[2:] == ["cbd", "dbc", "bda", "adb", "acb", "bca"]
+
+
+class _Drawn:
+  """A generator whose numbers are given."""
+
+  def __init__(self, *numbers):
+    self.numbers = list(numbers)
+
+  def random(self):
+    return self.numbers.pop(0)
+
+  def randrange(self, end):
+    number = self.numbers.pop(0)
+    assert 0 <= number < end
+    return number
+
+
+@pytest.mark.parametrize(
+  ("drawn", "order"),
+  [
+    # The busiest machine, number 1, is exchanged for a free one.
+    ((0.4, 4), "aecd"), ((0.4, 5), "afcd"),
+    # It changes its place with another one, moves there, or the part between
+    # them is reversed.
+    ((0.4, 3, 0), "adcb"), ((0.4, 3, 1), "acdb"), ((0.4, 3, 2), "adcb"),
+    # Any other machine does.
+    ((0.5, 0, 3, 0), "dbca"), ((0.5, 0, 3, 1), "bcda"),
+    ((0.5, 0, 3, 2), "dcba"),
+    ((0.5, 3, 0, 1), "dabc"), ((0.5, 3, 0, 2), "dcba"), ((0.5, 2, 4), "abed"),
+  ],
+)  # fmt: skip
+def test_order_changes_by_one_step(drawn, order):
+  generator = _Drawn(*drawn)
+  search = _search("abcdef", 4, _busiest=lambda: 1)
+  assert "".join(search._neighbour(list("abcd"), generator)) == order
+  assert not generator.numbers
+
+
+def test_busiest_machine_has_the_longest_stage():
+  costs = [_Cost(x, 1.0, 0.0, output_bytes=0.0) for x in "wxyz"]
+  machines = cluster.workers([1.0, 1.0, 4.0])
+  chain = _bottleneck.Chain(costs, machines, None, 1)
+  search = _search(machines.names, 3, _chain=chain)
+  for cuts, busiest in (((1, 3), 1), ((2, 3), 0), ((1, 2), 0)):
+    search.best = machines.names, cuts
+    assert search._busiest() == busiest
+
+
+def test_local_search_tries_each_order_once():
+  tried, orders = [], iter(["ba", "ba", "ab", "ba"])
+  search = _search("ab", 2, _neighbour=lambda order, _: list(next(orders)))
+  search._try = lambda order: tried.append("".join(order))
+  search.improve(4, seed=0)  # No order fits.
+  assert not tried
+  search.best = ("a", "b"), (1,)
+  search.improve(4, seed=0)
+  assert tried == ["ba", "ab"]

@@ -396,3 +396,50 @@ def test_half_a_percent_makes_no_choice_slower(batch_s, slower):
   problem = types.SimpleNamespace(batch_size=8)
   search = types.SimpleNamespace(problem=problem, _best=8.0)
   assert _plan_search._Search._is_slower(search, batch_s) == slower
+
+
+def test_inputs_of_micro_batches_take_memory():
+  options = {"tables": ["1f1b"], "recompute": [True], "num_stages": [1]}
+  options |= {"num_microbatches": [8]}
+  machines = _machines(1, memory=1000)
+  best, _ = _plan(machines, input_bytes=100, **options)
+  assert best.recompute and best.plan.nodes == ("n0",)
+  with pytest.raises(ValueError, match="No partition fits into memory"):
+    _plan(machines, input_bytes=1000, **options)
+
+
+@pytest.mark.parametrize(
+  ("rates", "tried"),
+  [
+    # More micro-batches first; fewer ones only while they are no slower.
+    ({8: 16.0, 4: 16.0, 2: 16.0, 1: 16.0}, [8, 4, 2, 1]),
+    ({8: 18.0, 4: 17.0, 2: 17.0, 1: 17.0}, [8, 4]),
+    ({8: 16.0, 4: 18.0, 2: 17.0, 1: 20.0}, [8, 4, 2]),
+    # What is slower than three quarters of the best is not tried again.
+    ({8: 15.0, 4: 16.0, 2: 0.0, 1: 0.0}, [8, 4, 2]),
+    ({8: 14.0, 4: 20.0, 2: 20.0, 1: 20.0}, [8]),
+  ],
+)
+@pytest.mark.parametrize("few", [False, True])
+def test_fewer_micro_batches_are_tried_while_they_help(few, rates, tried):
+  names = tuple(f"n{i}" for i in range(8 if few else 9))
+  problem = types.SimpleNamespace(
+    machines=types.SimpleNamespace(names=names), batch_size=10**9
+  )
+  search = _plan_search._Search(problem, None)
+  search._stages = lambda recompute: [(2, 1.0)]
+  search._best, found = 20.0, []
+
+  def noted(choice):
+    found.append(choice.num_microbatches)
+    rate = rates[choice.num_microbatches]
+    search._done.append(
+      dataclasses.replace(choice, plan="a plan", samples_per_s=rate)
+    )
+
+  search._try = noted
+  search._try_capped = pytest.fail
+  search.add(False, ["1f1b"], [1, 2, 4, 8])
+  assert found == ([8, 4, 2, 1] if few else tried)
+  left = [x.num_microbatches for x in search._done if x.reason is not None]
+  assert left == [x for x in (8, 4, 2, 1) if x not in found]

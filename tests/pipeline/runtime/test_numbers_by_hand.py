@@ -205,3 +205,69 @@ def test_optimizer_whose_state_changes_its_form_is_refused():
     program.update(
       grads, program.init(stage.params), stage.params, {}, jnp.ones(())
     )
+
+
+def _held_by(name):
+  """Returns a chain with a function of this factory, as Optax's chains have."""
+
+  def update():
+    """Is found by its name alone."""
+
+  update.__qualname__ = f"{name}.<locals>.update_fn"
+  return types.SimpleNamespace(update=update)
+
+
+def _needs_all(name, **options):
+  usual = {
+    "num_parts": 1, "num_stages": 2, "tied": False, "one_program": False
+  }  # fmt: skip
+  return _chain_check.needs_all(_held_by(name), **usual | options)
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    "add_noise", "apply_if_finite", "clip_by_global_norm", "dadapt_adamw",
+    "differentially_private_aggregate", "dog", "dowg", "flatten",
+    "hutchinson_estimator_diag_hessian", "mechanize", "momo", "momo_adam",
+    "normalize_by_update_norm", "polyak_sgd", "prodigy", "sam",
+    "scale_by_backtracking_linesearch", "scale_by_dog", "scale_by_lbfgs",
+    "scale_by_polyak", "scale_by_zoom_linesearch", "skip_large_updates",
+    "skip_not_finite",
+  ],
+)  # fmt: skip
+def test_factory_that_decides_by_all_leaves_has_to_see_them(name):
+  assert _needs_all(name, num_parts=2) and _needs_all(name, tied=True)
+  assert _needs_all(name, num_parts=2, one_program=True)
+  assert not _needs_all(name) and not _needs_all("scale_by_adam", num_parts=2)
+
+
+@pytest.mark.parametrize("name", ["skip_nonfinite", "clip_local"])
+def test_factory_that_agrees_over_stages_does_so_in_one_program_alone(name):
+  assert _needs_all(name, num_parts=2)
+  assert not _needs_all(name, num_parts=2, one_program=True)
+  assert _needs_all(name, tied=True) == (name == "clip_local")
+
+
+@pytest.mark.parametrize(
+  ("name", "kind"),
+  [
+    ("muon", "Muon"), ("scale_by_muon", "Muon"), ("lars", "LARS or LAMB"),
+    ("lamb", "LARS or LAMB"), ("fromage", "LARS or LAMB"),
+    ("scale_by_trust_ratio", "LARS or LAMB"), ("adafactor", "Adafactor"),
+    ("scale_by_factored_rms", "Adafactor"), ("novograd", "NovoGrad"),
+    ("scale_by_novograd", "NovoGrad"), ("sm3", "SM3"), ("scale_by_sm3", "SM3"),
+    ("PowerSGD", "PowerSGD"), ("PerLeaf", "a policy per leaf"),
+    ("partition", "a partition of leaves"),
+    ("multi_transform", "a partition of leaves"), ("masked", "a mask"),
+    ("adaptive_grad_clip", "adaptive_grad_clip"),
+    ("clip_by_block_rms", "clip_by_block_rms"), ("centralize", "centralize"),
+  ],
+)  # fmt: skip
+def test_factory_that_needs_whole_leaves_has_a_word(name, kind):
+  found = frozenset(_chain_check._names(_held_by(name), set()))
+  assert _chain_check._kinds(found) == [kind]
+  # In one program a stage's leaves have lost their names.
+  by_name = kind in ("a partition of leaves", "a mask")
+  assert _needs_all(name, one_program=True) == by_name
+  assert not _needs_all(name, one_program=True, num_stages=1)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from jax import lax
+from jax.extend.core import primitives
 
 from jdist import models, pipeline, training
 from jdist.pipeline.runtime import _split_backward
@@ -349,3 +351,87 @@ def test_zero_bubble_in_one_program_multiplies_as_often_as_1f1b():
     return _heavy(step, state, batch)
 
   assert products("zb_h1") == products("1f1b")
+
+
+# What each operation of [3, 1] numbers, integers or flags makes of them.
+_ONCE = {
+  "abs": lambda a, i, m: lax.abs(a),
+  "add": lambda a, i, m: lax.add(a, a),
+  "add_any": lambda a, i, m: primitives.add_jaxvals_p.bind(a, a),
+  "and": lambda a, i, m: lax.bitwise_and(i, i),
+  "broadcast_in_dim": lambda a, i, m: lax.broadcast_in_dim(
+    a, (3, 1, 2), (0, 1)
+  ),
+  "concatenate": lambda a, i, m: lax.concatenate([a, a], 0),
+  "convert_element_type": lambda a, i, m: lax.convert_element_type(
+    a, jnp.bfloat16
+  ),
+  "copy": lambda a, i, m: primitives.copy_p.bind(a),
+  "cos": lambda a, i, m: lax.cos(a),
+  "div": lambda a, i, m: lax.div(a, a),
+  "eq": lambda a, i, m: lax.eq(a, a),
+  "erf": lambda a, i, m: lax.erf(a),
+  "exp": lambda a, i, m: lax.exp(a),
+  "exp2": lambda a, i, m: lax.exp2(a),
+  "expm1": lambda a, i, m: lax.expm1(a),
+  "ge": lambda a, i, m: lax.ge(a, a),
+  "gt": lambda a, i, m: lax.gt(a, a),
+  "integer_pow": lambda a, i, m: lax.integer_pow(a, 3),
+  "iota": lambda a, i, m: lax.iota(jnp.int32, 3),
+  "is_finite": lambda a, i, m: lax.is_finite(a),
+  "le": lambda a, i, m: lax.le(a, a),
+  "log": lambda a, i, m: lax.log(a),
+  "log1p": lambda a, i, m: lax.log1p(a),
+  "logistic": lambda a, i, m: lax.logistic(a),
+  "lt": lambda a, i, m: lax.lt(a, a),
+  "max": lambda a, i, m: lax.max(a, a),
+  "min": lambda a, i, m: lax.min(a, a),
+  "mul": lambda a, i, m: lax.mul(a, a),
+  "ne": lambda a, i, m: lax.ne(a, a),
+  "neg": lambda a, i, m: lax.neg(a),
+  "not": lambda a, i, m: lax.bitwise_not(i),
+  "or": lambda a, i, m: lax.bitwise_or(i, i),
+  "pad": lambda a, i, m: lax.pad(a, np.float32(0), [(0, 1, 0), (0, 0, 0)]),
+  "pow": lambda a, i, m: lax.pow(a, a),
+  "reshape": lambda a, i, m: lax.reshape(a, (1, 3)),
+  "rev": lambda a, i, m: lax.rev(a, (0,)),
+  "rsqrt": lambda a, i, m: lax.rsqrt(a),
+  "select_n": lambda a, i, m: lax.select_n(m, a, a),
+  "sign": lambda a, i, m: lax.sign(a),
+  "sin": lambda a, i, m: lax.sin(a),
+  "slice": lambda a, i, m: lax.slice(a, (0, 0), (2, 1)),
+  "sqrt": lambda a, i, m: lax.sqrt(a),
+  "square": lambda a, i, m: lax.square(a),
+  "squeeze": lambda a, i, m: lax.squeeze(a, (1,)),
+  "sub": lambda a, i, m: lax.sub(a, a),
+  "tanh": lambda a, i, m: lax.tanh(a),
+  "transpose": lambda a, i, m: lax.transpose(a, (1, 0)),
+  # It is no cheap one.
+  "cumsum": lambda a, i, m: lax.cumsum(a),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _ONCE)
+def test_cheap_value_is_computed_again_where_its_operands_wait(name):
+  def pulled(a, i, m):
+    v = _ONCE[name](a, i, m)
+    return v, a, i, v.astype(jnp.float32).sum()
+
+  a = jnp.ones((3, 1))
+  traced = jax.make_jaxpr(pulled)(a, a.astype(int), a > 0).jaxpr
+  v, a, i, gradient = traced.outvars
+  assert traced.eqns[0].primitive.name == name
+  first, second, waiting = _split_backward._cut(traced, [v, a, i], [gradient])
+  assert (v in waiting) == (name == "cumsum")
+  assert len(second) == (name != "cumsum") and len(first) == len(traced.eqns)
+
+
+def test_value_that_is_smaller_than_its_operand_waits():
+  def pulled(a):
+    v = lax.slice(a, (0,), (2,))
+    return v, v.sum()
+
+  traced = jax.make_jaxpr(pulled)(jnp.ones(3)).jaxpr
+  v, gradient = traced.outvars
+  _, second, waiting = _split_backward._cut(traced, [v], [gradient])
+  assert waiting == {v} and not second

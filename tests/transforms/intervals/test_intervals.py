@@ -472,3 +472,15 @@ def test_policy_may_return_any_number():
     found = transforms.local_steps(optax.sgd(0.1), own, axis=None)
     clock = found.init(jnp.ones(2)).sync.clock
     assert clock.interval == 2 and clock.interval.dtype == jnp.int32
+
+
+def test_rate_that_is_known_at_run_time_alone_may_rise():
+  """As under `optax.inject_hyperparams`; a constant never does."""
+
+  @jax.jit
+  def first(peak):
+    rule = intervals.qsr(lambda step: peak * (1 + step), 0.4, 2)
+    return rule.next((), jnp.array(0), None)[0]
+
+  assert int(first(0.1)) == 16
+  assert int(intervals.qsr(0.1, 0.4, 2).next((), jnp.array(0), None)[0]) == 16
