@@ -234,6 +234,7 @@ class _Clock:
 
   def sleep(self, seconds):
     self.now_s += seconds
+    assert self.now_s < 1000
 
 
 class _Process:
