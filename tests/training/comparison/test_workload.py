@@ -29,10 +29,10 @@ def _of(train=_IMAGES, workers=None, batch_size=4, **options):
 
 
 def test_epochs_are_whole_steps_and_one_at_least():
-  workload = _of(batch_size=3)
-  assert workload.steps_per_epoch == pytest.approx(8 / 3)
-  found = [workload.steps(epochs) for epochs in (0.1, 0.5, 1.0, 3.0)]
-  assert found == [1, 1, 3, 8]
+  workload = _of(batch_size=6)
+  assert workload.steps_per_epoch == pytest.approx(8 / 6)
+  found = [workload.steps(epochs) for epochs in (0.1, 1.0, 3.0, 4.5)]
+  assert found == [1, 1, 4, 6]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def made(monkeypatch):
 
 @pytest.mark.parametrize("more", [{}, {"independent": True}])
 def test_programs_of_a_variant_are_made_once(more, made):
-  workload = _of(accumulate=3, evaluation_batch=5)
+  workload = _of(batch_size=6, accumulate=3, evaluation_batch=5)
   found = workload.programs("chain", "apply", max_shapes=7, **more)
   assert made["make_gradient"] == (("loss of apply",), {"accumulate": 3})
   axis = workload.workers.axis
