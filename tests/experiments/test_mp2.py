@@ -71,6 +71,7 @@ def test_prepared_folder_is_named_by_the_options_it_depends_on(monkeypatch):
   matters_not = {
     "rank", "rates", "seeds", "variants", "evaluations", "workers", "cache",
     "other_dataset", "other_workers", "start_seed", "extensions",
+    "tuning_seeds",
   }  # fmt: skip
   found = set()
   for field in dataclasses.fields(options):

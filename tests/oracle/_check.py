@@ -245,10 +245,12 @@ class Expected:
     loss, gradient = 0.0, 0.0
     for k in range(number):
       part = {x: v[k * size : (k + 1) * size] for x, v in batch.items()}
-      one_loss, one_gradient, statistics = _model.gradient(
+      one_loss, one_gradient, after = _model.gradient(
         w, statistics, part, drawn[step * number + k]
       )
       count = part["mask"].sum()
+      # A micro-batch of padding alone has none.
+      statistics = after if count or number == 1 else statistics
       total += count
       loss, gradient = loss + count * one_loss, gradient + count * one_gradient
     return loss / max(total, 1), gradient / max(total, 1), statistics
