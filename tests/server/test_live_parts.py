@@ -61,6 +61,17 @@ class _Engine:
     self.log.append(("on_lost",))
 
 
+class _Never:
+  """Is asked whether to stop, and ends a test that asks for ever."""
+
+  calls = 0
+
+  def __call__(self):
+    self.calls += 1
+    assert self.calls < 1000
+    return False
+
+
 def _status(**more):
   return {
     "error": None, "finished": False, "here": [], "pushed": [], "expelled": [],
@@ -121,7 +132,7 @@ def test_session_advances_to_a_mark_with_the_model_there():
     record_of=("mark", snapshot),
   )
   session = _session(engine, model=like, on_status=seen.append)
-  mark, model = session.advance(2, lambda: False)
+  mark, model = session.advance(2, _Never())
   assert mark == "mark" and model.params["w"].tolist() == [1, 2]
   assert model.model_state["m"].tolist() == [3] and model.opt_state == ()
   assert [x["records"] for x in seen] == [2, 3]
@@ -141,7 +152,7 @@ def test_worker_that_was_away_is_back_once():
     _status(here=["b"]), _status(here=["a", "b"], records=1)
   ]  # fmt: skip
   engine.answers["record_of"] = "mark", _NONE
-  session.advance(0, lambda: False)
+  session.advance(0, _Never())
   assert _events(session) == [("back", "a", "")] and told == session.events
   assert session._away == {"b"}
 
@@ -172,7 +183,7 @@ def test_three_losses_without_a_push_are_forgiven():
     session._on_lost("a", "killed")
   engine.answers["status"] = _status(pushed=["a"], records=1)
   engine.answers["record_of"] = "mark", _NONE
-  session.advance(0, lambda: False)
+  session.advance(0, _Never())
   assert session._losses == {}
 
 
@@ -215,7 +226,7 @@ def test_workers_are_waited_for_and_told_when_they_are_ready():
   )
   session = _session(engine, "abc", on_event=told.append)
   session._gone = {"c"}
-  session._wait_for(["a", "b", "c"], lambda: False)
+  session._wait_for(["a", "b", "c"], _Never())
   assert [(x["kind"], x["worker"]) for x in told] == [
     ("ready", "b"), ("ready", "a")
   ]  # fmt: skip
@@ -223,7 +234,7 @@ def test_workers_are_waited_for_and_told_when_they_are_ready():
   assert engine.log == [("poll",), ("status",)] * 2
   late = _session(_Engine(status=_status()), startup_s=0.0)
   with pytest.raises(_engine.LostRunError, match=r"^a, b did not connect"):
-    late._wait_for(["b", "a"], lambda: False)
+    late._wait_for(["b", "a"], _Never())
   late._wait_for(["a"], lambda: True)
 
 
@@ -231,7 +242,7 @@ def test_first_worker_is_ready_before_the_others_are_started():
   engine = _Engine(status=_status(here=["a", "b", "c"], resumed=3))
   session = _session(engine, "abc")
   plan = _run_marks.RunPlan(unit="updates", marks=(4,))
-  assert session.begin(plan, lambda: False) == 3
+  assert session.begin(plan, _Never()) == 3
   assert [x for x in engine.log if x[0] not in ("poll", "status")] == [
     ("on_lost",), ("serve", 1), ("spawn", "a", "work of a"),
     ("spawn", "b", "work of b"), ("spawn", "c", "work of c"), ("start",),
@@ -246,20 +257,20 @@ def test_first_worker_is_ready_before_the_others_are_started():
     assert bool(spawned) == stops
   engine = _Engine(status=_engine.LostServerError("killed"))
   with pytest.raises(_engine.LostRunError, match="before the run began: kill"):
-    _session(engine).begin(plan, lambda: False)
+    _session(engine).begin(plan, _Never())
 
 
 def test_lost_server_is_started_again_for_the_workers_that_are_here(tmp_path):
   engine = _Engine(status=_status(here=["b"]))
   session = _session(engine, folder=str(tmp_path))
   session._away = {"a"}
-  session._serve_again("killed", lambda: False)
+  session._serve_again("killed", _Never())
   assert engine.log == [("serve", 1), ("poll",), ("status",), ("start",)]
   assert _events(session) == [
     ("lost", "server", "killed"), ("back", "server", "")
   ]  # fmt: skip
   with pytest.raises(_engine.LostRunError, match=r"killed.*no checkpoints"):
-    _session(engine)._serve_again("killed", lambda: False)
+    _session(engine)._serve_again("killed", _Never())
   # It may be lost again, three times.
   again = _engine.LostServerError("killed again")
   for losses in (2, 3):
@@ -268,9 +279,9 @@ def test_lost_server_is_started_again_for_the_workers_that_are_here(tmp_path):
     session = _session(engine, folder=str(tmp_path))
     if losses == 3:
       with pytest.raises(_engine.LostRunError, match=r"lost 3 times.*again"):
-        session._serve_again("killed", lambda: False)
+        session._serve_again("killed", _Never())
     else:
-      session._serve_again("killed", lambda: False)
+      session._serve_again("killed", _Never())
       assert _events(session)[-1] == ("back", "server", "")
     assert [x[2] for x in _events(session)[:3]] == [
       "killed", "killed again", "killed again",

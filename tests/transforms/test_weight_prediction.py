@@ -177,3 +177,19 @@ SGD = optax.sgd(0.1)
 def test_invalid_arguments_raise(make, words):
   with pytest.raises(ValueError, match=words):
     make()
+
+
+def test_arguments_of_the_call_reach_the_optimizer():
+  seen = []
+
+  def update(updates, state, params=None, **extra):
+    seen.append(extra)
+    return updates, state
+
+  optimizer = transforms.predict_weights(
+    optax.GradientTransformationExtraArgs(lambda params: (), update), 2
+  )
+  w = jnp.array(1.0)
+  optimizer.update(jnp.array(0.5), optimizer.init(w), w, value=3.0)
+  # The step itself, and those that it foresees.
+  assert len(seen) >= 2 and all(x == {"value": 3.0} for x in seen)
