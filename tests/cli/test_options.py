@@ -292,3 +292,41 @@ def test_values_of_several_are_each_within_the_range():
   _options.check(_commands.Compare(learning_rate=(0.1, 0.2)))
   with pytest.raises(ValueError, match="`--learning-rate` must be pos"):
     _options.check(_commands.Compare(learning_rate=(0.1, 0.0)))
+
+
+# The arguments of factories that options fill, and what makes others use them.
+_FILLS = {
+  "optimizer": ("worker_optimizer", None), "interval": ("interval", None),
+  "interval_policy": ("interval", None),
+  "growth_start": ("growth", "--interval-policy growth"),
+  "overlap": ("overlap", None),
+  "delay_steps": ("delay_steps overlap late", None),
+  "carry": ("late", "--overlap"), "stream": ("late stream", "--overlap"),
+  "correction": ("correction", None), "outer": ("rule", None),
+  "outer_learning_rate": ("outer_learning_rate", "--outer"),
+  "outer_momentum": ("outer_momentum", "--outer"),
+  "codec": ("compression", None), "feedback": ("compression", None),
+  "reducer": ("compression", None), "bits": ("bits", None),
+  "ratio": ("ratio density", "--codec top_k"),
+  "rank": ("rank", "--reducer power_sgd"),
+  "predictor": ("predictor_params", None), "bound": ("bound", None),
+  "splits": ("n", None), "buffer": ("buffer", None),
+  "max_staleness": ("max_staleness", None), "backups": ("backups", None),
+  "parts": ("tasks pipelined plans", None),
+  "pipeline_from": ("pipelined_from", None), "error_limit": ("plans", None),
+  "local_rate": ("local_step", None), "local_momentum": ("local_step", None),
+  "fragments": ("fragments", None), "quorum": ("quorum", None),
+  "grace": ("grace", None), "ahead": ("ahead", None), "peers": ("peers", None),
+  "timeout_s": ("timeout_s", None), "shards": ("shards", None),
+}  # fmt: skip
+
+
+def test_options_fill_these_arguments():
+  fields = dataclasses.fields(_commands.Train)
+  options = {x.name: x.metadata.get("option") for x in fields}
+  found = {
+    name: (" ".join(option.fills), option.hint)
+    for name, option in options.items()
+    if option is not None and (option.fills or option.hint)
+  }
+  assert found == _FILLS

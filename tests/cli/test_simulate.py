@@ -50,6 +50,9 @@ def test_each_protocol_writes_row_and_timeline(file, tmp_path, capsys):
   ]
   assert [row["protocol"] for row in rows] == names
   assert all(row["updates"] == 60 for row in rows)
+  for row in rows:
+    assert len(row["nodes"]) == 3
+    assert sum(x["samples"] for x in row["nodes"].values()) > 0
   for name in names:
     assert re.search(f"^│ ?{name} *│", out, re.MULTILINE)
     assert json.loads((output / f"{name}.json").read_text())["traceEvents"]

@@ -1,6 +1,7 @@
 """Tables break no word and no number, on consoles of 80 columns and wider."""
 
 import re
+import warnings
 
 import pytest
 
@@ -48,3 +49,14 @@ def test_cells_wrap_where_headings_do_not_suffice(monkeypatch):
   assert [x for x in number if x] == ["stage", "0"]
   for column, heading, cell in zip(found, headings[1:], cells[1:], strict=True):
     assert " ".join(filter(None, column)) == f"{heading} {cell}"
+
+
+def test_warnings_of_this_package_are_lines():
+  """Other packages' users need the line of source."""
+  before, own = warnings.formatwarning, _output.__file__
+  with _output.warnings_in_a_line():
+    line = warnings.formatwarning("a\n  b", UserWarning, own, 7)
+    other = warnings.formatwarning("a", UserWarning, "/elsewhere/x.py", 7)
+  assert line == "jdist: warning: a b\n"
+  assert other == before("a", UserWarning, "/elsewhere/x.py", 7)
+  assert warnings.formatwarning is before

@@ -56,11 +56,11 @@ def test_stage_adds_its_layers_and_sends_the_last_output():
 
 
 def test_codec_sends_its_bits_of_an_output():
-  one = dataclasses.replace(_ONE, output_bytes=4096.0, sent_share=1.0)
-  # Half a byte each, and a scale of two bytes for each of four blocks.
-  coded = one.coded(codecs.Quantize(4, 256))
-  bits = codecs.Quantize(4, 256).num_bits
-  assert coded.sent_bytes == pytest.approx(bits(_like(1024)) / 8)
+  one = dataclasses.replace(_ONE, output_bytes=260.0, sent_share=1.0)
+  # Half a byte each, and a scale of two bytes for each of two blocks.
+  coded = one.coded(codecs.Quantize(4, 64))
+  bits = codecs.Quantize(4, 64).num_bits
+  assert coded.sent_bytes == pytest.approx(bits(_like(65)) / 8)
   assert dataclasses.replace(coded, sent_share=1.0) == one
   assert dataclasses.replace(one, output_bytes=0.0).coded(
     codecs.Quantize(4)

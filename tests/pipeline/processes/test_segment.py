@@ -12,7 +12,7 @@ _ORDER = [
   Action(Op.FORWARD, 0, 0, 0), Action(Op.FORWARD, 0, 1, 0),
   Action(Op.BACKWARD_INPUT, 0, 0, 0), Action(Op.BACKWARD_WEIGHT, 0, 0, 0),
   Action(Op.UPDATE, 0, 0, 0), Action(Op.FORWARD, 0, 0, 1),
-  Action(Op.BACKWARD_INPUT, 0, 1, 0),
+  Action(Op.BACKWARD_INPUT, 0, 1, 0), Action(Op.BACKWARD_WEIGHT, 0, 1, 0),
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Parts of rounds that few options need, on numbers to follow by hand."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 import jdist
 from jdist import collectives, reducers, transforms
-from jdist.transforms.local import _iterates
+from jdist.transforms.local import _iterates, _late_mean
 from tests.reducers import _small_codecs as small
 from tests.transforms import _rounds
 
@@ -247,3 +248,41 @@ def test_drained_stream_keeps_the_feedback_of_the_simple_form():
     lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-6), *found
   )
   assert np.abs(found[0][1].momentum[0]).max() > 0.01
+
+
+class _End(NamedTuple):
+  anchor: Any
+  memory: Any = ()
+  inner: Any = ()
+  rest: int = 7
+
+
+def test_change_of_a_round_stays_a_conditional_for_many_workers():
+  """A selection would run both branches in every step."""
+
+  def one(x):
+    def change(end):
+      return end._replace(anchor=end.anchor + 1, rest=8)
+
+    return _late_mean.change_if(x > 0, _End(x), change, "worker")
+
+  many = jax.vmap(one, axis_name="worker")
+  program = str(jax.make_jaxpr(many)(jnp.ones(2)))
+  assert "cond[" in program and "select_n" not in program
+  found = many(jnp.float32([1.0, 2.0]))
+  # What is no part of the agreement stays.
+  assert found.anchor.tolist() == [2.0, 3.0]
+  assert many(jnp.float32([-1.0, -2.0])).anchor.tolist() == [-1.0, -2.0]
+
+
+def test_leaf_of_a_state_belongs_to_the_longest_path_of_its_shape():
+  known = [
+    (("w",), jnp.ones(2)), (("a", "w"), jnp.ones(2)), (("b", "w"), jnp.ones(3))
+  ]  # fmt: skip
+
+  def fit(path, size):
+    return _iterates._fit(path, jnp.ones(size), known)
+
+  assert fit(("z", "a", "w"), 2) == 1 and fit(("z", "w"), 2) == 0
+  assert fit(("a", "w"), 3) == fit(("w",), 3) == fit(("v",), 2) == -1
+  assert fit(("b", "w"), 3) == 2 and fit(("b", "w"), 2) == 0
