@@ -350,7 +350,7 @@ def test_operations_match_published_counts(model, giga_flops):
   described = profiling.gpu_target("8xh200")
   workers = collectives.workers(8, mesh=described.mesh())
   (program,) = _overlap._programs(
-    "ssgd", options, _overlap_inputs.make_task(options), workers
+    "ssgd", False, options, _overlap_inputs.make_task(options), workers
   )
   events = _timeline.read_timeline(program)
   found = sum(event.flops for event in events)
