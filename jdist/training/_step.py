@@ -233,8 +233,9 @@ def _check_communicates(
 
 def _skips(state: PyTree) -> bool:
   """Returns whether a wrapper skips steps by this worker's gradients."""
-  several = isinstance(state, optax.MultiStepsState) and state.skip_state != ()
-  return several or isinstance(state, optax.ApplyIfFiniteState)
+  if isinstance(state, optax.MultiStepsState):
+    return bool(jax.tree.leaves(state.skip_state))
+  return isinstance(state, optax.ApplyIfFiniteState)
 
 
 def synchronize_statistics(

@@ -270,6 +270,9 @@ def test_transformations_behind_an_anchor_are_refused(name):
     lambda x: optax.apply_if_finite(x, 3),
     lambda x: optax.contrib.schedule_free(x, 0.1),
     lambda x: optax.named_chain(("method", x), ("scale", optax.scale(0.5))),
+    lambda x: optax.MultiSteps(
+      x, 2, should_skip_update_fn=optax.skip_not_finite
+    ),
   ],
 )
 def test_wrappers_that_change_updates_are_refused(around):

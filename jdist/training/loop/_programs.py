@@ -97,9 +97,8 @@ class Programs:
   def choose(self, place: np.ndarray) -> Choice:
     """Chooses the program of one step.
 
-    Args:
-      place: The window, offset and interval of the update, [3] or [fragments,
-        3], see `transforms.rounds_ahead`.
+    A place is the window, offset and interval of the update, [3] or [fragments,
+    3], see `transforms.rounds_ahead`.
 
     >>> programs = Programs((1, 2, 4, 8), False)
     >>> programs.choose(np.array([6, 0, 6])).control.stream_steps

@@ -186,6 +186,8 @@ def _check_last(state: PyTree) -> None:
   rounds = declares("rounds")
   while not rounds(state):
     kind = type(state)
+    if kind is optax.MultiStepsState and jax.tree.leaves(state.skip_state):
+      raise _not_last("`should_skip_update_fn` skips steps of one worker alone")
     if kind is tuple or isinstance(state, collections.OrderedDict):
       each = list(state.values() if kind is not tuple else state)
       place = next(i for i, x in enumerate(each) if contains(x, rounds))
