@@ -26,8 +26,8 @@ _PATH = pathlib.Path(__file__).resolve().parent / "results" / "planner.jsonl"
 _SIZES = ((2, 2), (4, 8), (8, 8), (8, 32))
 
 
-def formula(name: str, stages: int, number: int) -> float:
-  """The part of the time in which devices wait, by the table's paper.
+def formula(name: str, stages: int, number: int) -> float | None:
+  """The part of the time in which devices wait, by the table's paper, or None.
 
   With passes of 1 and 2 seconds, and two stages a device where interleaved.
   """
@@ -36,9 +36,12 @@ def formula(name: str, stages: int, number: int) -> float:
     "naive": fill / stages,
     "gpipe": fill / (number + fill),
     "1f1b": fill / (number + fill),
+    "eager_1f1b": fill / (number + fill),
     "interleaved": fill / (2 * number + fill),
     # A third of 1F1B's: both parts of the backward pass take a second.
     "zb_h1": fill / (3 * number + fill),
+    "zb_h2": 0.0 if number > 2 * fill else None,
+    "zb_v": None,
   }.get(name, 0.0)
 
 
@@ -193,12 +196,17 @@ def measure() -> None:
   training.append_rows(_PATH, [training.make_row({}, 0, **row) for row in rows])
 
 
+def _shown(simulated: float, known: float | None) -> str:
+  formula = "" if known is None else f" ({100 * known:.1f})"
+  return f"{100 * simulated:.1f}{formula}"
+
+
 def report() -> None:
   """Prints what the rows say."""
   rows = {row["purpose"]: row for row in training.read_rows(_PATH)}
   sizes = [f"S={s}, M={m}" for s, m in _SIZES]
   lines = [
-    (name, *(f"{100 * a:.1f} ({100 * b:.1f})" for a, b in found))
+    (name, *itertools.starmap(_shown, found))
     for name, found in rows["bubbles"]["bubbles"].items()
   ]
   print(studies.table(" | ".join(["table", *sizes]), lines))
