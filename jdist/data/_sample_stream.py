@@ -257,9 +257,7 @@ class SampleStream:
     return {**self.dataset.batch(rows), "mask": mask}
 
   def _order(self, number: int, size: int) -> _Order:
-    if number not in self._orders:
-      self._orders[number] = _Order(size, self._seed, number)
-    return self._orders[number]
+    return self._orders.setdefault(number, _Order(size, self._seed, number))
 
 
 def _labels_of(

@@ -247,15 +247,7 @@ class Protocol(Generic[State]):
   ) -> Assignment:
     """Sends the parameters to a member, with the number of its samples.
 
-    Args:
-      state: The protocol's state.
-      worker: The member's name.
-      actions: The list to which the reply is added.
-      push_plan: As in `server.Reply`.
-      pull_plan: As in `server.Reply`.
-      fragment: As in `server.Reply`.
-      pulled: As in `server.Reply`.
-      merges: As in `server.Reply`.
+    It adds a `server.Reply` with the other arguments to the actions.
     """
     member, version = state.members[worker], state.version
     task, state.next_task = state.next_task, state.next_task + 1
