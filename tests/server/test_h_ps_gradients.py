@@ -141,6 +141,15 @@ def test_an_error_limit_keeps_bits():
   assert server.fit_bit_plans(tree, error_limit=1e-7).bits == ((32, 32, 32),)
 
 
+def test_a_tensor_that_is_not_finite_keeps_its_bits():
+  x = jax.random.normal(jax.random.key(0), (64, 64))
+  for wrong in (jnp.nan, jnp.inf):
+    tree = {"first": x, "inner": x.at[3, 4].set(wrong), "last": x}
+    assert server.fit_bit_plans(tree, error_limit=0.5).bits == (
+      (32, 32, 32), (16, 32, 16),
+    )  # fmt: skip
+
+
 def _plans():
   sizes = tuple(x.size for x in jax.tree.leaves(gradients.MODEL.params))
   return server.BitPlans(((32,) * 4, (16, 4, 16, 4)), sizes, 64)

@@ -200,7 +200,8 @@ def fit_bit_plans(
     key = jax.random.fold_in(jax.random.key(seed), number)
     bits = 32
     for fewer in _BITS[1:]:
-      if _relative_error(_codec(fewer, block), leaf, key) > error_limit:
+      # The error of a tensor that is not finite is NaN, and its bits stay.
+      if not _relative_error(_codec(fewer, block), leaf, key) <= error_limit:
         break
       bits = fewer
     # Biases and norms are few bytes; the first and the last layer are known to
