@@ -32,9 +32,7 @@ def worker(**options):
     gradients.MODEL.params,
     data.SampleStream(gradients.DIGITS, 2, seed=0),
     server.message_plans(),
-    number=0,
-    num_workers=1,
-    **options,
+    **{"number": 0, "num_workers": 1} | options,
   )
 
 
@@ -187,6 +185,9 @@ SCALED = codecs.RandomK(0.1, shared=False)
     lambda: learner(plans=h_ps._plans(), push_codec=MESSAGE),
     "given without",
   ),
+  ("number", lambda: worker(number=1), "an int from 0 to 0"),
+  ("number", lambda: worker(number=-1), "an int from 0 to 0"),
+  ("num_workers", lambda: worker(num_workers=0), "an int >= 1"),
   ("local_step", lambda: learner(local_step=0.1), "`server.LocalStep`"),
   ("rate", lambda: server.LocalStep(0.0), "in (0, inf]"),
   ("momentum", lambda: server.LocalStep(0.1, 1.5), "in [0, 1"),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import reducers, signatures
+from jdist import checks, reducers, signatures
 from jdist.server import _messages
 from jdist.server.gradients import (
   _gradient_messages,
@@ -60,12 +60,13 @@ class GradientWorker:
     plans: _gradient_messages.MessagePlans,
     *,
     number: int,
-    num_workers: int,
+    num_workers: signatures.PositiveInt,
     sizes: Sequence[signatures.PositiveInt] | None = None,
     model_state: signatures.Arrays = None,
     seed: signatures.Seed = 0,
     local_step: _local_step.LocalStep | None = None,
   ):
+    checks.check_int("number", number, 0, num_workers - 1)
     self._plans, self._samples, self._number = plans, samples, number
     self._sizes = None if sizes is None else sorted(set(sizes))
     self._loss_fn = loss_fn
