@@ -53,16 +53,18 @@ class FixedBatches(Allocation):
     return (self.samples,) * len(speeds)
 
 
-def check_limits(limits: Mapping[Any, int | None] | None) -> None:
-  """Raises a ValueError unless each worker's largest batch holds a sample."""
+def check_limits(
+  limits: Mapping[Any, int | None] | None, minimum: int = 1
+) -> None:
+  """Raises a ValueError for a limit below the smallest batch."""
   for worker, limit in (limits or {}).items():
     if limit is not None:
       checks.check_int(
         "limits",
         limit,
-        1,
-        remedy=f"The memory of {worker!r} must hold a sample; leave out a "
-        "worker whose batches nothing bounds.",
+        minimum,
+        remedy=f"The memory of {worker!r} must hold the smallest batch; leave "
+        "out a worker whose batches nothing bounds.",
       )
 
 
@@ -103,7 +105,7 @@ class SpeedBatches:
   limits: Mapping[Any, int | None] | None = None
 
   def __post_init__(self) -> None:
-    check_limits(self.limits)
+    check_limits(self.limits, self.minimum)
     checks.check_number("smoothing", self.smoothing, high=1, open_high=True)
     if self.maximum is not None:
       checks.check_int("maximum", self.maximum, self.minimum)

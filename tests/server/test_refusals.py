@@ -88,6 +88,11 @@ SCALED = codecs.RandomK(0.1, shared=False)
   ("updates", lambda: make().run(updates=-1), "in [0, inf]"),
   ("seconds", lambda: make().run(seconds="x"), "a number in"),
   ("limits", lambda: server.dbs(8, limits={"a": 0}), "an int >= 1"),
+  (
+    "limits",
+    lambda: server.dbs(12, minimum=5, limits={"a": 3, "b": None}),
+    "an int >= 5",
+  ),
   ("batches", lambda: server.ASP(batches=32), "an allocation"),
   (
     "weighting",
