@@ -335,6 +335,13 @@ def test_marks_are_the_nearest_whole_numbers():
   assert plan.marks == (4, 7, 10)
 
 
+def test_marks_closer_than_an_update_are_one():
+  plan = _server_run._plan(3, "updates", 0.4, None, {})
+  assert plan.marks == (1, 2, 3)
+  assert _server_run._plan(0.4, "samples", None, None, {}).marks == (1,)
+  assert _server_run._plan(0.4, "seconds", 0.2, None, {}).marks == (0.2, 0.4)
+
+
 def checkpoint(run, updates, owing=()):
   header = {"updates": updates, "now_s": 1.0, "state": {}}
   header |= {"marks": [], "limits": []}

@@ -50,7 +50,8 @@ def _fit(parts: _server_parts.Parts, status: _status.Status) -> None:
   """Trains, and writes the row also of a run that has ended early."""
   options, workload = parts.options, parts.workload
   evaluate = workload.evaluator(parts.model.apply)
-  samples = round(options.epochs * len(workload.train))
+  epoch = len(workload.train)
+  samples = max(1, round(options.epochs * epoch))
   more: dict[str, Any] = {"driver": options.driver}
   shown: list[int] = []
 
@@ -79,7 +80,7 @@ def _fit(parts: _server_parts.Parts, status: _status.Status) -> None:
       records = run.fit(
         samples,
         "samples",
-        every=min(samples, options.evaluate_every_epochs * len(workload.train)),
+        every=min(samples, max(1, options.evaluate_every_epochs * epoch)),
         evaluate=lambda m: evaluate.measure(m.params, m.model_state),
         on_record=show,
         on_resume=resume,

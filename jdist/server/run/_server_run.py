@@ -226,13 +226,13 @@ def _plan(
   checks.check_choice("unit", unit, ("updates", "samples", "seconds"))
   checks.check_number("total", total, open_low=True)
   every = total if every is None else every
-  checks.check_number("every", every, open_low=True)
+  checks.check_number("every", every, low=total / 1e6)
   # The tolerance keeps a rounding error from adding a mark just before the end.
   marks = [every * (i + 1) for i in range(math.ceil(total / every - 1e-9))]
   marks[-1] = total
   if unit != "seconds":
     # A whole number of updates or samples, so that every engine stops alike.
-    marks = [round(mark) for mark in marks]
+    marks = sorted({max(1, round(mark)) for mark in marks})
   return _run_marks.RunPlan(
     unit=unit,
     marks=tuple(marks),
