@@ -11,6 +11,11 @@ from jdist.server import _messages
 from jdist.storage import hashes, json_lines, plain_data
 
 MESSAGES = {x.__name__: x for x in get_args(_messages.Message)}
+# The entries of a line by its kind; "" stands for all messages.
+_FIELDS = {
+  "begin": {"names", "workers"}, "sent": {"task", "hash"},
+  "": {"now_s", "message", "more"},
+}  # fmt: skip
 
 
 class Recorder:
@@ -65,7 +70,11 @@ class Recorder:
 
 def read(path: str | pathlib.Path) -> Iterator[tuple[dict[str, Any], Any]]:
   """Yields headers and payloads, without a last one that was cut off."""
-  for header in json_lines.read(path):
+  for number, header in enumerate(json_lines.read(path)):
+    kind = header.get("kind") if isinstance(header, dict) else None
+    fits = kind == "begin" if not number else kind in ("sent", *MESSAGES)
+    if not fits or not _FIELDS.get(kind, _FIELDS[""]) <= header.keys():
+      raise ValueError(f"`path` must be a recording, got {path}.")
     payload = base64.b64decode(header.pop("payload", ""))
     yield header, np.frombuffer(payload, np.uint8)
 
