@@ -23,7 +23,7 @@ class _Channel:
   def send(
     self, carried: Any, deliver: Callable[..., Any], *arguments: Any
   ) -> None:
-    """Delivers a message once it and all earlier ones have been carried.
+    """Calls `deliver` once a message and all earlier ones have been carried.
 
     `carried` is the network's event; None if there is nothing to carry.
     """
