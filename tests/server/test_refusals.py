@@ -1,6 +1,8 @@
 """Refusals of protocols and their runs: an argument and its rule."""
 
 import math
+import pathlib
+import tempfile
 
 import jax.numpy as jnp
 import optax
@@ -65,12 +67,21 @@ def without_learner():
   return server.ClockSession(run)
 
 
+def replay_of(*lines):
+  with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder) / "messages"
+    path.write_text("".join(f"{x}\n" for x in lines))
+    return server.replay(path, server.ASP(), server.EmptyServer())
+
+
 make = simulation.simulation
 shares = _allocation.largest_remainder
 LOOKAHEAD = optax.lookahead(optax.sgd(0.1), 2, 0.5)
 TREE = {name: {"w": jnp.ones((8, 8))} for name in "abc"}
 STATE = server.ASP().init("a")
 MESSAGE = reducers.MessageCodec(codecs.Cast("bfloat16"))
+BEGIN = '{"kind": "begin", "names": ["a"], "workers": ["a"]}'
+PULL = '{"kind": "Pull", "now_s": 0.0, "message": ["a"], "more": null}'
 SHARED = codecs.RandomK(0.1, shared=True)
 SCALED = codecs.RandomK(0.1, shared=False)
 
@@ -210,6 +221,21 @@ SCALED = codecs.RandomK(0.1, shared=False)
   ("every", lambda: fit(1e9, every=1.0), "in [1000, inf]"),
   ("unit", lambda: fit(5, "minutes"), "'updates', 'samples' or"),
   ("simulation", without_learner, "have a learner"),
+  *(
+    ("path", lambda lines=lines: replay_of(*lines), "be a recording")
+    for lines in (
+      (),
+      ('{"a": 1}',),
+      ("[1]",),
+      ('{"kind": "begin"}',),
+      (PULL,),
+      (BEGIN, BEGIN),
+      (BEGIN, '{"kind": "none"}'),
+      (BEGIN, '{"kind": ["Pull"]}'),
+      (BEGIN, '{"kind": "sent"}'),
+      (BEGIN, '{"kind": "Push", "now_s": 0.0}'),
+    )
+  ),
   ("session", lambda: server.ServerRun("clock"), "a `server.ClockSession`"),
 )
 def test_invalid_arguments_raise(argument, call, rule):
