@@ -221,6 +221,8 @@ SCALED = codecs.RandomK(0.1, shared=False)
   ("every", lambda: fit(1e9, every=1.0), "in [1000, inf]"),
   ("unit", lambda: fit(5, "minutes"), "'updates', 'samples' or"),
   ("simulation", without_learner, "have a learner"),
+  ("learner", lambda: server.divide(learner(), 2), "a `server.GradientServer`"),
+  ("count", lambda: server.divide(learner().server, 0), "an int >= 1"),
   *(
     ("path", lambda lines=lines: replay_of(*lines), "be a recording")
     for lines in (

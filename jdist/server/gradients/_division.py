@@ -7,15 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import states, transforms
-from jdist.server.gradients import _gradient_messages
+from jdist import signatures, states, transforms
+from jdist.server.gradients import _gradient_messages, _gradient_server
 from jdist.states import PyTree
 
 # The part to which each piece of a message belongs, and its bytes.
 Places = list[tuple[int, int]]
 
 
-def divide(learner: Any, count: int) -> list[dict[str, Any]]:
+@signatures.checked
+def divide(
+  learner: _gradient_server.GradientServer, count: signatures.PositiveInt
+) -> list[dict[str, Any]]:
   """Returns arguments of servers with a part of the parameters each.
 
   A part is of whole leaves, in the order of the tree; the parts have about
@@ -23,7 +26,7 @@ def divide(learner: Any, count: int) -> list[dict[str, Any]]:
   make the same updates and messages as one, to the bit.
 
   Args:
-    learner: A `GradientServer` at its beginning.
+    learner: At its beginning.
     count: Number of the parts.
 
   Raises:
