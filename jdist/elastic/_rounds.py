@@ -41,13 +41,13 @@ class OwnLoop(server.FragmentRunner):
     self._loop = server.WorkerLoop(channel, name, self, depth=depth)
     self._asked: queue.Queue[Any] = queue.Queue()
     self._answers: queue.Queue[Any] = queue.Queue()
-    self._advanced = True
+    self._advanced = 0
 
   def advance(
     self, params: Any, opt_state: Any, loss: Any, model_state: Any = None
   ) -> None:
     """Hands over the result of a step, and the mean loss of its samples."""
-    self._advanced = True
+    self._advanced += 1
     self._answers.put((params, opt_state, jnp.asarray(loss), model_state))
 
   def __iter__(self) -> Iterator[Any]:
@@ -55,12 +55,13 @@ class OwnLoop(server.FragmentRunner):
     threading.Thread(target=self._run, daemon=True).start()
     try:
       while not isinstance(found := self._asked.get(), BaseException | None):
-        self._advanced = False
+        self._advanced = 0
         yield found
-        if not self._advanced:
+        if self._advanced != 1:
           raise ValueError(
-            "`advance` must be called once in each step of the loop, and was "
-            "not: hand over the parameters, the optimizer's state and the loss."
+            "`advance` must be called once in each step of the loop, got "
+            f"{self._advanced} calls: hand over parameters, optimizer's state "
+            "and loss."
           )
     finally:
       self._answers.put(None)

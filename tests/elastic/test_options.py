@@ -135,7 +135,8 @@ def test_leaving_an_own_loop_ends_its_thread():
   assert ended.wait(10.0)
 
 
-def test_own_loop_refuses_a_step_that_did_not_advance():
+@pytest.mark.parametrize("calls", [0, 2])
+def test_own_loop_refuses_a_step_that_did_not_advance_once(calls):
   loop = own_loop()
 
   def run():
@@ -144,5 +145,7 @@ def test_own_loop_refuses_a_step_that_did_not_advance():
   loop._loop.run = run
   states = iter(loop)
   assert next(states) == "a state"
+  for _ in range(calls):
+    loop.advance({"a": 1, "b": 2}, "optimizer", 0.5)
   with pytest.raises(ValueError, match="`advance` must be called once"):
     next(states)
