@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 
 from jdist import checks, signatures
+from jdist.pipeline.schedule._list_schedule import check_passes
 from jdist.pipeline.schedule._table import (
   Action,
   Op,
@@ -104,9 +105,10 @@ def parse_table(text: str, name: str = "table") -> Table:
   }
   for key, field in _NUMBERS.items():
     if key in found:
-      if not found[key].isdigit():
+      if not found[key].isdecimal():
         raise ValueError(f"`{key}` must be a number, got {found[key]!r}.")
       numbers[field] = int(found[key])
+  check_passes(*(numbers[field] for field in _COUNTED))
   return Table(
     found.get("name", name),
     tuple(devices),

@@ -37,6 +37,10 @@ def test_stage_on_another_device_is_named():
     ("devise F0", "line 1 must be `device` and its actions, or one of name"),
     ("window 1\nwindow 2\ndevice F0", "line 2 must be `device`"),
     ("stages two\ndevice F0", "`stages` must be a number"),
+    ("stages ²\ndevice F0", "`stages` must be a number"),
+    ("stages 200000\ndevice F0", "`num_stages` times .* at most 100,000"),
+    ("device F0 F9999999 B0 U", "`num_stages` times .* at most 100,000"),
+    ("iterations 99999999\ndevice F0", "at most 100,000"),
     ("", "`devices` must be one at least"),
   ],
 )
