@@ -60,7 +60,7 @@ def simulate(
   machines: cluster.Cluster,
   *,
   nodes: Sequence[str] | None = None,
-  optimizer_copies: float = 1.0,
+  optimizer_copies: signatures.NonNegativeFloat = 1.0,
 ) -> PipelineTimes:
   """Runs a table on a cluster's virtual clock.
 

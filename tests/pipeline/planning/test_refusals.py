@@ -106,6 +106,8 @@ def windows(number):
   ("tables", lambda: plan(tables=["dapple"]), "'naive'"),
   # Simulations.
   ("costs", lambda: simulate(_COSTS[:3]), "one for each of the table's 4"),
+  ("optimizer_copies", lambda: simulate(optimizer_copies=-5.0), "in [0, inf]"),
+  ("optimizer_copies", lambda: simulate(optimizer_copies=_NAN), "finite"),
   ("nodes", lambda: simulate(nodes=["worker0"]), "a machine of its own"),
   ("nodes", lambda: simulate(nodes=["worker0"] * 4), "a machine of its own"),
   (
