@@ -113,6 +113,8 @@ def cut_layers(layers: Layers, cuts: int | Sequence[int]) -> tuple[Stage, ...]:
   # Two layers that are meant to be different but share a key would silently
   # train one array, so this is checked before trees are merged.
   shared_paths(layers)
+  # Random keys follow from the names.
+  checks.check_distinct("layers", [x.name for x in layers], "layers by name")
   return tuple(_stage(tuple(layers[a:b])) for a, b in itertools.pairwise(edges))
 
 
