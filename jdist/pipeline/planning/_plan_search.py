@@ -50,7 +50,7 @@ def plan(
   tables: Sequence[str] | None = None,
   num_microbatches: Sequence[signatures.PositiveInt] | None = None,
   num_stages: Sequence[signatures.PositiveInt] | None = None,
-  windows: Sequence[int] | None = None,
+  windows: Sequence[signatures.PositiveInt] | None = None,
   recompute: Sequence[bool] = (False, True),
   max_delay: signatures.NonNegativeInt | None = 0,
   optimizer_copies: float = 1.0,
@@ -109,10 +109,16 @@ def plan(
       )
   for field, values in (
     ("tables", tables), ("num_microbatches", num_microbatches),
-    ("recompute", recompute),
+    ("recompute", recompute), ("windows", (1,) if windows is None else windows),
+    ("num_stages", (1,) if num_stages is None else num_stages),
   ):  # fmt: skip
     if not values:
       raise ValueError(f"`{field}` must be one at least, got {values!r}.")
+  if windows is not None and "ours" not in tables:
+    raise ValueError(
+      "`windows` must be left out without the table ours, got "
+      f"{list(windows)} for {', '.join(tables)}."
+    )
   if set(tables) == {_EACH} and 1 not in num_microbatches:
     raise ValueError(
       f"`num_microbatches` must have 1 for {_EACH} alone, which updates after "

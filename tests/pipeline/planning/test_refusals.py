@@ -102,6 +102,10 @@ def windows(number):
   ("num_microbatches", lambda: windows(0), "int >= 1"),
   ("costs", lambda: pipeline.plan([cost()] * 2, _TWO, 8), "must take time"),
   ("max_delay", lambda: plan(max_delay=-1), "int >= 0"),
+  ("num_stages", lambda: plan(num_stages=[]), "one at least"),
+  ("windows", lambda: plan(windows=[]), "one at least"),
+  ("windows", lambda: plan(windows=[0]), "int >= 1"),
+  ("windows", lambda: plan(windows=[2], tables=["1f1b"]), "be left out"),
   ("num_stages", lambda: plan(num_stages=[7]), "an int from 1 to 2"),
   ("tables", lambda: plan(tables=["dapple"]), "'naive'"),
   # Simulations.
