@@ -40,6 +40,17 @@ def test_table_file_is_checked(capsys, tmp_path):
   assert "delay of the gradients, by stage: 1 1" in told
 
 
+def test_table_file_is_simulated_as_the_table_of_its_name(capsys, tmp_path):
+  path, found = tmp_path / "mine.txt", []
+  path.write_text(pipeline.format_table(pipeline.make_table("1f1b", 8, 4)))
+  for words in (path, "1f1b --stages 8 --microbatches 4"):
+    output = tmp_path / f"out{len(found)}"
+    _run(f"simulate {words} --output {output}", capsys)
+    found.append(json.loads((output / "rows.jsonl").read_text())["iteration_s"])
+  # Eight forward passes of 1 s and backward ones of 2 s fill the pipeline.
+  assert found == [33.0, 33.0]
+
+
 def test_tables_are_simulated_and_compared(capsys, tmp_path):
   output = tmp_path / "out"
   names = list(pipeline.TABLES)
@@ -162,6 +173,9 @@ _WRONG = {
     "`--max-live` must be left out of `jdist pipeline draw`",
   ),
   "an option of another table": ("draw gpipe --window 2", "`window` is no"),
+  "stages of a file": ("check CYCLIC --stages 3", "`--stages` must be left"),
+  "iterations of a file": ("draw CYCLIC --iterations 2", "`--iterations` must"),
+  "chunks of files": ("draw CYCLIC CYCLIC --chunks 2", "`--chunks` must be"),
   "stages beyond the costs": (
     "simulate 1f1b --costs COSTS",
     "`costs` must be one for each of the table's 4",

@@ -11,7 +11,7 @@ import types
 import jax
 import pytest
 
-from jdist import cli, models
+from jdist import cli, models, pipeline
 from jdist.cli import _commands, _methods
 from jdist.cli.pipelines import _pipeline_run, _tables
 
@@ -224,3 +224,13 @@ def test_table_has_two_micro_batches_for_each_stage_by_default():
   assert _tables.of_options(given).num_microbatches == 4
   # PipeDream updates after every micro-batch.
   assert _tables.make("pipedream", 2, 8).num_microbatches == 1
+
+
+@pytest.mark.parametrize("name", ["microbatches", "window", "chunks"])
+def test_numbers_of_a_table_from_a_file_are_its_own(name, tmp_path):
+  path = tmp_path / "mine.txt"
+  path.write_text(pipeline.format_table(pipeline.make_table("1f1b", 3, 5)))
+  options = _commands.Train(stages=3, table=str(path))
+  assert _tables.of_options(options).num_microbatches == 5
+  with pytest.raises(ValueError, match=f"`--{name}` must be left out with a"):
+    _tables.of_options(dataclasses.replace(options, **{name: 2}))

@@ -23,13 +23,14 @@ def run(options: _commands.Pipeline) -> None:
     _plan(options)
     return
   # A plan chooses them, so that these defaults are only for the other actions.
-  options = dataclasses.replace(
+  asked, options = options, dataclasses.replace(
     options,
     tables=options.tables or ("1f1b",),
     stages=4 if options.stages is None else options.stages,
     microbatches=8 if options.microbatches is None else options.microbatches,
   )
   tables = [_table(name, options) for name in options.tables]
+  _tables.check_files(asked, options.tables, "stages")
   if options.action == "simulate":
     _simulate(tables, options)
   for table in tables:
@@ -103,10 +104,9 @@ def _times(
   table: pipeline.Table, machines: cluster.Cluster, options: _commands.Pipeline
 ) -> pipeline.PipelineTimes:
   if options.costs is None:
-    assert options.stages is not None
     # Without a file the options describe a device, and all are alike; some
     # tables give it several stages, which divide all but the messages.
-    part = min(1.0, options.stages / table.num_stages)
+    part = min(1.0, len(table.devices) / table.num_stages)
     equal = {name: getattr(options, name) * part for name in _COSTS}
     costs = [
       pipeline.LayerCost(

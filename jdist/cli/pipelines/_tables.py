@@ -2,9 +2,11 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 from jdist import cluster, models, pipeline, training
+from jdist.cli import _options
 
 # Options, and the arguments of tables that they fill.
 _ARGUMENTS = {
@@ -45,11 +47,20 @@ def make(
   return pipeline.make_table(name, stages, microbatches, **arguments)
 
 
+def check_files(options: Any, names: Iterable[str], *also: str) -> None:
+  """Raises a ValueError for numbers of tables from files, with their own."""
+  if not pipeline.TABLES.keys() & {*names}:
+    numbers = *also, "microbatches", *_ARGUMENTS
+    where = f"with a table from {' or '.join(names)}, which has its own"
+    _options.check_left_out(options, numbers, where)
+
+
 def of_options(options: Any) -> pipeline.Table:
   """Makes the table of a command that cuts models into stages."""
   # With two for each stage 1f1b is busy for about two thirds of the time.
   microbatches = options.microbatches or 2 * options.stages
   table = make(options.table, options.stages, microbatches, **given(options))
+  check_files(options, [options.table])
   if len(table.devices) != options.stages:
     raise ValueError(
       f"`--stages` must be the {len(table.devices)} devices of `--table` "
