@@ -178,12 +178,7 @@ class Profile:
       )
 
   def compute_s(self, samples: float, passes: float = 1) -> float:
-    """Returns the seconds of a gradient at speed 1.
-
-    Args:
-      samples: Samples of the gradient.
-      passes: Batches into which they are cut.
-    """
+    """Returns the seconds at speed 1 of a gradient in some passes."""
     return passes * self.seconds_per_batch + samples * self.seconds_per_sample
 
   def memory_bytes(self, samples: float) -> float:

@@ -187,10 +187,5 @@ class Topology:
 
 @signatures.checked
 def star(links: Mapping[str, Link], centre: str) -> Topology:
-  """Links all machines with a centre: a switch, or a server.
-
-  Args:
-    links: Each machine's link to the centre, by the machine's name.
-    centre: The centre's name.
-  """
+  """Links machines, by their names, with a centre: a switch, or a server."""
   return Topology({(name, centre): link for name, link in links.items()})

@@ -240,17 +240,9 @@ class Network:
     name: str = "message",
     kind: str = "communicate",
   ) -> Any:
-    """Sends a message.
+    """Sends a message; returns SimPy's event that happens when it arrives.
 
-    Args:
-      source: The sender's name.
-      target: The receiver's name.
-      num_bytes: The message's size.
-      name: Its name in the trace.
-      kind: Its kind in the trace.
-
-    Returns:
-      An event of SimPy that happens when the message arrives.
+    Its name and its kind are those of its spans in the trace.
     """
     environment, trace = self._environment, self._trace
     if self._topology is None:

@@ -18,11 +18,7 @@ class MalformedError(ValueError):
 
 
 def pack(header: dict[str, Any], payload: np.ndarray | None = None) -> Any:
-  """Returns a message, uint8 [bytes].
-
-  Args:
-    header: Values that JSON can hold.
-    payload: uint8 [bytes]; None for an empty one.
+  """Returns a message, uint8 [bytes], of values of JSON and of bytes.
 
   >>> message = pack({"task": 3}, np.array([1, 2], np.uint8))
   >>> header, payload = unpack(message)
