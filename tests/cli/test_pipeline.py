@@ -40,6 +40,14 @@ def test_table_file_is_checked(capsys, tmp_path):
   assert "delay of the gradients, by stage: 1 1" in told
 
 
+def test_timeline_of_a_table_stays_in_the_output(capsys, tmp_path):
+  path = tmp_path / "mine.txt"
+  path.write_text("name ../../mine\ndevice F0 B0 U\n")
+  _run(f"simulate {path} --output {tmp_path / 'a' / 'b'}", capsys)
+  assert (tmp_path / "a" / "b" / "mine.json").exists()
+  assert not list(tmp_path.glob("*.json"))
+
+
 def test_table_file_is_simulated_as_the_table_of_its_name(capsys, tmp_path):
   path, found = tmp_path / "mine.txt", []
   path.write_text(pipeline.format_table(pipeline.make_table("1f1b", 8, 4)))
@@ -173,6 +181,7 @@ _WRONG = {
     "`--max-live` must be left out of `jdist pipeline draw`",
   ),
   "an option of another table": ("draw gpipe --window 2", "`window` is no"),
+  "one table twice": ("simulate gpipe 1f1b gpipe", "`TABLE` must be one or"),
   "stages of a file": ("check CYCLIC --stages 3", "`--stages` must be left"),
   "iterations of a file": ("draw CYCLIC --iterations 2", "`--iterations` must"),
   "chunks of files": ("draw CYCLIC CYCLIC --chunks 2", "`--chunks` must be"),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist import cluster, models, pipeline, training
-from jdist.cli import _commands, _methods, _output
+from jdist.cli import _commands, _methods, _options, _output
 from jdist.cli.pipelines import _tables
 
 _COSTS = ("forward_s", "backward_s", "parameter_bytes", "saved_bytes")
@@ -75,6 +75,8 @@ def _check(table: pipeline.Table, options: _commands.Pipeline) -> None:
 def _simulate(
   tables: Sequence[pipeline.Table], options: _commands.Pipeline
 ) -> None:
+  # Each has a timeline of its name.
+  _options.check_names("TABLE", [x.name for x in tables], "tables by name")
   machines = _tables.machines(options, max(len(x.devices) for x in tables))
   for table in tables:
     if len(table.devices) > len(machines.names):
@@ -95,7 +97,8 @@ def _simulate(
       memory_bytes=times.memory_bytes, link_use=dict(times.link_use),
     )  # fmt: skip
     training.append_rows(output / "rows.jsonl", [row])
-    times.trace.save_perfetto(output / f"{table.name}.json")
+    name = pathlib.PurePath(table.name).name  # A file may have any name.
+    times.trace.save_perfetto(output / f"{name}.json")
   _output.console().print(_grid(found))
   _output.finish(output, options, timelines=True)
 
