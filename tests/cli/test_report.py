@@ -285,6 +285,31 @@ def test_other_processes_make_no_directories(tmp_path, monkeypatch):
   assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+  ("name", "text"),
+  [
+    ("x.json", "[1, 2]"),
+    ("x.json", '{"traceEvents": [{"ph": "X"}]}'),
+    ("x.json", "no JSON"),
+    ("rows.jsonl", "[1]\n"),
+    ("rows.jsonl", '{"config": 3}\n'),
+  ],
+)
+def test_files_of_others_end_no_run(name, text, tmp_path):
+  pytest.importorskip("vl_convert")
+  (tmp_path / name).write_text(text)
+  config = {"output": str(tmp_path)}
+  with _status.Status(config, lambda output: "command", "run", "heading"):
+    pass
+  status = json.loads((tmp_path / "status.json").read_text())
+  assert status["state"] == "ended"
+  if text == "[1, 2]":  # It is no timeline, and does not matter.
+    assert "<pre>command</pre>" in _page.write(tmp_path).read_text()
+  else:
+    with pytest.raises(ValueError, match="JSON"):
+      _page.write(tmp_path)
+
+
 def test_each_round_waits_for_the_latency_of_its_messages(folder):
   options = _groups.LinkOptions(bandwidth_mbit_per_s=8.0, latency_ms=2.0)
   _, second = _data(_page.write(folder, options).read_text(), "curves")[

@@ -34,15 +34,19 @@ _MAX_LANES, _MAX_SPANS = 40, 1500
 
 def report(options: Any) -> None:
   """Writes the page of a directory."""
-  try:
-    print(f"Report: {write(pathlib.Path(options.folder), options)}")
-  except (AttributeError, LookupError, TypeError) as e:
-    words = f"rows and a {STATUS} that commands wrote, got {options.folder}"
-    raise ValueError(f"`jdist report` needs {words}: {e!r}.") from e
+  print(f"Report: {write(pathlib.Path(options.folder), options)}")
 
 
 def write(folder: pathlib.Path, options: Any = None) -> pathlib.Path:
   """Writes report.html, with the link of options that have one."""
+  try:
+    return _write(folder, options)
+  except (AttributeError, LookupError, OverflowError, TypeError) as e:
+    words = f"files of JSON that commands wrote, got {folder}"
+    raise ValueError(f"`jdist report` needs {words}: {e!r}.") from e
+
+
+def _write(folder: pathlib.Path, options: Any) -> pathlib.Path:
   rows: dict[str, list[dict[str, Any]]] = {
     name: training.read_rows(folder / name)
     for name in ("rows.jsonl", "tuning.jsonl")
@@ -218,7 +222,7 @@ def _timelines(folder: pathlib.Path) -> str:
   files: dict[str, dict[str, list[tuple[Any, ...]]]] = {}
   for path in sorted(folder.glob("*.json")):
     whole = checks.read_text(path, json.loads, "JSON")
-    events = whole.get("traceEvents", ())
+    events = whole.get("traceEvents", ()) if isinstance(whole, dict) else ()
     rows = {x["tid"]: x["args"]["name"] for x in events if x["ph"] == "M"}
     lanes = list(rows)[:_MAX_LANES]
     found = sorted(

@@ -131,7 +131,7 @@ class Status:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     body = json_lines.plain(self._body | {"updated": now})
     # A run must not end because its page cannot be written.
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(OSError, ValueError):
       json_lines.write(self.output / _page.STATUS, [body])
       if page and importlib.util.find_spec("vl_convert"):
         _page.write(self.output, self._link)
