@@ -101,7 +101,7 @@ class Advise(_groups.ProcessOptions, _groups.LinkOptions, _groups.ModelOptions):
   methods: tuple[str, ...] = ()
   """Methods that are compared with ssgd (default: seven methods and forms)."""
 
-  workers: int | None = option(None, within="[2, inf)")
+  workers: int | None = option(None, within="[2, 10000]")
   """Number of machines, one worker each (default: the processes that measure
   their link, or 8)."""
 
@@ -182,7 +182,7 @@ class Bytes(_groups.MeanOptions):
   model: str = "resnet18"
   """A model of `jdist train`."""
 
-  workers: int = option(8, within=COUNT)
+  workers: int = option(8, within="[1, 1000]")
   """Number of workers that train together."""
 
   interval: int = option(8, within=COUNT)

@@ -56,7 +56,7 @@ _RANGES = {
   "interval length max_staleness microbatches num_heads num_layers "
   "num_processes shards slowdown splits stages steps width window_length "
   "workers Advise:batch_size Overlap:batch_size Pipeline:samples",
-  "[2, inf)": "Advise:workers",
+  "[2, 10000]": "Advise:workers",
   "(0, inf)": "bandwidth_gbit_per_s bandwidth_mbit_per_s "
   "checkpoint_every_epochs cpus_per_worker drawn_seconds epochs "
   "evaluate_every_epochs growth_start learning_rate limit_s memory_gb_per_s "
@@ -70,7 +70,7 @@ _RANGES = {
   "[0, 1]": "pending",
   "(0, 1)": "late_from",
   "(0, 1e9]": "updates Simulate:samples",
-  "[1, 1000]": "tuning_seeds",
+  "[1, 1000]": "tuning_seeds Bytes:workers",
   "[1, 10000]": "Advise:interval",
   "[0, 4294967296)": "seed seeds",
 }
