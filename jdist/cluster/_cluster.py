@@ -253,7 +253,7 @@ def _read_links(tables: Any, names: list[str]) -> _topology.Topology:
 def _matching(pattern: Any, names: list[str], place: str) -> list[str]:
   if not isinstance(pattern, str):
     raise ValueError(f"`between` of {place} must be names, got {pattern!r}.")
-  if not any(letter in pattern for letter in "*?["):
+  if pattern in names or not any(letter in pattern for letter in "*?["):
     # A machine, or a switch, which nothing else declares.
     return [pattern]
   found = fnmatch.filter(names, pattern)
@@ -281,10 +281,11 @@ def _check(
       near = difflib.get_close_matches(key, known, n=1) or known
       words = " or ".join(map(repr, near))
       raise ValueError(f"{key!r} is no key of {place}; did you mean {words}?")
-    # Python counts true and false as ints.
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Python counts true and false as ints, of any size.
+    is_number = checks.is_number(value) and not isinstance(value, bool)
     if key in numbers and not is_number:
-      raise ValueError(f"`{key}` of {place} must be a number, got {value!r}.")
+      shown = checks.show(value)
+      raise ValueError(f"`{key}` of {place} must be a number, got {shown}.")
   for key in needed:
     if key not in table:
       raise ValueError(f"{place} must have a `{key}`.")

@@ -90,6 +90,10 @@ WRONG = {
     "`bandwidth_bits_per_s` must be in",
   ),
   "speed of 0": (FILE.replace("8.0", "0.0"), "number 1: `speed` must be in"),
+  "a number beyond floats": (
+    FILE.replace("memory_gb = 16", "memory_gb = 1" + 400 * "0"),
+    "`memory_gb` of .* a number, got an int",
+  ),
   "speed in words": (FILE.replace("8.0", "'fast'"), "`speed` of .* a number"),
   "count": (FILE.replace("count = 2", "count = 0"), "`count` must"),
   "true": (FILE.replace("count = 2", "count = true"), "`count` of"),
@@ -123,6 +127,19 @@ def test_mistakes_raise_one_line_with_the_file(tmp_path, name):
     load(tmp_path, text)
   assert "cluster.toml" in str(error.value)
   assert "\n" not in str(error.value)
+
+
+def test_name_with_brackets_is_no_pattern(tmp_path):
+  text = """
+  [[nodes]]
+  name = "gpu[0]"
+
+  [[links]]
+  between = ["gpu[0]", "server"]
+  bandwidth_gbit_per_s = 1.0
+  """
+  found, _ = load(tmp_path, text)
+  assert list(found.topology.links) == [("gpu[0]", "server")]
 
 
 def test_later_link_between_the_same_ends_counts(tmp_path):
