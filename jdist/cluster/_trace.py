@@ -197,9 +197,9 @@ def plot_trace(
     figsize=(11, 1.2 + 0.32 * len(rows)), layout="constrained"
   )
   axes = figure.subplots()
-  end = trace.end_s if end_s is None else checks.check_number("end_s", end_s)
+  end = checks.check_number("end_s", trace.end_s if end_s is None else end_s)
   scale, unit = _time_unit(end)
-  more = iter(("#66ccee", "#aa3377", "#999933", "#882255") * 4)
+  more = iter(("#66ccee", "#aa3377", "#999933", "#882255") * len(trace))
   of_kind: dict[str, dict[int, list[tuple[float, float]]]] = {}
   places = {name: i for i, name in enumerate(rows)}
   for span in trace:

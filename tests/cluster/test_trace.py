@@ -1,6 +1,7 @@
 """Traces are exported and drawn."""
 
 import json
+import math
 import re
 
 import pytest
@@ -44,11 +45,19 @@ def test_picture_names_the_kinds_that_begin_before_its_end(tmp_path):
   pytest.importorskip("matplotlib")
   trace = cluster.Trace()
   # More kinds of a user's own than there are colours.
-  for i in range(7):
+  for i in range(18):
     trace.add("a", f"task {i}", i, i + 1.0, f"kind {i}")
-  path = cluster.plot_trace(trace, tmp_path / "trace.svg", end_s=6.0)
-  found = set(re.findall("<!-- (kind .) -->", path.read_text()))
-  assert found == {f"kind {i}" for i in range(6)}
+  path = cluster.plot_trace(trace, tmp_path / "trace.svg", end_s=17.0)
+  found = set(re.findall(r"<!-- (kind \d+) -->", path.read_text()))
+  assert found == {f"kind {i}" for i in range(17)}
+
+
+def test_picture_without_an_end_is_refused(tmp_path):
+  pytest.importorskip("matplotlib")
+  trace = cluster.Trace()
+  trace.add("a", "task", 0.0, math.inf)
+  with pytest.raises(ValueError, match="`end_s` must be a finite number"):
+    cluster.plot_trace(trace, tmp_path / "trace.svg")
 
 
 def test_trace_has_the_spans_that_begin_before_its_end():
