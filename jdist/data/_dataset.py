@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from jdist import signatures
+from jdist import checks, signatures
 
 
 @signatures.explained
+@signatures.checked
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dataset:
   """Holds one split of an image classification set.
@@ -45,6 +46,8 @@ class Dataset:
   std: tuple[float, ...]
 
   def __post_init__(self) -> None:
+    for field in ("images", "labels"):
+      checks.check_array(field, getattr(self, field))
     if self.images.ndim != 4:
       raise ValueError(
         "`images` must be [n, height, width, channels], got shape "
@@ -59,10 +62,10 @@ class Dataset:
     _check_classes("labels", self.labels, self.num_classes)
     num_channels = self.images.shape[-1]
     for field, values in (("mean", self.mean), ("std", self.std)):
-      if len(values) != num_channels:
+      if len(values) != num_channels or not np.isfinite(values).all():
         raise ValueError(
-          f"`{field}` must hold one number per channel, {num_channels}, got "
-          f"{len(values)}."
+          f"`{field}` must hold one finite number per channel, {num_channels}, "
+          f"got {values}."
         )
     if min(self.std) <= 0:
       raise ValueError(f"`std` must be positive, got {self.std}.")
@@ -103,6 +106,7 @@ class Dataset:
 
 
 @signatures.explained
+@signatures.checked
 @dataclasses.dataclass(frozen=True, eq=False)
 class TextDataset:
   """Holds windows of a text, of which every token but the first is predicted.
@@ -128,6 +132,7 @@ class TextDataset:
   num_classes: int = 256
 
   def __post_init__(self) -> None:
+    checks.check_array("windows", self.windows)
     if self.windows.ndim != 2 or self.windows.shape[1] < 2:
       raise ValueError(
         "`windows` must be [n, length + 1] with a length of at least 1, got "
