@@ -2,7 +2,6 @@
 
 import functools
 import pathlib
-import zipfile
 from typing import Any
 
 import numpy as np
@@ -106,13 +105,16 @@ def _read_table(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
       table = np.load(path)
       names = getattr(table, "files", None) or table.dtype.names or ()
       columns = {x: table[x] for x in names}
-  except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+  except ImportError:
+    raise
+  except Exception as error:  # Of NumPy, zipfile, zlib or Arrow.
     raise ValueError(
       f"{path} must be a folder of images, or a file .npz, .npy or .parquet: "
       f"{error}."
     ) from None
   labels = np.array(columns.pop("label", np.empty(0)).tolist())
-  if not len(labels) or labels.dtype.kind not in "biuSU" or not columns:
+  fit = labels.ndim == 1 and labels.size and labels.dtype.kind in "biuSU"
+  if not fit or not columns:
     raise ValueError(
       f"{path} must have columns, and a column `label` with a whole number or "
       f"a text in each row, got {', '.join(columns) or 'no other names'}."

@@ -97,6 +97,11 @@ _BAD_FOLDERS = [
 _BAD_TABLES = [
   ({"a": np.ones(40)}, "a column `label` with a whole number"),
   (_rows(label=np.linspace(0, 1, 40)), "a column `label` with a whole number"),
+  (
+    _rows(label=np.eye(2, dtype=int)[np.arange(40) % 2]),
+    "a column `label` with a whole number",
+  ),
+  (_rows(label=np.array(3)), "a column `label` with a whole number"),
   ({"label": np.zeros(40, int)}, "must have columns"),
   (_rows(a=np.array(["z"] * 40)), "a of PATH must have a finite number"),
   (_rows(b=np.full(40, np.nan)), "got float64 [40] with others"),
@@ -143,6 +148,21 @@ def test_bad_table_is_named(rows, told, tmp_path):
   else:
     _write_table(path, rows)
   _refused(path, told)
+
+
+def test_damaged_table_is_named(tmp_path):
+  path = tmp_path / "mine.npz"
+  np.savez_compressed(path, **_rows())
+  whole, refused = path.read_bytes(), 0
+  for place in range(0, len(whole), 7):
+    path.write_bytes(
+      whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :]
+    )
+    try:
+      data.load(path)
+    except ValueError as error:
+      refused += str(path) in str(error)
+  assert refused > len(whole) / 14
 
 
 def test_files_stand_alone_and_exist(tmp_path, capsys):
