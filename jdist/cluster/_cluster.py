@@ -76,9 +76,7 @@ class Cluster:
   ) -> None:
     """Raises a ValueError when a machine's memory does not hold its batch.
 
-    Args:
-      profile: The model's costs.
-      samples: Samples of every batch, or one number for each machine.
+    The samples are those of every batch, or one number for each machine.
     """
     sizes = [samples] * len(self.nodes) if isinstance(samples, int) else samples
     for node, size in zip(self.nodes, sizes, strict=True):
