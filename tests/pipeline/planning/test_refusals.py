@@ -11,6 +11,14 @@ pytest.importorskip("simpy")
 _COSTS = [pipeline.LayerCost(x, 1.0, 2.0) for x in "abcdef"]
 _TWO, _FOUR = (cluster.workers([1.0] * number) for number in (2, 4))
 _NAN = float("nan")
+AWAY = cluster.Cluster(
+  (
+    cluster.Node("a"),
+    cluster.Node("b", outages=(cluster.Outage(1.0, 2.0),)),
+    cluster.Node("c"),
+    cluster.Node("d"),
+  )
+)
 
 
 def cost(**change):
@@ -110,6 +118,9 @@ def windows(number):
   ("tables", lambda: plan(tables=["dapple"]), "'naive'"),
   # Simulations.
   ("costs", lambda: simulate(_COSTS[:3]), "one for each of the table's 4"),
+  ("outages", lambda: simulate(machines=AWAY), "be left out in a pipeline"),
+  ("outages", lambda: pipeline.plan(_COSTS, AWAY, 8), "got some of 'b'"),
+  ("outages", lambda: pipeline.partition(_COSTS, AWAY), "be left out"),
   ("optimizer_copies", lambda: simulate(optimizer_copies=-5.0), "in [0, inf]"),
   ("optimizer_copies", lambda: simulate(optimizer_copies=_NAN), "finite"),
   ("nodes", lambda: simulate(nodes=["worker0"]), "a machine of its own"),
