@@ -121,13 +121,8 @@ def gradient_program(
 ) -> Callable[..., Any]:
   """Compiles a worker's push: the gradient, and its message.
 
-  Args:
-    loss_fn: As in `training.make_step`.
-    local_step: Step in front of what the worker holds; None takes none.
-    passes: Number of batches into which a task is cut, whose gradients are
-      averaged.
-    codec: Codec of the push.
-    decoded: Whether the message is passed as what it decodes to.
+  The gradients of a task's `passes` are averaged.  With `decoded` the message is
+  passed as what it decodes to.
 
   Returns:
     `(params, model_state, own, control, batch, key, task) -> message, loss,

@@ -101,12 +101,8 @@ def merge(
   updates call it: for small models the start of another program takes longer
   than the sum.
 
-  Args:
-    pushes: At least one.
-    factors: The weights w of the gradients and p of the changes, [2, pushes];
-      None for one push as it is.
-    now: The parameters before the update, for the delay compensation.
-    strength: Strength of the delay compensation of pushes with `read`.
+  The `factors` are w and p, [2, pushes], or None for one push as it is.  Pushes
+  with `read` are compensated for their delay, by the parameters `now`.
   """
 
   def weighted(factors: jax.Array) -> Callable[..., jax.Array]:
