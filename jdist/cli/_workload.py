@@ -75,7 +75,8 @@ def check(options: _groups.Common) -> None:
   """
   # Only `train` has this option and the two below.
   model = getattr(options, "final_params", None)
-  if model is not None and pathlib.Path(model).suffix != ".safetensors":
+  file = pathlib.Path(model or "")
+  if model and (file.suffix != ".safetensors" or file.is_dir()):
     raise ValueError(
       "`--final-params` must be a file FILE.safetensors, by whose ending other "
       f"programs know the format, got {model!r}."

@@ -243,6 +243,13 @@ _BAD = [
 ]
 
 
+def test_file_of_parameters_is_no_directory(tmp_path, refusal):
+  path = tmp_path / "a.safetensors"
+  path.mkdir()
+  told = refusal(f"train --final-params {path}")
+  assert "`--final-params` must be a file FILE.safetensors" in told
+
+
 @pytest.mark.parametrize(("words", "told"), _BAD, ids=[w for w, _ in _BAD])
 def test_bad_input_is_refused_in_one_line(words, told, refusal):
   assert told in refusal(words)
