@@ -192,8 +192,13 @@ def _kuberay(options: _commands.Launch) -> str:
   _options.check_left_out(train, ("address",), "for KubeRay, which sets it")
   _options.check_left_out(options, ("restarts",), "with `--print kuberay`")
   machines, _ = _protocols.load(train.cluster)
+  names = (re.sub("[^a-z0-9]+", "-", x.lower()) for x in machines.names)
+  groups = [x.strip("-") for x in names]
+  # Names of other scripts may have no letter left, or be alike then.
+  if not all(re.match("[a-z]", x) and groups.count(x) == 1 for x in groups):
+    groups = [f"machine-{i}" for i in range(len(groups))]
   workers = ""
-  for node in machines.nodes:
+  for node, group in zip(machines.nodes, groups, strict=True):
     limits = {"cpu": str(max(1, round(node.speed)))}
     if node.memory_bytes < math.inf:
       limits["memory"] = f"{node.memory_bytes:.0f}"
@@ -202,7 +207,7 @@ def _kuberay(options: _commands.Launch) -> str:
     workers += _fill(
       "kuberay_worker.yaml",
       options,
-      machine=re.sub("[^a-z0-9]+", "-", node.name.lower()),
+      machine=group,
       limits=json.dumps(limits),
     )
   # The file is in the pod, and its machines are real: nothing is slept away.

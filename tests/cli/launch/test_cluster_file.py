@@ -102,6 +102,27 @@ def test_ray_cluster_has_memory_and_gpus(capsys, tmp_path):
   assert job["spec"]["entrypoint"].count("--no-paced") == 1
 
 
+@pytest.mark.parametrize(
+  ("names", "groups"),
+  [
+    ("_a 1-", ["a-1"]),
+    ("机", ["machine-0"]),
+    ("1", ["machine-0"]),
+    ("ä b,ö b", ["machine-0", "machine-1"]),
+    ("a_b,a-b", ["machine-0", "machine-1"]),
+  ],
+)
+def test_ray_cluster_has_a_group_for_each_machine(
+  names, groups, capsys, tmp_path
+):
+  file = tmp_path / "c.toml"
+  tables = [f'[[nodes]]\nname = "{x}"\n' for x in names.split(",")]
+  file.write_text("".join(tables) + "[profile]\nseconds_per_sample = 1\n")
+  told = _ray_manifest(capsys, file)
+  workers = list(yaml.safe_load_all(told))[1]["spec"]["workerGroupSpecs"]
+  assert [x["groupName"] for x in workers] == groups
+
+
 @pytest.mark.parametrize("words", [
   "train --checkpoints /ckpt",
   f"{_RAY} --address a:1",
