@@ -67,6 +67,12 @@ def without_learner():
   return server.ClockSession(run)
 
 
+def fit_again():
+  run = server.ServerRun(server.ClockSession(runs.make()))
+  run.fit(1)
+  run.fit(2)
+
+
 def replay_of(*lines):
   with tempfile.TemporaryDirectory() as folder:
     path = pathlib.Path(folder) / "messages"
@@ -221,6 +227,7 @@ SCALED = codecs.RandomK(0.1, shared=False)
   ("every", lambda: fit(1e9, every=1.0), "in [1000, inf]"),
   ("unit", lambda: fit(5, "minutes"), "'updates', 'samples' or"),
   ("simulation", without_learner, "have a learner"),
+  ("simulation", fit_again, "at its beginning"),
   ("learner", lambda: server.divide(learner(), 2), "a `server.GradientServer`"),
   ("count", lambda: server.divide(learner().server, 0), "an int >= 1"),
   *(

@@ -34,6 +34,11 @@ class ClockSession:
   ) -> int | None:
     """Resumes from the newest checkpoint, whose update it returns, if any."""
     del stops  # Computed time has nothing to wait for.
+    if self.simulation.events:
+      raise ValueError(
+        "`simulation` must be at its beginning, got one that has run. Make one "
+        "for each `fit`, which resumes from `checkpoints`."
+      )
     self._plan = plan
     self._checkpoints = _run_checkpoints.RunCheckpoints(
       plan.checkpoints, plan.identity
