@@ -268,6 +268,6 @@ def _message(box: str) -> str:
 
 
 def _preset(words: list[str]) -> str:
-  """Returns the preset among the words, whose defaults the parser needs."""
-  found = re.search(r"(?:^| )--preset[ =](\S*)", " ".join(words))
-  return found[1] if found else "digits"
+  """Returns the last preset of the words, whose defaults the parser needs."""
+  found = re.findall(r"(?:^| )--preset[ =](\S*)", " ".join(words))
+  return found[-1] if found else "digits"

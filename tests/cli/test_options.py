@@ -8,7 +8,7 @@ import typing
 
 import pytest
 
-from jdist import server
+from jdist import cli, server
 from jdist.cli import _commands, _options, _output, _parts, _workload
 from tests import _refusals
 
@@ -99,6 +99,13 @@ def test_own_protocol_is_found_in_the_current_directory(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   _parts.resolve({"protocol": "nearby:Own"})
   assert server.PROTOCOLS.pop("nearby:Own") is server.ASP
+
+
+def test_last_preset_is_that_of_the_defaults():
+  words = "--preset mnist --seed 3 --preset=cifar10".split()
+  options = cli._parse("train", words)
+  assert (options.preset, options.dataset) == ("cifar10", "cifar10")
+  assert _options.given(options) == ["seed"]
 
 
 def test_table_has_its_title_and_caption():
