@@ -79,8 +79,7 @@ class Protocol(Generic[State]):
   def init(self, workers: Iterable[Worker]) -> State:
     """Returns the state before the first message.
 
-    Args:
-      workers: Different names of the first members, for which a barrier waits.
+    The workers are the first members, for which a barrier waits.
     """
     state = self.empty_state()
     for worker in workers:

@@ -84,9 +84,8 @@ class ServerLearner(Interface):
   def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the state of a checkpoint: what JSON can hold, and bytes.
 
-    Args:
-      whole: Whether what workers hold is saved, too.  The virtual clock needs
-        it; real workers start again with exact parameters.
+    The virtual clock needs the `whole`, with what workers hold; real workers
+    start again with exact parameters.
     """
 
   def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
@@ -121,18 +120,15 @@ class WorkerLearner(Interface):
   def restart(self, *, lost: bool = False) -> None:
     """Forgets all tasks: the next pull sends exact parameters.
 
-    Args:
-      lost: Whether its process was lost, and a new one begins without what a
-        feedback kept.
+    If its process was `lost`, a new one begins without what a feedback kept.
     """
     return None
 
   def save(self, *, whole: bool = False) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the state of a checkpoint: what JSON can hold, and bytes.
 
-    Args:
-      whole: Whether to save all state, for the virtual clock, and not only
-        what a new process of this worker continues with.
+    The virtual clock needs the `whole`, and not only what a new process of this
+    worker continues with.
     """
 
   def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
