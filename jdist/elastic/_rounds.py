@@ -47,6 +47,12 @@ class OwnLoop(server.FragmentRunner):
     self, params: Any, opt_state: Any, loss: Any, model_state: Any = None
   ) -> None:
     """Hands over the result of a step, and the mean loss of its samples."""
+    found: Any = jax.tree.structure(params)
+    if found != self._structure or not checks.is_number(loss):
+      raise ValueError(
+        "`params` must be a tree as the state's, and `loss` a number, got "
+        f"{checks.show(found)} and {checks.show(loss)}."
+      )
     self._advanced += 1
     self._answers.put((params, opt_state, jnp.asarray(loss), model_state))
 

@@ -149,3 +149,18 @@ def test_own_loop_refuses_a_step_that_did_not_advance_once(calls):
     loop.advance({"a": 1, "b": 2}, "optimizer", 0.5)
   with pytest.raises(ValueError, match="`advance` must be called once"):
     next(states)
+
+
+@pytest.mark.parametrize(
+  ("params", "loss"),
+  [
+    ({"a": 1}, 0.5),
+    ([1, 2], 0.5),
+    ({"a": 1, "b": 2}, jnp.ones(2)),
+    ({"a": 1, "b": 2}, None),
+  ],
+)
+def test_own_step_of_another_form_is_refused(params, loss):
+  loop = own_loop()
+  with pytest.raises(ValueError, match="`params` must be a tree as the state's"):
+    loop.advance(params, "optimizer", loss)
