@@ -162,5 +162,5 @@ def test_own_loop_refuses_a_step_that_did_not_advance_once(calls):
 )
 def test_own_step_of_another_form_is_refused(params, loss):
   loop = own_loop()
-  with pytest.raises(ValueError, match="`params` must be a tree as the state's"):
+  with pytest.raises(ValueError, match="`params` must be a tree as the"):
     loop.advance(params, "optimizer", loss)

@@ -121,8 +121,8 @@ def gradient_program(
 ) -> Callable[..., Any]:
   """Compiles a worker's push: the gradient, and its message.
 
-  The gradients of a task's `passes` are averaged.  With `decoded` the message is
-  passed as what it decodes to.
+  The gradients of a task's `passes` are averaged; with `decoded` the message
+  is passed as what it decodes to.
 
   Returns:
     `(params, model_state, own, control, batch, key, task) -> message, loss,
