@@ -11,11 +11,8 @@ from jdist.server import _messages
 from jdist.storage import hashes, json_lines, plain_data
 
 MESSAGES = {x.__name__: x for x in get_args(_messages.Message)}
-# The entries of a line by its kind; "" stands for all messages.
-_FIELDS = {
-  "begin": {"names", "workers"}, "sent": {"task", "hash"},
-  "": {"now_s", "message", "more"},
-}  # fmt: skip
+# The entries of lines that are no message.
+_FIELDS = {"begin": {"names", "workers"}, "sent": {"task", "hash"}}
 
 
 class Recorder:
@@ -73,8 +70,11 @@ def read(path: str | pathlib.Path) -> Iterator[tuple[dict[str, Any], Any]]:
   for number, header in enumerate(json_lines.read(path)):
     kind = header.get("kind") if isinstance(header, dict) else None
     fits = kind == "begin" if not number else kind in ("sent", *MESSAGES)
-    if not fits or not _FIELDS.get(kind, _FIELDS[""]) <= header.keys():
-      raise ValueError(f"`path` must be a recording, got {path}.")
+    wanted = _FIELDS.get(str(kind), {"now_s", "message", "more"})
+    if not fits or not wanted <= header.keys():
+      raise ValueError(
+        f"`path` must be a recording, got {path}: line {number + 1} is none."
+      )
     payload = base64.b64decode(header.pop("payload", ""))
     yield header, np.frombuffer(payload, np.uint8)
 
