@@ -102,7 +102,7 @@ def test_own_protocol_is_found_in_the_current_directory(tmp_path, monkeypatch):
 
 
 def test_last_preset_is_that_of_the_defaults():
-  words = "--preset mnist --seed 3 --preset=cifar10".split()
+  words = ["--preset", "mnist", "--seed", "3", "--preset=cifar10"]
   options = cli._parse("train", words)
   assert (options.preset, options.dataset) == ("cifar10", "cifar10")
   assert _options.given(options) == ["seed"]

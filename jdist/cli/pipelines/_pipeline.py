@@ -23,7 +23,8 @@ def run(options: _commands.Pipeline) -> None:
     _plan(options)
     return
   # A plan chooses them, so that these defaults are only for the other actions.
-  asked, options = options, dataclasses.replace(
+  asked = options
+  options = dataclasses.replace(
     options,
     tables=options.tables or ("1f1b",),
     stages=4 if options.stages is None else options.stages,

@@ -224,9 +224,7 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
   (
     "layers",
     lambda: pipeline.cut_layers(
-      [
-        models.Layer("a", {x: 1.0}, {}, lambda *_, **__: None) for x in "ab"
-      ],
+      [models.Layer("a", {x: 1.0}, {}, lambda *_, **__: None) for x in "ab"],
       2,
     ),
     "different layers by name",
