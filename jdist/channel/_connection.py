@@ -102,9 +102,7 @@ class Connection:
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
   """Opens the socket on which a process waits for others.
 
-  Args:
-    host: The name or address of this machine, as the others see it.
-    port: The port; 0 chooses a free one, which `socket.getsockname()` returns.
+  The host is this machine, as the others see it; port 0 chooses a free one.
   """
   checks.check_int("port", port, 0, 2**16 - 1)
   family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -193,13 +191,9 @@ def call(
 ) -> Connection:
   """Connects to a process that may not listen yet, and sends a first note.
 
-  Args:
-    address: Its host and port.
-    key: The key that it must prove.
-    deadline: When to give up, by `time.monotonic`.
-    first: The first note, a value of JSON.
-    who: The name of the process in messages.
-    max_body: The largest body that is received, in bytes.
+  The process must prove the key before the deadline, which is one of
+  `time.monotonic`.  Messages call it `who`, and a body has at most `max_body`
+  bytes.
 
   Raises:
     PermissionError: If something else answers, or one with another key.

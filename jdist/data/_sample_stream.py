@@ -237,13 +237,9 @@ class SampleStream:
   def batch(
     self, worker: int, start: int, count: int, *, size: int | None = None
   ) -> dict[str, np.ndarray]:
-    """Returns samples as a batch, padded to a size if one is given.
+    """Returns samples of `indices` as a batch, padded to a size if given.
 
-    Args:
-      worker: The worker's number.
-      start: The position of the first sample, >= 0.
-      count: The number of samples, >= 1.
-      size: The batch size, >= `count`; padding repeats the first sample.
+    The `size` is at least `count`, and padding repeats the first sample.
 
     Returns:
       A batch of one worker as in `Batches`, [size, ...], with "mask": float32

@@ -229,10 +229,6 @@ class OneProgram(signatures.Explained):
 
     Stages and devices may be abstract, from `models.build(..., abstract=True)`
     and `profiling.gpu_target`.
-
-    Args:
-      team: Workers on a mesh that also has the stages' axis.
-      inner: The optimizer that `make_step` will receive.
     """
     self._check_mesh(team)
     return self._program.abstract_state(team, self._program.chain(inner))
