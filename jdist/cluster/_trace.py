@@ -227,7 +227,7 @@ def plot_trace(
   axes.tick_params(axis="y", length=0)
   axes.legend(
     handles=handles, loc="lower right", bbox_to_anchor=(1, 1),
-    ncols=len(handles) or 1, frameon=False,
+    ncols=min(len(handles), 9) or 1, frameon=False,
   )  # fmt: skip
   if title:
     figure.suptitle(title, x=0.01, ha="left")

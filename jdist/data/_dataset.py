@@ -67,7 +67,7 @@ class Dataset:
           f"`{field}` must hold one finite number per channel, {num_channels}, "
           f"got {values}."
         )
-    if min(self.std) <= 0:
+    if min(self.std, default=0) <= 0:
       raise ValueError(f"`std` must be positive, got {self.std}.")
 
   def __len__(self) -> int:

@@ -78,6 +78,11 @@ def _decode(files: list[pathlib.Path], size: int | None) -> np.ndarray:
   for row, file in enumerate(files):
     try:
       with pil.open(file) as image:
+        if image.mode[0] in "IF":  # Pillow would cut 16 bits off at 255.
+          raise ValueError(
+            f"{file} must have 8 bits a channel, got mode {image.mode}. Save "
+            "images with more as arrays, in a file .npz."
+          )
         own = (*image.size[::-1], 3) if size is None else (size, size, 3)
         if images is None:
           shape, images = own, np.empty((len(files), *own), np.uint8)

@@ -186,7 +186,8 @@ def _read(target: pathlib.Path) -> dict[str, Any]:
   found = sealed_json.read(target / _MANIFEST, form=_FORMAT)
   try:
     files = {
-      name: (x, sha, of) for name, (x, sha, of) in found["files"].items()
+      name: (str(x), str(sha), str(of))
+      for name, (x, sha, of) in found["files"].items()
     }
     found["body"]["what"]
     return found | {"files": files, "stale": list(found["stale"])}
@@ -231,13 +232,16 @@ def load_arrays(
       name: _typed(np.load(target / file, allow_pickle=False), of)
       for name, (file, _, of) in files.items()
     }, body
-  except (ValueError, TypeError) as error:
+  except MemoryError:
+    raise
+  except Exception as error:  # Of NumPy or zipfile, if a file was crafted.
     raise hashes.DamagedError(
       target, f"holds a file that is no array ({error})"
     ) from error
 
 
 def _typed(words: np.ndarray, of: str) -> np.ndarray:
+  words = words[...]  # An archive of arrays has no such key.
   # Only extension types, such as bfloat16, are kept as words: a crafted name of
   # another type changes nothing.
   if of.startswith("key<") or np.dtype(of).isbuiltin != 2:

@@ -140,6 +140,16 @@ def test_bad_folder_is_named(broken, told, tmp_path):
   _refused(folder, told)
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "float32"])
+def test_images_of_more_bits_are_not_cut_off(dtype, tmp_path):
+  for place in ("blue", "red"):
+    (tmp_path / place).mkdir()
+    for i in range(5):
+      pixels = np.full((8, 8), 300, dtype)
+      PIL.fromarray(pixels).save(tmp_path / place / f"{i}.tiff")
+  _refused(tmp_path, "0.tiff must have 8 bits a channel")
+
+
 @pytest.mark.parametrize(("rows", "told"), _BAD_TABLES)
 def test_bad_table_is_named(rows, told, tmp_path):
   path = tmp_path / "mine.npz"
@@ -150,6 +160,8 @@ def test_bad_table_is_named(rows, told, tmp_path):
   _refused(path, told)
 
 
+# NumPy leaves the file of a damaged archive open.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_damaged_table_is_named(tmp_path):
   path = tmp_path / "mine.npz"
   np.savez_compressed(path, **_rows())

@@ -139,6 +139,22 @@ def test_crafted_array_is_damaged_and_not_unpickled(of, tmp_path):
   assert victim.read_text() == "precious"
 
 
+@pytest.mark.parametrize("content", ["nothing", "archive", "zip"])
+def test_crafted_file_that_is_no_array_is_damaged(content, tmp_path):
+  save(tmp_path, 1.0)
+  bad = tmp_path / "bad.npy"
+  bad.write_bytes(b"PK\x03\x04 none" if content == "zip" else b"")
+  if content == "archive":
+    with bad.open("wb") as file:
+      np.savez(file, w=np.ones(3))
+  crafted(tmp_path, files={"w0": [bad.name, hashes.hash_file(bad), "float32"]})
+  with _refusals.refused("directory", "holds a file that is no array"):
+    load(tmp_path)
+  crafted(tmp_path, files={"w0": [5, 5, 5]})
+  with _refusals.refused("directory", "5 is missing"):
+    load(tmp_path)
+
+
 def test_damage_and_other_arrays_raise_different_errors(tmp_path):
   save(tmp_path, 1.0)
   with pytest.raises(ValueError, match="must hold y, got x") as other:
