@@ -126,7 +126,7 @@ def add_head(
 
   Their names are dense<number>, counted from `first`.
   """
-  for size in hidden_sizes:
+  for size in checks.check_list("hidden_sizes", hidden_sizes, "ints"):
     checks.check_int("hidden_sizes", size, 1)
   sizes = [in_features, *hidden_sizes, num_classes]
   num_layers = len(sizes) - 1

@@ -108,7 +108,9 @@ def _run_first(tokens: jax.Array, mask: Any, *modules: Any) -> jax.Array:
   table, *positions = (module.table[...] for module in modules)
   # By default JAX clamps an index out of range and would return another token's
   # embedding; NaN makes the mistake visible.
-  x = table.at[tokens].get(mode="fill", fill_value=jnp.nan)
+  x = table.at[tokens].get(
+    mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
+  )
   for vectors in positions:
     x = x + vectors[None, : x.shape[1]]
   return x

@@ -139,8 +139,10 @@ def test_shorter_sequences_are_taken():
   np.testing.assert_allclose(short, run(x)[:, :3], rtol=1e-4, atol=1e-5)
 
 
-def test_token_outside_the_vocabulary_gives_nan():
-  x = np.array([[1, VOCABULARY, 2], [1, VOCABULARY - 1, 2]], np.int32)
+# A text may be padded by -1, which counts from the end of an array.
+@pytest.mark.parametrize("token", [VOCABULARY, -1, -VOCABULARY])
+def test_token_outside_the_vocabulary_gives_nan(token):
+  x = np.array([[1, token, 2], [1, VOCABULARY - 1, 2]], np.int32)
   logits = applied(build())(x)
   assert np.isnan(logits[0, 1:]).all() and np.isfinite(logits[1]).all()
 

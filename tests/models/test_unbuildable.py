@@ -14,6 +14,7 @@ from tests.models._variants import build
     ("alexnet2", (8, 8, 1), {}, "`name` must be 'mlp', 'lenet', 'cnn'"),
     ("mlp", (8, 8), {}, "`input_shape` must be"),
     ("mlp", (8, 8, 0), {}, "`input_shape` must be"),
+    ("mlp", (8, 8, 1), {"hidden_sizes": 3}, "`hidden_sizes` must be a list"),
     ("mlp", (8, 8, 1), {"hidden_sizes": (0,)}, "`hidden_sizes` must be"),
     ("mlp", (8, 8, 1), {"norm": "batch"}, "`norm` is no option of mlp"),
     ("lenet", (8, 8, 1), {"depth": 3}, "which has none"),
