@@ -117,6 +117,7 @@ def _layers(model: Any, inputs: Any) -> list[_stages.Stage]:
     seen |= read or set()
   edges, found = [*begins, len(eqns)], list[_stages.Stage]()
   updated, held = list[str](), {v for x in own for v in x.values()}
+  taken = set[str](), set[str]()
   spans = [*zip(begins.items(), edges[1:], strict=True)]
   for (start, name), stop in reversed(spans):
     inside = [
@@ -142,6 +143,10 @@ def _layers(model: Any, inputs: Any) -> list[_stages.Stage]:
     chosen = needed(inside, wanted)
     kept = [{p: v for p, v in x.items() if v in wanted} for x in own]
     kept[1] |= {path: own[1][path] for path in updates}
+    # The first layer, which is the last one here, has the leaves of no layer.
+    for used, mine, every in zip(taken, kept, own, strict=True):
+      used.update(mine)
+      mine |= {} if start else {p: every[p] for p in every.keys() - used}
     apply = _apply(
       [x for x in inside if id(x) in chosen],
       dict(zip(opened.jaxpr.constvars, opened.consts, strict=True)),

@@ -406,3 +406,20 @@ def test_parameters_may_be_a_frozen_dict():
   x, _ = last.apply(last.params, {}, x, train=True)
   wanted, _ = model.apply(model.params, {}, jnp.ones((4, 8)), train=True)
   np.testing.assert_allclose(x, wanted, rtol=1e-6)
+
+
+def test_leaves_that_no_layer_reads_stay_with_the_first():
+  def apply(params, state, x, *, train):
+    for name in "abc":
+      x = jnp.tanh(x @ params[name])
+    return x, state
+
+  params = {name: jnp.eye(2) for name in "abcz"}
+  model = models.Model(params, {"s": {"unread": jnp.ones(3)}}, apply)
+  inputs = jnp.ones((4, 2))
+  first, *others = pipeline.cut(model, 3, inputs)
+  assert list(first.params) == ["a", "z"] and list(first.state) == ["s"]
+  assert [list(x.params) for x in others] == [["b"], ["c"]]
+  assert [x.state for x in others] == [{}, {}]
+  _, state = first.apply(first.params, first.state, inputs, train=True)
+  assert (state["s"]["unread"] == 1.0).all()
