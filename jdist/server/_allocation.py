@@ -24,11 +24,7 @@ class Allocation(Interface):
     return None
 
   def sizes(self, speeds: Sequence[float | None]) -> tuple[int, ...]:
-    """Returns the batch size of each worker.
-
-    Args:
-      speeds: Samples a second, None where nothing was measured yet.
-    """
+    """Returns all batch sizes, given samples a second, None if unmeasured."""
 
 
 @signatures.explained

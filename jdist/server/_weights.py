@@ -69,11 +69,7 @@ class Weighting:
   ) -> list[float]:
     """Returns the weight of each gradient of an update.
 
-    Args:
-      pushes: Gradients, with `samples` and `worker`.
-      staleness: Staleness of each gradient.
-      mean_samples: Mean of all workers' batches.
-      mean: Whether the weights, without those of staleness, have the sum 1.
+    With `mean` their sum is 1, without those of staleness.
     """
     shares = [
       self.share(push.samples, mean_samples, push.worker) for push in pushes
@@ -87,12 +83,7 @@ class Weighting:
   def share(
     self, samples: int, mean_samples: float, worker: Any = None
   ) -> float:
-    """Returns the weight of a fresh gradient.
-
-    Args:
-      samples: Size of the gradient's batch.
-      mean_samples: Mean size of all workers' batches.
-      worker: Name of the worker, which `parts` needs.
+    """Returns the weight of a fresh gradient of so many samples.
 
     Raises:
       ValueError: If `parts` does not name the worker.

@@ -76,11 +76,8 @@ class LocalStep:
   ) -> np.ndarray:
     """Returns the input of `move` for a task, an array of four floats.
 
-    Args:
-      version: Number of updates in the parameters that were sent for it.
-      leads: Whether the worker's last gradient is missing in them.
-      last: The version that was sent for the worker's task before; None after a
-        restart, which forgets it.
+    The last gradient `leads` if the version sent for the task lacks it; `last`,
+    the version sent before, is None after a restart.
     """
     # The rate of the update that is foreseen: the one after this version.
     rate = self.rate(version) if callable(self.rate) else self.rate

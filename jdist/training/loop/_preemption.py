@@ -46,11 +46,7 @@ class Preemption:
     self._by_jax = several and self._lifeline is None
 
   def asks_at(self, step: int) -> bool:
-    """Returns whether all processes should stop after this step.
-
-    Args:
-      step: The step, for which every process must ask, in order.
-    """
+    """Returns whether all processes, which ask in order, stop after a step."""
     # JAX's service must be asked in the same order by all processes.
     if self._by_jax:
       return bool(multihost_utils.reached_preemption_sync_point(step))

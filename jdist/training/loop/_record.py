@@ -95,13 +95,7 @@ class Progress:
     *,
     start_step: int = 0,
   ):
-    """Prepares the line, which entering the context shows.
-
-    Args:
-      num_steps: The last step; 0 if it is unknown.
-      label: A name of the run, for instance the method and the seed.
-      start_step: The first step of a resumed run.
-    """
+    """Prepares the line, which entering the context shows; 0 is no end."""
     # Imported here, since it would slow down `import jdist`.
     from rich import console, progress, table
 

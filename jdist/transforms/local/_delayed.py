@@ -59,12 +59,7 @@ class Stream:
   def chunks(
     self, compression: reducers.Compression, steps: int | None
   ) -> reducers.Compression:
-    """Returns the compression by sub-tensors; a chunked one stays as it is.
-
-    Args:
-      compression: The compression of the whole message.
-      steps: The number of steps in which a message is sent; None if it varies.
-    """
+    """Returns the compression by sub-tensors; a chunked one stays as it is."""
     if isinstance(compression.reducer, reducers.Chunked):
       return compression
     if self.specs is not None or compression.specs is not None:
@@ -81,12 +76,7 @@ class Stream:
     return dataclasses.replace(compression, reducer=reducer)
 
   def buckets(self, like: PyTree, exact: PyTree) -> collectives.Buckets:
-    """Returns the buckets of an exact message, in the order of their names.
-
-    Args:
-      like: The shapes of the message.
-      exact: The shapes of values that are sent after it, such as the loss.
-    """
+    """Returns the buckets of an exact message and values such as the loss."""
     specs = None
     if self.specs is not None:
       whole = jax.tree.map(lambda _: PartitionSpec(), exact)
