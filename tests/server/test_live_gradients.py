@@ -147,3 +147,35 @@ def test_task_is_cut_into_batches_that_fit_in_memory():
   assert set(sizes) == {16}
   assert loss_of_parts == pytest.approx(loss_of, rel=1e-5)
   np.testing.assert_allclose(parts, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_random_keys_in_a_model_state_travel_as_bytes():
+  def loss(params, state, batch, key):
+    del key
+    mine, following = jax.random.split(state["key"])
+    change = jax.random.normal(mine) * batch["mask"].mean()
+    return change * params["w"], ({"key": following}, {})
+
+  params, state = {"w": jax.numpy.ones(())}, {"key": jax.random.key(3)}
+  plans = server.message_plans()
+  learner = server.GradientServer(
+    SGD, params, plans, workers=NAMES, model_state=state
+  )
+  worker = server.GradientWorker(
+    loss, params, data.SampleStream(DIGITS, 2, seed=0), plans,
+    number=0, num_workers=2, sizes=[32], model_state=state,
+  )  # fmt: skip
+  worker.prepare()
+  payload = learner.reply(server.Reply("worker0", 0, 0, 32))[1]
+  worker.receive({"pull_plan": 0}, _gradient_messages.bytes_of(payload))
+  more, payload = worker.compute(
+    {
+      "pull_plan": None, "push_plan": 0, "task": 0, "version": 0,
+      "samples": 32, "more": {"start": 0, "settled": 0},
+    }
+  )  # fmt: skip
+  pushed = {"loss": float(more["loss"])}
+  learner.push(0, pushed, _gradient_messages.bytes_of(payload))
+  learner.apply(server.Apply((0,), (1.0,), (0,)))
+  found = learner.model.model_state["key"]
+  assert found.dtype == state["key"].dtype and (found != state["key"]).all()

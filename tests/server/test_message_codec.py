@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist import codecs, reducers
+from jdist import codecs, reducers, states
 from jdist.server.gradients import _gradient_messages
 
 CODECS = {
@@ -132,3 +132,15 @@ def test_servers_cannot_divide_chunks():
   message = reducers.MessageCodec(codecs.Sign(), chunks=chunks)
   with pytest.raises(ValueError, match="`chunks` must be None where servers"):
     message.part(0, 1)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_bytes_hold_typed_keys(impl):
+  key = jax.random.key(3, impl=impl)
+  tree = {"w": jnp.ones(2), "key": key, "more": jax.random.split(key, (2, 3))}
+  payload = _gradient_messages.tree_bytes(tree)
+  for like in (tree, jax.eval_shape(lambda: tree)):
+    found = _gradient_messages.tree_of_bytes(payload, like)
+    for name, leaf in tree.items():
+      assert found[name].dtype == leaf.dtype
+      np.testing.assert_array_equal(*map(states.key_words, (found[name], leaf)))

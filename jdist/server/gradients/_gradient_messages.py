@@ -351,7 +351,8 @@ def bytes_of(payload: Any) -> np.ndarray:
 
 def tree_bytes(tree: PyTree) -> np.ndarray:
   """Returns all leaves' bytes, one after the other, uint8 [bytes]."""
-  leaves = map(np.ascontiguousarray, jax.device_get(jax.tree.leaves(tree)))
+  plain = jax.device_get([states.key_words(x) for x in jax.tree.leaves(tree)])
+  leaves = map(np.ascontiguousarray, plain)
   parts = [x.reshape(-1).view(np.uint8) for x in leaves]
   return np.concatenate([np.zeros(0, np.uint8), *parts])
 
@@ -373,7 +374,8 @@ def tree_of_bytes(buffer: np.ndarray, like: PyTree) -> PyTree:
   found, start = [], 0
   for leaf, size in zip(leaves, sizes, strict=True):
     # A copy is aligned, which a slice of a buffer of bytes need not be.
-    part = np.array(buffer[start : start + size]).view(leaf.dtype)
-    found.append(part.reshape(leaf.shape))
+    part, words = np.array(buffer[start : start + size]), states.key_words(leaf)
+    part = part.view(words.dtype).reshape(words.shape)
+    found.append(states.as_key(part, leaf) if states.is_key(leaf) else part)
     start += size
   return jax.tree.unflatten(structure, found)

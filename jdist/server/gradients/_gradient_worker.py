@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdist import checks, reducers, signatures
+from jdist import checks, reducers, signatures, states
 from jdist.server import _messages
 from jdist.server.gradients import (
   _gradient_messages,
@@ -127,8 +127,9 @@ class GradientWorker:
         )  # fmt: skip
         jax.block_until_ready(found)
     for plan, codec in enumerate(self._plans.pull):
-      empty = jax.tree.map(
-        lambda x: np.zeros(x.shape, x.dtype), self._layout(plan)
+      kinds = self._layout(plan)
+      empty = _gradient_messages.tree_of_bytes(
+        np.zeros(states.num_bytes(kinds), np.uint8), kinds
       )
       receive = _gradient_messages.receive_pull(codec)
       jax.block_until_ready(receive(empty, self._held))
