@@ -5,6 +5,7 @@ import types
 import warnings
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -15,6 +16,7 @@ from jdist import (
   codecs,
   collectives,
   data,
+  models,
   reducers,
   server,
   states,
@@ -28,21 +30,21 @@ from tests.server import test_gradients as gradients
 
 pytest.importorskip("simpy")
 
+ASP = server.ASP(batches=server.FixedBatches(10))
 
-def make(optimizer=gradients.SGD, machines=None):
-  samples = data.SampleStream(gradients.DIGITS, 2, seed=0)
+
+def make(
+  optimizer=gradients.SGD, machines=None, protocol=ASP, loss=gradients.LOSS,
+  model=gradients.MODEL,
+):  # fmt: skip
   machines = cluster.workers([2.0, 1.0]) if machines is None else machines
+  samples = data.SampleStream(gradients.DIGITS, len(machines.names), seed=0)
   learner = server.GradientLearner(
-    gradients.LOSS, optimizer, gradients.MODEL.params, samples,
-    workers=machines.names,
+    loss, optimizer, model.params, samples,
+    workers=machines.names, model_state=model.state,
   )  # fmt: skip
   costs = cluster.Profile(seconds_per_sample=0.01, push_bytes=10.0)
-  return server.Simulation(
-    machines,
-    server.ASP(batches=server.FixedBatches(10)),
-    costs,
-    learner=learner,
-  )
+  return server.Simulation(machines, protocol, costs, learner=learner)
 
 
 def fit(total, unit="updates", run=None, **options):
@@ -181,6 +183,44 @@ def test_checkpoint_of_another_run_is_refused(tmp_path):
   (tmp_path / "trainer" / "step_0000000004").mkdir(parents=True)
   with pytest.raises(ValueError, match="of trainers or of servers alone, got"):
     fit(4, checkpoints=tmp_path / "trainer")
+
+
+def test_random_keys_in_a_model_state_are_resumed(tmp_path):
+  def loss(params, state, batch, key):
+    del key
+    mine, following = jax.random.split(state["key"])
+    change = jax.random.normal(mine) * batch["mask"].mean()
+    return change * params["w"], ({"key": following}, {})
+
+  model = models.Model({"w": jnp.ones(())}, {"key": jax.random.key(3)}, None)
+  start = functools.partial(make, loss=loss, model=model)
+  whole, resumed = start(), start()
+  fit(6, run=whole, every=3)
+  fit(3, run=start(), every=3, checkpoints=tmp_path)
+  fit(6, run=resumed, every=3, checkpoints=tmp_path)
+  for found, wanted in zip(resumed.save(), whole.save(), strict=True):
+    chex.assert_trees_all_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+  "other",
+  [
+    {"machines": cluster.workers([3.0, 1.0])},
+    {"machines": cluster.workers([2.0, 1.0, 1.0])},
+    {"protocol": server.BSP(batches=server.FixedBatches(10))},
+    {"optimizer": optax.sgd(0.1)},
+  ],
+)
+def test_checkpoint_of_another_simulation_is_refused(other, tmp_path):
+  records = fit(4, checkpoints=tmp_path)
+  with pytest.raises(ValueError, match="`simulation` must be that of the "):
+    fit(4, run=make(**other), checkpoints=tmp_path)
+  assert fit(4, checkpoints=tmp_path) == records
+
+
+def test_metadata_must_be_values_of_json(tmp_path):
+  with pytest.raises(ValueError, match="`metadata` must be a value of JSON"):
+    fit(4, checkpoints=tmp_path, metadata={"rates": np.ones(2)})
 
 
 def test_records_of_another_run_are_not_reused(tmp_path):

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
+
 from jdist import checks
 from jdist.server.clock import _simulation
 from jdist.server.run import _run_checkpoints, _run_marks
@@ -49,7 +51,17 @@ class ClockSession:
     # Events of the clock cannot be saved, but follow from the arguments: they
     # are replayed with learners that compute nothing.
     header, arrays = found
-    self.simulation.resume(header["state"], arrays)
+    there = header["updates"], header["now_s"]
+    cause: Exception | None = None
+    try:
+      self.simulation.resume(header["state"], arrays)
+    except (KeyError, ValueError) as error:
+      cause = error
+    if cause or not np.allclose(there, (self.updates, self.simulation.now_s)):
+      raise ValueError(
+        "`simulation` must be that of the checkpoint, with the same protocol, "
+        "machines and learner. Make it as before, or take another directory."
+      ) from cause
     self._marks = plan.kept(header)
     self._saved_events = self.simulation.events
     return self.updates

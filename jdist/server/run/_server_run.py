@@ -84,7 +84,8 @@ class ServerRun:
       LostRunError: If workers or the server were lost for good.
     """
     # The clock's checkpoints are no use to real workers, nor theirs to it.
-    own = {"clock": self._session.clock, **(metadata or {})}
+    given = sealed_json.check("metadata", dict(metadata or {}))
+    own = {"clock": self._session.clock, **given}
     plan = _plan(total, unit, every, checkpoints, own)
     records: dict[int, training.Record] = {}
     with contextlib.ExitStack() as stack:
