@@ -59,7 +59,10 @@ def append_rows(
 @signatures.checked
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   """Reads all rows of a file, except a last line that was cut off."""
-  return list(json_lines.read(path))
+  rows = list(json_lines.read(path))
+  for row in rows:
+    checks.check_type("path", row, dict, f"rows of objects in {path}")
+  return rows
 
 
 @functools.cache

@@ -52,6 +52,13 @@ def test_rows_are_appended_and_read_back(tmp_path):
   assert training.read_rows(path) == [{"a": 1}, {"a": 2}, {"a": 3}]
 
 
+def test_file_of_other_json_is_named(tmp_path):
+  path = tmp_path / "rows.jsonl"
+  path.write_text("{}\n[1]\n")
+  with pytest.raises(ValueError, match=r"must be rows of objects in .*\[1\]"):
+    training.read_rows(path)
+
+
 def test_truncated_last_line_is_ignored(tmp_path):
   path = tmp_path / "rows.jsonl"
   training.append_rows(path, [{"a": 1}, {"a": 2}])
