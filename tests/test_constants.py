@@ -56,7 +56,7 @@ _NUMBERS = {
   },
   "pipeline/processes/_peers.py": {"_MAX_BODY": 2**40},
   "pipeline/processes/_stage_files.py": {"_MAX_STEPS": 16},
-  "pipeline/schedule/_list_schedule.py": {"_MOST_PASSES": 100_000},
+  "pipeline/schedule/_table.py": {"_MOST_PASSES": 100_000},
   "cli/_compare.py": {"_TUNING_SEED": 10_000},
   "cli/_help.py": {"_COLUMN": 30},
   "cli/_interrupts.py": {"_AGAIN_S": 0.05},

@@ -67,10 +67,7 @@ class Weighting:
     *,
     mean: bool,
   ) -> list[float]:
-    """Returns the weight of each gradient of an update.
-
-    With `mean` their sum is 1, without those of staleness.
-    """
+    """Returns each gradient's weight; fresh ones have, by `mean`, the sum 1."""
     shares = [
       self.share(push.samples, mean_samples, push.worker) for push in pushes
     ]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jdist import checks, cluster, signatures
-from jdist.pipeline.planning import _costs, _simulator
+from jdist.pipeline.planning import _costs
 from jdist.pipeline.planning._plan import (
   Footprint,
   make_stages,
@@ -57,7 +57,7 @@ class Chain:
       raise ValueError("`costs` must be one layer's at least, got none.")
     checks.check_int("num_microbatches", num_microbatches, 1)
     self.footprint = footprint or Footprint()
-    _simulator.check_there(machines.nodes)
+    _costs.check_there(machines.nodes)
     self.routes = Routes(machines)
     nodes = {node.name: node for node in machines.nodes}
     # The search looks machines up many thousand times.

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import jax
 
-from jdist import checks, codecs, signatures
+from jdist import checks, cluster, codecs, signatures
 
 
 @signatures.explained
@@ -177,3 +177,13 @@ def load_costs(path: str | pathlib.Path) -> list[LayerCost]:
     except ValueError as error:
       raise ValueError(f"{place}: {error}") from None
   return found
+
+
+def check_there(nodes: Iterable[cluster.Node]) -> None:
+  """Raises a ValueError for a machine that is away at times."""
+  for node in nodes:
+    if node.outages:
+      raise ValueError(
+        f"`outages` must be left out in a pipeline, got some of {node.name!r}: "
+        "nothing moves its stage to another machine."
+      )

@@ -96,7 +96,7 @@ def simulate(
     )
   wanted = len(table.devices)
   names = machines.names[:wanted] if nodes is None else tuple(nodes)
-  check_there([machines.node(name) for name in names])
+  _costs.check_there([machines.node(name) for name in names])
   if len(names) != wanted or len(set(names)) != wanted:
     raise ValueError(
       "`nodes` must name a machine of its own for each of the table's "
@@ -105,16 +105,6 @@ def simulate(
   # This also proves that the simulation ends.
   _checker.check_table(table)
   return run_table(table, costs, machines, names, optimizer_copies)
-
-
-def check_there(nodes: Sequence[cluster.Node]) -> None:
-  """Raises a ValueError for a machine that is away at times."""
-  for node in nodes:
-    if node.outages:
-      raise ValueError(
-        f"`outages` must be left out in a pipeline, got some of {node.name!r}: "
-        "nothing moves its stage to another machine."
-      )
 
 
 def run_table(

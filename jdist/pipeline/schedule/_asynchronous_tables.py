@@ -7,13 +7,18 @@ from jdist import signatures
 from jdist.pipeline.schedule._flush_tables import alternating
 from jdist.pipeline.schedule._list_schedule import (
   check_arguments,
-  check_passes,
   list_schedule,
   live_for_full_use,
   live_to_fill,
   StageTimes,
 )
-from jdist.pipeline.schedule._table import Action, Table, Weights, with_updates
+from jdist.pipeline.schedule._table import (
+  Action,
+  check_passes,
+  Table,
+  Weights,
+  with_updates,
+)
 
 
 def pipedream(

@@ -7,10 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from jdist import checks, signatures
-from jdist.pipeline.schedule._table import Action, Op, Table
-
-# A table of so many is made in seconds and simulated in a minute.
-_MOST_PASSES = 100_000
+from jdist.pipeline.schedule._table import Action, check_passes, Op, Table
 
 
 @signatures.checked
@@ -213,21 +210,6 @@ def greedy(
     "greedy", times, num_microbatches, num_iterations=num_iterations,
     max_live=max_live, default=live_for_full_use, split=split,
   )  # fmt: skip
-
-
-def check_passes(
-  num_stages: int, num_microbatches: int, num_iterations: int
-) -> None:
-  """Raises a ValueError unless a table can be made of so many passes."""
-  checks.check_int("num_stages", num_stages, 1)
-  checks.check_int("num_microbatches", num_microbatches, 1)
-  checks.check_int("num_iterations", num_iterations, 1)
-  if num_stages * num_microbatches * num_iterations > _MOST_PASSES:
-    raise ValueError(
-      "`num_stages` times `num_microbatches` times the iterations must be at "
-      f"most {_MOST_PASSES:,}, got {num_stages} times {num_microbatches} times "
-      f"{num_iterations}. A table lists every pass: take fewer."
-    )
 
 
 def check_arguments(

@@ -11,6 +11,9 @@ from jdist import checks, signatures
 
 Weights = Literal["delayed", "stashed", "newest"]
 
+# A table of so many is made in seconds and simulated in a minute.
+_MOST_PASSES = 100_000
+
 
 class Op(enum.IntEnum):
   """Kinds of work that a table schedules on a device.
@@ -365,3 +368,18 @@ def _num_held(
   # Iterations finish in order, so the oldest unfinished one has the number of
   # updates so far; the versions from the one that it reads must be kept.
   return newest[stage] - oldest_read(table, newest[stage]) + 1
+
+
+def check_passes(
+  num_stages: int, num_microbatches: int, num_iterations: int
+) -> None:
+  """Raises a ValueError unless a table can be made of so many passes."""
+  checks.check_int("num_stages", num_stages, 1)
+  checks.check_int("num_microbatches", num_microbatches, 1)
+  checks.check_int("num_iterations", num_iterations, 1)
+  if num_stages * num_microbatches * num_iterations > _MOST_PASSES:
+    raise ValueError(
+      "`num_stages` times `num_microbatches` times the iterations must be at "
+      f"most {_MOST_PASSES:,}, got {num_stages} times {num_microbatches} times "
+      f"{num_iterations}. A table lists every pass: take fewer."
+    )

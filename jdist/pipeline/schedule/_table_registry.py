@@ -8,7 +8,7 @@ from typing import Any
 
 from jdist import checks
 from jdist.pipeline.schedule import _asynchronous_tables as _async
-from jdist.pipeline.schedule import _flush_tables, _list_schedule
+from jdist.pipeline.schedule import _flush_tables, _table
 from jdist.pipeline.schedule._table import Table
 
 
@@ -95,7 +95,7 @@ def make_table(
     )
   chunks = checks.check_int("num_chunks", options.get("num_chunks", 1), 1)
   checks.check_int("num_stages", num_stages, 1)
-  _list_schedule.check_passes(
+  _table.check_passes(
     num_stages * chunks, num_microbatches, options.get("num_iterations", 1)
   )
   return TABLES[name].factory(num_stages, num_microbatches, **options)

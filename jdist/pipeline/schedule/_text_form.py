@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping
 
 from jdist import checks, signatures
-from jdist.pipeline.schedule._list_schedule import check_passes
 from jdist.pipeline.schedule._table import (
   Action,
+  check_passes,
   Op,
   start_times,
   StuckError,

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import signatures, states, transforms
-from jdist.server.gradients import _gradient_messages, _gradient_server
+from jdist import checks, signatures, states, transforms
+from jdist.server.gradients import _gradient_messages, _learner
 from jdist.states import PyTree
 
 # The part to which each piece of a message belongs, and its bytes.
@@ -16,23 +16,20 @@ Places = list[tuple[int, int]]
 
 
 @signatures.checked
-def divide(
-  learner: _gradient_server.GradientServer, count: signatures.PositiveInt
-) -> list[dict[str, Any]]:
+def divide(learner: Any, count: signatures.PositiveInt) -> list[dict[str, Any]]:
   """Returns arguments of servers with a part of the parameters each.
 
   A part is of whole leaves, in the order of the tree; the parts have about
   equal bytes, and the last one has the batch statistics.  Together such servers
-  make the same updates and messages as one, to the bit.
-
-  Args:
-    learner: At its beginning.
-    count: Number of the parts.
+  make the same updates and messages as one, to the bit.  The learner is a
+  `GradientServer` at its beginning.
 
   Raises:
     ValueError: If a part would have no leaf, or the optimizer's update of a
       leaf depends on other leaves.
   """
+  kind = _learner.ServerLearner
+  checks.check_type("learner", learner, kind, "a `server.GradientServer`")
   params, model_state = learner.model.params, learner.model.model_state
   sizes = np.array([x.nbytes for x in jax.tree.leaves(params)])
   # A leaf belongs to the part in which its middle byte is.

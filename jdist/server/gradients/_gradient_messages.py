@@ -351,9 +351,11 @@ def bytes_of(payload: Any) -> np.ndarray:
 
 def tree_bytes(tree: PyTree) -> np.ndarray:
   """Returns all leaves' bytes, one after the other, uint8 [bytes]."""
-  plain = jax.device_get([states.key_words(x) for x in jax.tree.leaves(tree)])
-  leaves = map(np.ascontiguousarray, plain)
-  parts = [x.reshape(-1).view(np.uint8) for x in leaves]
+  leaves = jax.tree.leaves(tree)
+  if not all(map(_is_plain, leaves)):
+    leaves = [states.key_words(x) for x in leaves]
+  arrays = map(np.ascontiguousarray, jax.device_get(leaves))
+  parts = [x.reshape(-1).view(np.uint8) for x in arrays]
   return np.concatenate([np.zeros(0, np.uint8), *parts])
 
 
@@ -374,8 +376,14 @@ def tree_of_bytes(buffer: np.ndarray, like: PyTree) -> PyTree:
   found, start = [], 0
   for leaf, size in zip(leaves, sizes, strict=True):
     # A copy is aligned, which a slice of a buffer of bytes need not be.
-    part, words = np.array(buffer[start : start + size]), states.key_words(leaf)
-    part = part.view(words.dtype).reshape(words.shape)
-    found.append(states.as_key(part, leaf) if states.is_key(leaf) else part)
+    part, plain = np.array(buffer[start : start + size]), _is_plain(leaf)
+    like = leaf if plain else states.key_words(leaf)
+    part = part.view(like.dtype).reshape(like.shape)
+    found.append(part if plain else states.as_key(part, leaf))
     start += size
   return jax.tree.unflatten(structure, found)
+
+
+def _is_plain(leaf: Any) -> bool:
+  """Returns whether a leaf is no typed key, so that NumPy can hold it."""
+  return isinstance(getattr(leaf, "dtype", np.dtype(float)), np.dtype)

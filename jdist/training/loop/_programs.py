@@ -175,13 +175,7 @@ class RoundHost:
   ):
     """Reads the position of the run in its round.
 
-    Args:
-      workers: The run's workers.
-      opt_state: The optimizer's state, `[workers, ...]`, before an update.
-      stream_steps: As in `Trainer`, the numbers of updates in which a streamed
-        message may be sent.
-      host_rounds: As in `Trainer`. By default (None) the host ends rounds if
-        the method allows it.
+    The `opt_state`, `[workers, ...]`, is before an update; see `Trainer`.
 
     Raises:
       ValueError: If the optimizer streams nothing although `stream_steps` is
