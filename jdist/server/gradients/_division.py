@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist import checks, signatures, states, transforms
-from jdist.server.gradients import _gradient_messages, _learner
+from jdist.server.gradients import _gradient_messages
 from jdist.states import PyTree
 
 # The part to which each piece of a message belongs, and its bytes.
@@ -28,8 +28,9 @@ def divide(learner: Any, count: signatures.PositiveInt) -> list[dict[str, Any]]:
     ValueError: If a part would have no leaf, or the optimizer's update of a
       leaf depends on other leaves.
   """
-  kind = _learner.ServerLearner
-  checks.check_type("learner", learner, kind, "a `server.GradientServer`")
+  if not hasattr(learner, "part"):
+    got = checks.show(learner)
+    raise ValueError(f"`learner` must be a `server.GradientServer`, got {got}.")
   params, model_state = learner.model.params, learner.model.model_state
   sizes = np.array([x.nbytes for x in jax.tree.leaves(params)])
   # A leaf belongs to the part in which its middle byte is.
