@@ -99,7 +99,7 @@ def resized():
     lambda: comparison.mean([{"a": 1}], lambda row: "a"),
     "a number, got 'a'",
   ),
-  ("hidden_sizes", lambda: mlp("ab"), "an int >= 1"),
+  ("hidden_sizes", lambda: mlp("ab"), "a list of ints"),
   ("params", lambda: training.save_model("model", None), "an array"),
   ("path's suffix", lambda: plot("x.what"), "'png'"),
 )

@@ -24,7 +24,7 @@ from tests import _processes
     ("--methods ssgd ssgd", "must be one or more different methods"),
     ("--model resnet9", "`--model` must be one of"),
     ("--model transformer", "`--model` must be one of"),
-    ("--workers 0", "`--workers` must be at least 1, got 0"),
+    ("--workers 0", "`--workers` must be in [1, 1000], got 0"),
     ("--methods mp2 --model mlp", "`--cut` must be given for mp2 with mlp"),
     (
       "--methods mp2 --model mlp --cut 2",

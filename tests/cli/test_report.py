@@ -306,7 +306,7 @@ def test_files_of_others_end_no_run(name, text, tmp_path):
   if text == "[1, 2]":  # It is no timeline, and does not matter.
     assert "<pre>command</pre>" in _page.write(tmp_path).read_text()
   else:
-    with pytest.raises(ValueError, match="JSON"):
+    with pytest.raises(ValueError, match=r"JSON|rows of objects"):
       _page.write(tmp_path)
 
 
