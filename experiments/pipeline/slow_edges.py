@@ -2,6 +2,7 @@
 
     sudo python experiments/pipeline/slow_edges.py sleeping     # 8 hosts
     sudo python experiments/pipeline/slow_edges.py computing    # 2 hosts
+    sudo python experiments/pipeline/slow_edges.py longer
 
 Each stage is a process on a host of its own (`scripts/slow_network.py`: network
 namespaces whose links are limited in both directions), and sleeps for as long
@@ -57,6 +58,11 @@ PRESETS = {
   "sleeping": Config(),
   "computing": Config(
     stages=2, layers=4, microbatches=8, samples=1024, width=256, repeats=2,
+    tables=("1f1b",), turns=2,
+  ),
+  # Its stages compute for longer than their messages take in 4 bits.
+  "longer": Config(
+    stages=2, layers=12, microbatches=8, samples=1024, width=256, repeats=2,
     tables=("1f1b",), turns=2,
   ),
 }  # fmt: skip
