@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import sys
 import types
 import typing
@@ -337,3 +338,32 @@ def test_options_fill_these_arguments():
     if option is not None and (option.fills or option.hint)
   }
   assert found == _FILLS
+
+
+@pytest.mark.parametrize(
+  ("given", "refusal"),
+  [
+    (
+      {"rank": 2},
+      "`--rank` must be left out for one, which does not use it: `--rank`, got "
+      "2, is used by two, and others with `--reducer power_sgd`.",
+    ),
+    (
+      {"growth_start": 2.0},
+      "`--growth-start` must be left out for one, which does not use it: "
+      "`--growth-start`, got 2.0, is used by others with `--interval-policy "
+      "growth`.",
+    ),
+    (
+      {"bound": 2},
+      "`--bound` must be left out for one, which does not use it: `--bound`, "
+      "got 2, is used by none of them.",
+    ),
+  ],
+)
+def test_unused_option_is_told_its_users(given, refusal):
+  usual = _options.with_preset(_commands.Train, "digits")
+  options = dataclasses.replace(usual, **given)
+  takes = {"one": {"bits"}, "two": {"rank"}}.__getitem__
+  with pytest.raises(ValueError, match=f"^{re.escape(refusal)}$"):
+    _options.check_used(options, ["one"], ["one", "two"], takes)

@@ -155,6 +155,51 @@ def test_both_tables_of_a_late_run_have_a_step_at_least(monkeypatch):
   assert ends == [1, 6, 3, 6, 5, 6]
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_second_table_continues_from_the_first(late, monkeypatch):
+  made = object.__new__(_pipeline_run.PreparedStages)
+  first, second = (
+    types.SimpleNamespace(
+      name=name, optimizer=f"{name} rule",
+      pipe=types.SimpleNamespace(
+        continue_from=lambda *given, name=name: (name, *given),
+        grid=types.SimpleNamespace(behind=0),
+      ),
+    )
+    for name in ("first", "second")
+  )  # fmt: skip
+  made.workload = types.SimpleNamespace(workers="team")
+  made.budget = types.SimpleNamespace(num_steps=6)
+  made.first, made.late, calls = first, second, []
+  made.options = _commands.Train(late_from=0.5)
+
+  def fit(self, phase, state, seed, num_steps, fit):
+    calls.append((phase.name, state, seed, num_steps, fit))
+    return f"end of {phase.name}", [f"record of {phase.name}"]
+
+  for name, value in {
+    "_fit": fit, "_is_late": lambda *_: late,
+    "_state": lambda self, phase, seed: f"{phase.name} {seed}",
+  }.items():  # fmt: skip
+    monkeypatch.setattr(_pipeline_run.PreparedStages, name, value)
+  assert made.run(4, free={"x"}, more=1) == ["record of second"]
+  given = {"free": (), "more": 1}
+  if late:
+    assert calls == [("second", "second 4", 4, 6, given)]
+  else:
+    carried = ("second", "end of first", "team", "second rule")
+    before = {"continues": ["record of first"]}
+    assert calls == [
+      ("first", "first 4", 4, 3, given),
+      ("second", carried, 4, 6, given | before),
+    ]
+  # With one table all may be changed that a longer run may have.
+  calls.clear()
+  made.first = None
+  made.run(4, free={"x"})
+  assert calls == [("second", "second 4", 4, 6, {"free": {"x"}})]
+
+
 def test_stages_have_about_equally_many_operations():
   # The first layer has nearly all operations.
   model = models.build(

@@ -1,6 +1,7 @@
 """Parts of runs that need several processes, or minutes, as a whole."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -349,6 +350,71 @@ def test_checkpoint_of_other_workers_is_read_on_this_host():
 )  # fmt: skip
 def test_data_sets_need_their_readers(dataset, needed):
   assert _workload._check_data(_commands.Train(dataset=dataset)) == needed
+
+
+@dataclasses.dataclass
+class _Read:
+  given: tuple
+  name: str
+
+
+@pytest.mark.parametrize(
+  ("options", "wanted"),
+  [
+    ({"dataset": "mnist"}, ("load", "mnist", {})),
+    ({"files": "own", "image_size": 32}, ("load", "own", {"size": 32})),
+    ({"dataset": "tiny_shakespeare"}, ("load_text", "tiny_shakespeare", {})),
+    ({"text": "a.txt"}, ("load_text", "a.txt", {})),
+    ({"text": "a.txt", "window_length": 9},
+     ("load_text", "a.txt", {"window_length": 9})),
+    ({"dataset": "tiny_shakespeare", "window_length": 8},
+     ("load_text", "tiny_shakespeare", {"window_length": 8})),
+  ],
+)  # fmt: skip
+def test_both_sets_are_read_as_they_are_told(options, wanted, monkeypatch):
+  def noted(kind):
+    return lambda *given, **more: _Read((kind, *given, more), "a name of its")
+
+  for kind in ("load", "load_text"):
+    monkeypatch.setattr(data, kind, noted(kind))
+  options = _commands.Train(**options)
+  kind, source, more = wanted
+  assert _workload._load(options) == tuple(
+    _Read((kind, source, part, more), options.dataset)
+    for part in ("train", "test")
+  )
+
+
+@pytest.mark.parametrize(
+  ("options", "more"),
+  [
+    ({}, {}),
+    ({"checkpoints": "a"}, {"orbax.checkpoint": "checkpoints"}),
+    ({"tensorboard": "a"}, {"tensorboardX": "metrics"}),
+    ({"final_params": "a.safetensors"}, {"safetensors": "export"}),
+    ({"driver": "clock"}, {"simpy": "sim"}),
+    ({"checkpoints": "a", "driver": "clock"},
+     {"orbax.checkpoint": "checkpoints", "simpy": "sim"}),
+  ],
+)  # fmt: skip
+def test_options_need_their_extras(options, more, monkeypatch):
+  asked = []
+  monkeypatch.setattr(_workload.checks, "check_extras", asked.append)
+  _workload.check(_commands.Train(**options))
+  assert asked == [{"sklearn": "data"} | more]
+
+
+@pytest.mark.parametrize(
+  "options",
+  [{}, {"norm": "group"}, {"num_layers": 3, "width": 7}, {"num_heads": 2}],
+)
+def test_model_is_built_with_what_is_given(options):
+  train = _images()
+  found = _workload.build_arguments(
+    _commands.Train(model="mlp", **options), train
+  )
+  size = {"input_shape": train.input_shape, "num_classes": train.num_classes}
+  assert found == {"name": "mlp"} | size | options
 
 
 def test_speed_of_a_text_is_in_bytes():

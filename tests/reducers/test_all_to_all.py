@@ -162,3 +162,17 @@ def test_row_that_is_not_finite_leaves_no_residual():
   x = jnp.stack([jnp.ones(16), -jnp.ones(16).at[3].set(jnp.nan)])
   found = jax.jit(jax.vmap(residual, axis_name="worker"))(x)
   assert found.tolist() == [[0.0] * 8, [-1.0] * 8]
+
+
+def test_owners_of_every_bucket_draw_numbers_of_their_own():
+  reducer = reducers.compressed(codecs.Quantize(4, 8, rounding="stochastic"))
+
+  def one(x):
+    return reducer.reduce(x, reducer.init(x, "w"), jax.random.key(0), "w").mean
+
+  # Equal entries in two buckets, half of them half-way between two integers.
+  x = jnp.stack([jnp.tile(jnp.array([7.0] + [n] * 7), 8) for n in (1.0, 0.0)])
+  both = {"a": x, "b": x.astype(jnp.bfloat16)}
+  mean = jax.jit(jax.vmap(one, axis_name="w"))(both)
+  assert {0.0, 1.0} < {*mean["b"][0].tolist()}
+  assert mean["a"][0].tolist() != mean["b"][0].tolist()

@@ -435,3 +435,20 @@ def test_workers_choose_the_same_entries_with_any_generator(kind):
   for x in found:
     assert sorted(x[0].tolist()) == [0.0] * 12 + [1.0] * 4
     np.testing.assert_array_equal(x, found[0])
+
+
+def test_results_are_typed_as_the_workers_own():
+  team = collectives.workers(2, substrate="shard_map")
+  compression, types = reducers.Compression(reducers.Exact()), set()
+
+  def mean(x):
+    found = compression.mean(x, compression.init(x, team.axis), team.axis)
+    types.update(
+      jax.typeof(y).manual_axis_type.varying for y in jax.tree.leaves(found)
+    )
+    return found[0]
+
+  spec = jax.P(team.mesh_axis)
+  tracked = jax.shard_map(mean, mesh=team.mesh, in_specs=spec, out_specs=spec)
+  jax.eval_shape(tracked, jnp.ones((2, 3)))
+  assert types == {frozenset({team.mesh_axis})}

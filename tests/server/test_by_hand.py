@@ -274,6 +274,22 @@ def test_mark_is_due_at_its_own_unit(unit, positions):
     assert marks.is_due(delivery, now_s) == due
 
 
+def test_checkpoint_of_a_live_run_is_read_with_its_identity_alone(tmp_path):
+  def made(**identity):
+    plan = server.LivePlan(
+      workers=("a",), checkpoints=str(tmp_path), identity=identity
+    )
+    return _live_marks.LiveMarks(server.EmptyServer(), plan)
+
+  delivery = types.SimpleNamespace(
+    state=types.SimpleNamespace(version=4), save=dict
+  )
+  made(seed=1).begin_checkpoint(delivery, 1.5, set(), None)
+  assert made(seed=1).checkpoints.found[0]["updates"] == 4
+  with pytest.raises(ValueError, match="seed"):
+    made(seed=2)
+
+
 def test_status_names_who_is_here_and_who_has_pushed():
   """A process that has pushed has started well, and may be lost again."""
   boxes = {

@@ -334,6 +334,25 @@ def test_error_of_a_server_ends_its_workers(error, told, ends):
     assert future.result() == ({"kind": "stop"}, _mailboxes._NOTHING)
 
 
+def test_server_takes_the_messages_of_its_workers_alone():
+  made, _ = _live(None)
+  made._core.boxes = {"a": types.SimpleNamespace(life=3)}
+  refused = "There is no worker 'b' in this run."
+  for kind in ("hello", "push", "join"):
+    assert made.push({"kind": kind, "worker": "b"}) == {"refused": refused}
+  assert "no worker None in" in made.push({"kind": "push"})["refused"]
+  # Of a life before, or without any.
+  for life in ({"life": 2}, {}):
+    stale = made.push({"kind": "push", "worker": "a", **life})
+    assert stale == {"refused": "stale"}
+  own = {"worker": "a", "life": 3}
+  assert "got 'save'" in made.push({"kind": "save", **own})["refused"]
+  assert made._inbox.empty()
+  for kind in ("push", "join", "state"):
+    assert made.push({"kind": kind, **own}) == {}
+  assert made._inbox.qsize() == 3
+
+
 def test_message_to_a_server_that_has_stopped_is_answered_or_dropped():
   made, _ = _live(None)
   made._stopping.set()

@@ -15,6 +15,7 @@ from flax.core import frozen_dict
 
 import jdist
 from jdist import models, pipeline, states, training
+from jdist.pipeline.planning import _model_cuts
 from jdist.pipeline.runtime import _stages
 from tests import _refusals
 from tests.pipeline.runtime import _training
@@ -423,3 +424,20 @@ def test_leaves_that_no_layer_reads_stay_with_the_first():
   assert [x.state for x in others] == [{}, {}]
   _, state = first.apply(first.params, first.state, inputs, train=True)
   assert (state["s"]["unread"] == 1.0).all()
+
+
+def test_value_is_passed_on_alone_once_all_results_before_were_read():
+  def model(w, x):
+    a, b = jax.lax.split(x, (1, 1))
+    return jnp.cos(jnp.sin(a + w) * b)
+
+  jaxpr = jax.make_jaxpr(model)(jnp.ones(1), jnp.ones(2)).jaxpr
+  split, _, _, product, _ = eqns = jaxpr.eqns
+  w, x = jaxpr.invars
+  reads, ends, moving = _model_cuts._passed_on(
+    eqns, [x], jaxpr.outvars, {"w": w}
+  )
+  # The second half waits for the first one's layers.
+  assert ends == {4: product.outvars[0]}
+  assert reads == [set(), {"w"}, set(), set(), set()]
+  assert {*split.outvars} < moving and w not in moving

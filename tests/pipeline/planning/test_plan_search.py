@@ -443,3 +443,26 @@ def test_fewer_micro_batches_are_tried_while_they_help(few, rates, tried):
   assert found == ([8, 4, 2, 1] if few else tried)
   left = [x.num_microbatches for x in search._done if x.reason is not None]
   assert left == [x for x in (8, 4, 2, 1) if x not in found]
+
+
+def test_fewer_micro_batches_are_tried_while_their_best_window_helps():
+  names = tuple(f"n{i}" for i in range(9))
+  problem = types.SimpleNamespace(
+    machines=types.SimpleNamespace(names=names), batch_size=10**9
+  )
+  search = _plan_search._Search(problem, None)
+  search._stages = lambda recompute: [(2, 1.0)]
+  search._best, found = 20.0, []
+  rates = {8: (17.0, 1.0, 16.0), 4: (2.0, 16.5), 2: (20.0,), 1: (20.0,)}
+
+  def noted(choice):
+    found.append(choice.num_microbatches)
+    search._done += [
+      dataclasses.replace(choice, plan="a plan", samples_per_s=rate)
+      for rate in rates[choice.num_microbatches]
+    ]
+
+  search._try, search._try_capped = pytest.fail, noted
+  search.add(False, ["ours"], [1, 2, 4, 8])
+  # The best of 8 is less slow than three quarters, and that of 4 is slower.
+  assert found == [8, 4]

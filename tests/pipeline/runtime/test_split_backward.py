@@ -435,3 +435,11 @@ def test_value_that_is_smaller_than_its_operand_waits():
   v, gradient = traced.outvars
   _, second, waiting = _split_backward._cut(traced, [v], [gradient])
   assert waiting == {v} and not second
+
+
+def test_functions_are_evaluated_with_their_constants():
+  constant = jnp.arange(3.0)
+  closed = jax.make_jaxpr(lambda x: 2 * x + constant)(1.0)
+  assert [x.tolist() for x in closed.consts] == [[0.0, 1.0, 2.0]]
+  (found,) = _split_backward.evaluate(closed, [1.0])
+  assert found.tolist() == [2.0, 3.0, 4.0]

@@ -33,6 +33,15 @@ def test_every_place_has_its_program(due, steps, host):
   assert {choice.control for choice in others} <= set(known)
 
 
+def test_device_decides_without_a_host():
+  control, idle = _programs.Choice()
+  assert control == transforms.Control(
+    round_ends=None, arrives=None, stream_steps="fixed", drain=False,
+    fragments=None,
+  )  # fmt: skip
+  assert not idle
+
+
 def test_mean_may_be_applied_within_a_round():
   known = _programs.Programs((), True).needed(1, undelayed=False)
   said = {(c.control.round_ends, c.control.arrives) for c in known}

@@ -286,3 +286,26 @@ def test_leaf_of_a_state_belongs_to_the_longest_path_of_its_shape():
   assert fit(("z", "a", "w"), 2) == 1 and fit(("z", "w"), 2) == 0
   assert fit(("a", "w"), 3) == fit(("w",), 3) == fit(("v",), 2) == -1
   assert fit(("b", "w"), 3) == 2 and fit(("b", "w"), 2) == 0
+
+
+def test_mean_within_a_round_is_taken_apart_from_the_step(monkeypatch):
+  arrive, given = _late_mean.LateMean.arrive, []
+
+  def noted(self, end, state, steps, found=None):
+    given.append(found is not None)
+    return arrive(self, end, state, steps, found)
+
+  monkeypatch.setattr(_late_mean.LateMean, "arrive", noted)
+  optimizer = transforms.local_steps(
+    optax.sgd(RATE), 3, axis=None, overlap=transforms.Delayed(steps=2)
+  )
+  params = jnp.ones(2)
+  state = optimizer.init(params)
+  for control in (PLAIN, transforms.Control(round_ends=False, arrives=True)):
+
+    def update(grads, control=control):
+      return optimizer.update(grads, state, params, control=control)
+
+    jax.eval_shape(update, params)
+  # A host that knows when needs no conditional.
+  assert given == [True, False]
