@@ -54,7 +54,11 @@ def every_table(rows: list[Row], ratio: str = "iteration_ratio") -> str:
   lines = []
   for title in dict.fromkeys(map(_devices, rows)):
     own = [row for row in rows if _devices(row) == title]
-    ratios = {row["table"]: f"{row[ratio]:.3f}" for row in own}
+    # Several tries stand beside each other.
+    ratios = {
+      name: ", ".join(f"{x[ratio]:.3f}" for x in own if x["table"] == name)
+      for name in names
+    }
     loads = [x for row in own for x in np.ravel(row["load"])]
     load = f"{min(loads):.1f} to {max(loads):.1f}"
     lines.append((title, *map(ratios.__getitem__, names), load))
@@ -242,7 +246,8 @@ def slow_edges_table(rows: list[Row]) -> str:
 def _edges_of(row: Row) -> str:
   """Returns the stages and the table of messages on slow links."""
   config = row["config"]
-  kind = "compute" if config.get("layers") else "sleep"
+  layers = config.get("layers")
+  kind = f"compute, {layers} layers" if layers else "sleep"
   return f"{config['stages']} that {kind} | {row['table']}"
 
 
@@ -345,7 +350,7 @@ def main() -> None:
   for kept in training.read_rows(measured.SPANS):
     if kept["table"] == "gpipe":
       continue
-    (row,) = (
+    *_, row = (
       row
       for row in rows
       if row["config"]["kind"] == kept["kind"]
