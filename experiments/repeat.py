@@ -22,7 +22,7 @@ from typing import Any
 from jdist import training
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-# What differs between two runs of one row.
+# Two runs of one row differ in these.
 _OWN = (
   "run", "commit", "device", "versions", "train_s", "took_s", "partition_s",
   "place_s",

@@ -67,7 +67,7 @@ class Config:
   """Of a micro-batch."""
 
   layers: int = 1
-  """Of each device; some tables make two stages of them."""
+  """Each device has so many; some tables make two stages of them."""
 
   bound: bool = False
   """Whether each process has a core of its own."""
@@ -205,7 +205,7 @@ def measure(peers: pipeline.Peers, config: Config) -> dict[str, Any]:
   """Runs all tables in turn; what one process returns."""
   tables, alone = make_tables(config), []
   if config.kind == "computing":
-    # What a stage takes alone.
+    # In these tables a stage computes alone.
     alone = [one_at_a_time(config, x) for x in numbers_of_stages(config)]
   runs = []
   for table in alone + tables:

@@ -281,7 +281,7 @@ def test_server_runs_on_the_usual_engine_unless_one_is_named(given, driver):
      "`--momentum` must be left out without `--optimizer sgd`"),
     ({"epochs": 3.0, "steps": 4},
      "`--epochs` must be left out with `--steps 4`"),
-    # Which options of a protocol an elastic method uses, is found later.
+    # A later check finds the options of a protocol that a method uses.
     ({"quorum": 0.5}, "without `--protocol`"),
     ({"quorum": 0.5, "elastic": True}, None),
   ],

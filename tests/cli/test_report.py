@@ -366,7 +366,7 @@ def test_table_has_what_differs_and_a_link_to_each_row():
   for file, title in (("rows.jsonl", "Runs"), ("tuning.jsonl", "Tuning")):
     text = _page._table(file, rows, {"same": 1})
     heads = re.findall(r"<th scope=col>(.*?)</th>", text)
-    # What was run stands first.
+    # The command that was run stands first.
     assert heads == ["method", "loss", "seed", "row"]
     assert f"<h2>{title}</h2>" in text
     cells = re.findall(r"<td>(.*?)</td>", text)

@@ -18,7 +18,7 @@ pytest.importorskip("simpy")
   [
     ({}, {"total": 80}, "a", (10, 20, 30, 50, 80)),
     ({}, {"total": 80, "maximum": 40}, "a", (5, 10, 15, 25, 40)),
-    # What a machine's memory holds, by the protocol or by its batches.
+    # A protocol or its batches say how much a machine's memory holds.
     ({"limits": {"a": 16}}, {"total": 80}, "a", (2, 4, 6, 10, 16)),
     ({"limits": {"a": 16}}, {"total": 80}, "b", (10, 20, 30, 50, 80)),
     ({"limits": None}, {"total": 80, "limits": {"a": 8}}, "a", (1, 2, 3, 5, 8)),
@@ -148,7 +148,7 @@ def test_elastic_rounds_make_their_own_pair(made):
   [(None, "c", 7.0), (None, None, 12.0), (3, "c", 3.0), (3, None, 3.0)],
 )
 def test_clock_knows_the_bytes_of_a_push(codec, file, size, monkeypatch):
-  """Those of the file, unless a codec or the model says more."""
+  """The file gives them, unless a codec or the model says more."""
   monkeypatch.setattr(
     _server_parts, "_server_learner", lambda parts: ("protocol", "learner")
   )

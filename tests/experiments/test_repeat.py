@@ -1,4 +1,4 @@
-"""Which rows are run again, and what of them is compared."""
+"""Rows that are run again are there, and compared without their times."""
 
 import math
 

@@ -415,7 +415,7 @@ def test_inputs_of_micro_batches_take_memory():
     ({8: 16.0, 4: 16.0, 2: 16.0, 1: 16.0}, [8, 4, 2, 1]),
     ({8: 18.0, 4: 17.0, 2: 17.0, 1: 17.0}, [8, 4]),
     ({8: 16.0, 4: 18.0, 2: 17.0, 1: 20.0}, [8, 4, 2]),
-    # What is slower than three quarters of the best is not tried again.
+    # Plans slower than three quarters of the best are not tried again.
     ({8: 15.0, 4: 16.0, 2: 0.0, 1: 0.0}, [8, 4, 2]),
     ({8: 14.0, 4: 20.0, 2: 20.0, 1: 20.0}, [8]),
   ],

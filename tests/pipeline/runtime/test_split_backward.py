@@ -353,7 +353,7 @@ def test_zero_bubble_in_one_program_multiplies_as_often_as_1f1b():
   assert products("zb_h1") == products("1f1b")
 
 
-# What each operation of [3, 1] numbers, integers or flags makes of them.
+# Each operation turns [3, 1] numbers, integers or flags into these.
 _ONCE = {
   "abs": lambda a, i, m: lax.abs(a),
   "add": lambda a, i, m: lax.add(a, a),
