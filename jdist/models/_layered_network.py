@@ -37,9 +37,7 @@ class LayeredNetwork(nnx.Module):
   parts: tuple[NetworkPart, ...] = ()
 
   def add_part(
-    self,
-    modules: Mapping[str, nnx.Module],
-    run: Callable[..., jax.Array],
+    self, modules: Mapping[str, nnx.Module], run: Callable[..., jax.Array]
   ) -> None:
     """Adds sub-modules by name, and `run(x, mask, *modules)`, which is next."""
     for name, module in modules.items():

@@ -9,12 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jdist import checks
-from jdist.models import (
-  _layered_network,
-  _layers,
-  _normalization,
-  _patches,
-)
+from jdist.models import _layered_network, _layers, _normalization, _patches
 
 
 class VGG(_layered_network.LayeredNetwork):

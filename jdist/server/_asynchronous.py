@@ -154,10 +154,7 @@ class NSoftsync(_protocol.Protocol[SoftsyncState]):
     self._update(state, actions)
 
   def on_push(
-    self,
-    state: SoftsyncState,
-    push: _server_state.Assignment,
-    actions: Actions,
+    self, state: SoftsyncState, push: _server_state.Assignment, actions: Actions
   ) -> None:
     """Collects a gradient."""
     state.collected.append(push)

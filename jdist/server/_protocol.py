@@ -297,11 +297,7 @@ class Protocol(Generic[State]):
     state.applied += len(tasks)
 
   def discard(
-    self,
-    state: State,
-    push: Assignment,
-    actions: Actions,
-    reason: str = "late",
+    self, state: State, push: Assignment, actions: Actions, reason: str = "late"
   ) -> None:
     """Drops a push."""
     actions.append(_messages.Discard(push.task, reason))

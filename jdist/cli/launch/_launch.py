@@ -205,10 +205,7 @@ def _kuberay(options: _commands.Launch) -> str:
     if train.gpus_per_worker:
       limits["nvidia.com/gpu"] = str(math.ceil(train.gpus_per_worker))
     workers += _fill(
-      "kuberay_worker.yaml",
-      options,
-      machine=group,
-      limits=json.dumps(limits),
+      "kuberay_worker.yaml", options, machine=group, limits=json.dumps(limits)
     )
   # The file is in the pod, and its machines are real: nothing is slept away.
   words = [_MOUNTED if x == train.cluster else x for x in options.command]

@@ -8,12 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jdist import cluster, signatures
-from jdist.pipeline.planning import (
-  _bottleneck,
-  _costs,
-  _placement,
-  _simulator,
-)
+from jdist.pipeline.planning import _bottleneck, _costs, _placement, _simulator
 from jdist.pipeline.planning._placement import Layout
 from jdist.pipeline.planning._plan import Footprint, Plan
 from jdist.pipeline.schedule import _asynchronous_tables, _checker

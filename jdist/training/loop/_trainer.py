@@ -22,12 +22,7 @@ from jdist.training import (
   _step,
   _train_state,
 )
-from jdist.training.loop import (
-  _preemption,
-  _programs,
-  _record,
-  _training_run,
-)
+from jdist.training.loop import _preemption, _programs, _record, _training_run
 
 # From the step to begin with, an endless iterator of host batches
 # `[local workers, ...]`.

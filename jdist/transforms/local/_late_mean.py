@@ -11,12 +11,7 @@ from jdist import collectives
 from jdist.states import PyTree
 from jdist.transforms import _control, intervals
 from jdist.transforms.intervals import _policy
-from jdist.transforms.local import (
-  _anchor,
-  _delayed,
-  _round,
-  _sync_state,
-)
+from jdist.transforms.local import _anchor, _delayed, _round, _sync_state
 
 Round: TypeAlias = _round.Round
 Step: TypeAlias = _sync_state.Step
