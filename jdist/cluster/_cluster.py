@@ -76,7 +76,7 @@ class Cluster:
   ) -> None:
     """Raises a ValueError when a machine's memory does not hold its batch.
 
-    The samples are those of every batch, or one number for each machine.
+    The `samples` are one size for all batches, or a size for each machine.
     """
     sizes = [samples] * len(self.nodes) if isinstance(samples, int) else samples
     for node, size in zip(self.nodes, sizes, strict=True):

@@ -240,9 +240,9 @@ class Network:
     name: str = "message",
     kind: str = "communicate",
   ) -> Any:
-    """Sends a message; returns SimPy's event that happens when it arrives.
+    """Sends a message and returns SimPy's event of its arrival.
 
-    Its name and its kind are those of its spans in the trace.
+    The trace shows it under `name`, in the colour of its `kind`.
     """
     environment, trace = self._environment, self._trace
     if self._topology is None:

@@ -40,7 +40,7 @@ _SMALL = 2**18
 
 
 class RowLayout(NamedTuple):
-  """Buckets of a row a worker, and which are `exact`, without the codec."""
+  """Buckets of one row a worker; the codec leaves `exact` ones as they are."""
 
   buckets: collectives.Buckets
   exact: tuple[bool, ...]

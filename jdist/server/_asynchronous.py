@@ -69,10 +69,19 @@ def dbs(
   speeds (`server.SpeedBatches`), so that iterations take equally long and no
   worker's gradients are much staler than another's.
 
-  The `rate`, by which the learning rate grows with a worker's batch, and the
-  `parts` are `samples` and `parts` of `server.Weighting`, whose staleness is
-  `server.inverse_staleness` if asked for.  Other arguments are those of
-  `server.SpeedBatches` and of `server.Protocol`.
+  Args:
+    total: Samples of all workers' batches together.
+    period: Pushes between two allocations; one for each worker if None.
+    smoothing: Share of the last speed that a new measurement leaves.
+    minimum: The smallest batch.
+    maximum: The largest batch.
+    limits: The largest batch of single workers, by their names.
+    rate: The learning rate grows with a worker's batch: `"linear"`,
+      `"square_root"` or `"none"`.
+    parts: Part of the data that each worker owns; None if the parts are equal
+      or all data is shared.
+    inverse_staleness: Divides a gradient by its staleness.
+    timeout_s: As in `server.Protocol`.
 
   References:
     DBS-SGD.  Reconstruction: the abstract names neither the estimate of the
@@ -181,8 +190,12 @@ def fedbuff(
   .. math:: \theta \leftarrow \theta - \frac{\alpha}{K} \sum_{k=1}^{K}
             \frac{g_k}{\sqrt{1 + \tau_k}}
 
-  No worker waits, and several of the K gradients may be one worker's.  K is the
-  `buffer`, 10 in the paper; other arguments are those of `server.Protocol`.
+  No worker waits, and several of the K gradients may be one worker's.
+
+  Args:
+    batches: As in `server.Protocol`.
+    buffer: K, >= 1; 10 in the paper.
+    timeout_s: As in `server.Protocol`.
 
   References:
     Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation

@@ -186,7 +186,7 @@ class Driver:
   ) -> None:
     """Gives a message to the protocol, and carries out its actions.
 
-    Without `now_s` it is the driver's own time.
+    The time is `now_s` seconds after the start, or the driver's own if None.
     """
     worker, gone = None, []
     if not isinstance(message, _FREQUENT):

@@ -246,7 +246,7 @@ class Protocol(Generic[State]):
   ) -> Assignment:
     """Sends the parameters to a member, with the number of its samples.
 
-    It adds a `server.Reply` with the other arguments to the actions.
+    A `server.Reply`, which has the other arguments, is added to the `actions`.
     """
     member, version = state.members[worker], state.version
     task, state.next_task = state.next_task, state.next_task + 1

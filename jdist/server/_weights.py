@@ -67,7 +67,7 @@ class Weighting:
     *,
     mean: bool,
   ) -> list[float]:
-    """Returns each gradient's weight; fresh ones have, by `mean`, the sum 1."""
+    """Returns weights of gradients; by `mean` those of fresh ones sum to 1."""
     shares = [
       self.share(push.samples, mean_samples, push.worker) for push in pushes
     ]

@@ -35,7 +35,7 @@ class Kind(enum.IntEnum):
 
 
 class Tag(NamedTuple):
-  """The identity of a message; fields that it has not are 0."""
+  """The identity of a message; a field that does not apply to it is 0."""
 
   kind: Kind
   stage: int = 0

@@ -121,8 +121,8 @@ def gradient_program(
 ) -> Callable[..., Any]:
   """Compiles a worker's push: the gradient, and its message.
 
-  The gradients of a task's `passes` are averaged; with `decoded` the message
-  is passed as what it decodes to.
+  A task is cut into `passes`, whose gradients are averaged. With `decoded` the
+  message is returned as the arrays that it decodes to.
 
   Returns:
     `(params, model_state, own, control, batch, key, task) -> message, loss,
@@ -281,7 +281,7 @@ def _received(
 
 
 def padded_size(sizes: Sequence[int] | None, count: int) -> int:
-  """Returns the smallest size for `count` samples; without sizes 2**n."""
+  """Returns the smallest size for `count` samples, a power of 2 by default."""
   if sizes is None:
     return 1 << (count - 1).bit_length()
   for size in sizes:

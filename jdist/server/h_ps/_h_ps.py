@@ -349,9 +349,17 @@ def h_ps(
 ) -> HPS:
   """H-PS: tasks by speed, communication under computation, fewer bits.
 
-  A round has `total` samples of all workers together; with `tasks` batches let
-  all finish at the same time, and are equal if not.  Other arguments are those
-  of `server.HPS` and `server.BalancedBatches`.
+  Args:
+    total: Samples of a round, of all workers together.
+    tasks: Whether batches let all finish at the same time; equal ones if not.
+    pipelined: As in `server.HPS`.
+    pipelined_from: As in `server.HPS`.
+    plans: As in `server.HPS`; None for exact messages.
+    limits: As in `server.HPS`.
+    smoothing: As in `server.BalancedBatches`.
+    accumulate: As in `server.BalancedBatches`.
+    slack: As in `server.HPS`.
+    timeout_s: As in `server.Protocol`.
 
   Returns:
     The protocol; with only one of its three parts it is an ablation.

@@ -76,8 +76,8 @@ class LocalStep:
   ) -> np.ndarray:
     """Returns the input of `move` for a task, an array of four floats.
 
-    The last gradient `leads` if the version sent for the task lacks it; `last`,
-    the version sent before, is None after a restart.
+    The worker's last gradient `leads` if this version of parameters lacks it.
+    `last` is the version of its task before; a restart forgets it (None).
     """
     # The rate of the update that is foreseen: the one after this version.
     rate = self.rate(version) if callable(self.rate) else self.rate

@@ -69,8 +69,8 @@ class Programs:
   def needed(self, due: int, undelayed: bool) -> tuple[Choice, ...]:
     """Returns the programs that a run without fragments may need.
 
-    A mean is `due` after so many updates of a round, with 0 at its end; first
-    rounds that are `undelayed` are ended by the device.
+    A mean is applied `due` updates after a round begins, and at its end if this
+    is 0. If `undelayed`, the device ends the first rounds, without a delay.
     """
     places = [(-1, 0, 1)] if undelayed else []
     # Longer rounds than these need no other programs.
@@ -175,7 +175,13 @@ class RoundHost:
   ):
     """Reads the position of the run in its round.
 
-    The `opt_state`, `[workers, ...]`, is before an update; see `Trainer`.
+    Args:
+      workers: The run's workers.
+      opt_state: The optimizer's state, `[workers, ...]`, before an update.
+      stream_steps: As in `Trainer`, the numbers of updates in which a streamed
+        message may be sent.
+      host_rounds: As in `Trainer`. By default (None) the host ends rounds if
+        the method allows it.
 
     Raises:
       ValueError: If the optimizer streams nothing although `stream_steps` is

@@ -95,7 +95,7 @@ class Progress:
     *,
     start_step: int = 0,
   ):
-    """Prepares the line, which entering the context shows; 0 is no end."""
+    """Prepares the line of the context; a run of 0 `num_steps` has no end."""
     # Imported here, since it would slow down `import jdist`.
     from rich import console, progress, table
 

@@ -63,7 +63,7 @@ class Watchdog:
     )
 
   def beat(self, note: str = "", *, patience: float = 1.0) -> None:
-    """Restarts the clock; a compilation may take its time with `patience`."""
+    """Restarts the clock; the next beat may take `patience` times as long."""
     self._note = note
     # A single assignment, because another thread reads both values.
     self._last = _Beat(time.monotonic(), self._timeout_s * patience)
