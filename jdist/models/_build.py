@@ -78,23 +78,23 @@ def build(
   The same arguments give the same parameters to the bit on every device and
   substrate, as NumPy draws them on the host.
 
-  | name               | network                | options                     |
-  |--------------------|------------------------|-----------------------------|
-  | mlp                | fully connected        | hidden_sizes=(128,)         |
-  | lenet              | LeNet-5, up to 32x32   |                             |
-  | cnn                | three convolutions     |                             |
-  | alexnet            | AlexNet                | form, hidden_sizes          |
-  | vgg11, 13, 16, 19  | VGG                    | form, hidden_sizes, norm,   |
-  |                    |                        | num_groups, width=64        |
-  | vgg15              | VGG of MP²             | norm, num_groups, width     |
-  | resnet8, resnet20  | CIFAR ResNet, 1 or 3   | norm, num_groups            |
-  |                    | blocks per stage       |                             |
-  | resnet18, 34, 50   | ImageNet ResNet        | form, norm, num_groups,     |
-  |                    |                        | width=64, shortcut_size=1   |
-  | transformer        | causal language model  | num_layers=4, width=128,    |
-  |                    |                        | num_heads=4, hidden_size,   |
-  |                    |                        | positions="learned",        |
-  |                    |                        | tied=False                  |
+  | name              | network               | options                        |
+  |-------------------|-----------------------|--------------------------------|
+  | mlp               | fully connected       | hidden_sizes=(128,)            |
+  | lenet             | LeNet-5, up to 32x32  |                                |
+  | cnn               | three convolutions    | hidden_sizes                   |
+  | alexnet           | AlexNet               | form, hidden_sizes             |
+  | vgg11, 13, 16, 19 | VGG                   | form, width=64, max_growth=8,  |
+  |                   |                       | hidden_sizes, norm, num_groups |
+  | vgg15             | VGG of MP²            | norm, num_groups, width        |
+  | resnet8, resnet20 | CIFAR ResNet, 1 or 3  | norm, num_groups               |
+  |                   | blocks per stage      |                                |
+  | resnet18, 34, 50  | ImageNet ResNet       | form, norm, num_groups,        |
+  |                   |                       | width=64, shortcut_size=1      |
+  | transformer       | causal language model | num_layers=4, width=128,       |
+  |                   |                       | num_heads=4, hidden_size,      |
+  |                   |                       | positions="learned",           |
+  |                   |                       | tied=False                     |
 
   `form` is "cifar" or "imagenet", by default "cifar" for images up to 64x64.
   `norm` is "batch" (default of ResNets), "group" with `num_groups=8`, or

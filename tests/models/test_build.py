@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import subprocess
 import sys
 
@@ -25,6 +26,31 @@ def cast(tree, dtype):
 def test_table_has_every_model():
   tried = {name for name, _ in _variants.VARIANTS} | set(_variants.ALSO)
   assert tried == set(models.MODELS)
+
+
+def test_docstring_lists_the_options_of_every_model():
+  names, listed = [], {}
+  for line in models.build.__doc__.splitlines():
+    cells = [x.strip() for x in line.split("|")]
+    if len(cells) < 5 or cells[1] == "name" or "--" in cells[1]:
+      continue
+    name, _, options = cells[1:4]
+    if name:  # "resnet18, 34, 50" stands for three names.
+      first, *others = name.split(", ")
+      stem = first.rstrip("0123456789")
+      names = [first, *(stem + x.removeprefix(stem) for x in others)]
+    for name in names:
+      words = re.findall(r"[a-z_]+", re.sub(r"=(\(.*?\)|[^,]*)", "", options))
+      listed[name] = listed.get(name, []) + words
+  taken = {}
+  for name in models.MODELS:
+    with pytest.raises(ValueError, match=f"no option of {name}") as caught:
+      build(name, {"other": 1})
+    words = str(caught.value).rstrip(".").partition("which has ")[2]
+    taken[name] = [x for x in words.split(", ") if x != "none"]
+  assert {k: sorted(v) for k, v in listed.items()} == {
+    k: sorted(v) for k, v in taken.items()
+  }
 
 
 IMAGE_MODELS = [name for name in models.MODELS if name != "transformer"]
