@@ -1,6 +1,7 @@
 """Refusals of reducers and feedbacks: an argument, or a leaf, and its rule."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +98,20 @@ _KEPT = (
   reducers.MomentumCorrection(0.9),
 )
 _CODEC = codecs.TopK(k=2)
+
+
+class _Counted(NamedTuple):
+  residual: dict
+  times: int
+
+
+class _Counting:
+  """A feedback whose state counts."""
+
+  def init(self, like):
+    return _Counted(like, 0)
+
+
 _SCALED = codecs.RandomK(0.1)
 
 
@@ -228,6 +243,11 @@ _SCALED = codecs.RandomK(0.1)
     "an int from 0 to 9223372036854775807, got -1",
   ),
   ("specs", lambda: stream(compress(specs=[INNER])), "None where"),
+  (
+    "feedback",
+    lambda: _sharded.ShardedFeedback(_Counting(), None).init(TWO),
+    "like the parameters where `specs` are given",
+  ),
   ("updates", shared_gradients, "each worker's own"),
   (
     "compression",

@@ -482,6 +482,24 @@ def test_thread_that_ends_tells_its_worker_once(error, told):
   assert session._closed.is_set()
 
 
+@pytest.mark.parametrize("refused", [True, False])
+def test_refused_push_tells_its_worker_that_the_server_is_lost(refused):
+  """The server knows another process of this name: a hello finds out."""
+  session, pushed = object.__new__(_worker_loop._Session), []
+  session._closed, session.inbox = threading.Event(), queue.Queue()
+  session._outbox = queue.Queue()
+  for message in (("one", 1), ("two", 2), None):
+    session._outbox.put(message)
+  answer = {"refused": "It is not you."} if refused else {}
+  session._channel = types.SimpleNamespace(
+    push=lambda *given: pushed.append(given) or answer
+  )
+  session._push()
+  assert pushed == [("one", 1), ("two", 2)][: 1 if refused else 2]
+  assert session.inbox.empty() is not refused
+  assert not refused or session.inbox.get()[0]["kind"] == "lost"
+
+
 def test_push_has_the_times_and_the_place_of_its_task(monkeypatch):
   loop = server.WorkerLoop(None, "a", server.EmptyWorker(), depth=1)
   clock, sent = iter([20.0, 22.5]), []

@@ -3,6 +3,7 @@
 import math
 import pathlib
 import tempfile
+import types
 
 import jax.numpy as jnp
 import optax
@@ -10,6 +11,7 @@ import optax
 from jdist import cluster, codecs, data, reducers, server
 from jdist.server import _allocation
 from jdist.server.h_ps import _bit_plans
+from jdist.server.runtime import _delivery
 from tests import _refusals
 from tests.server import test_gradients as gradients
 from tests.server import test_h_ps_gradients as h_ps
@@ -118,6 +120,28 @@ SCALED = codecs.RandomK(0.1, shared=False)
   ),
   ("samples", lambda: server.Weighting("quadratic"), "'none', 'linear' or"),
   ("parts", lambda: server.Weighting(parts={"a": 0.0}), "positive"),
+  (
+    "parts",
+    lambda: server.Weighting(parts={"a": 1.0}).share(1, 1.0, "b"),
+    "name every worker, got none for 'b'",
+  ),
+  (
+    "learner",
+    lambda: simulation.simulation(
+      (1.0, 1.0),
+      learner=server.Pair(
+        server.EmptyServer(), {"worker0": server.EmptyWorker()}
+      ),
+    ),
+    "a learner for each machine, got none for ['worker1']",
+  ),
+  (
+    "driver",
+    lambda: _delivery.Delivery.load(
+      types.SimpleNamespace(_kinds=lambda: {"now_s": float}), {"other": 1}
+    ),
+    "an object of now_s, and is not",
+  ),
   ("parts", lambda: server.Weighting(parts={"a": math.inf}), "finite"),
   ("staleness", lambda: server.Weighting(staleness="inverse"), "a function"),
   ("smoothing", lambda: batches(smoothing=1.0), "in [0, 1)"),

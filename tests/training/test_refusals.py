@@ -1,6 +1,7 @@
 """Refusals of steps, losses and runs: an argument and its rule."""
 
 import tempfile
+import types
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,17 @@ def stepped(step):
 def init(params, model_state=None):
   optimizer = _tiny.optimizers(None)["momentum"]
   return training.init_state(_tiny.team("none"), optimizer, params, model_state)
+
+
+def communicating(sent_bytes, num_workers=2):
+  """Checks a run whose model has statistics of 12 bytes."""
+  made = object.__new__(_programs.CompiledStep)
+  made.workers = types.SimpleNamespace(num_workers=num_workers)
+  model_state = {"mean": np.zeros((num_workers, 3), np.float32)}
+  state = types.SimpleNamespace(model_state=model_state, laws=())
+  sent = types.SimpleNamespace(payload_bytes=sent_bytes, count=2)
+  traffic = [types.SimpleNamespace(collectives=x) for x in ([], [sent])]
+  made.check_communicates(state, traffic)
 
 
 def updated(gradient):
@@ -268,6 +280,12 @@ MASK = np.ones(4, np.float32)
     lambda: loss_of(lambda p, s, x, train: ((x @ p)[None], s)),
     "for logits float32[1, 4, 5]",
   ),
+  ("params", lambda: init({}), "one worker's parameters, a tree of arrays"),
+  (
+    "step",
+    lambda: communicating(6),
+    "bring the workers together, but of 2 workers nothing",
+  ),
   ("normalize", lambda: loss_of(normalize=None), "a function"),
   (
     "normalize(images)",
@@ -318,3 +336,21 @@ def test_fit_model_is_traced_and_evaluated():
   assert loss.shape == () and loss.dtype == jnp.float32
   found = evaluated(lambda p, s, x, **_: (x @ p, s))
   assert found["loss"] == pytest.approx(np.log(5.0), rel=1e-6)
+
+
+def test_more_than_the_statistics_is_communication():
+  communicating(6.5)
+  communicating(0, num_workers=1)
+
+
+@pytest.mark.parametrize(
+  ("step", "takes"),
+  [
+    (lambda state, batch: 0, False),
+    (lambda state, batch, control: 0, True),
+    (lambda state, batch, **more: 0, True),
+    (3, False),  # It has no signature.
+  ],
+)
+def test_step_may_take_a_control(step, takes):
+  assert _programs._takes_control(step) is takes

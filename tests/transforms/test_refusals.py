@@ -19,9 +19,22 @@ def local(inner=SGD, interval=2, axis=None, **others):
   return transforms.local_steps(inner, interval, axis=axis, **others)
 
 
-def step(optimizer):
+def step(optimizer, **given):
   w = jnp.zeros(3)
-  optimizer.update(w, optimizer.init(w), w)
+  optimizer.update(w, optimizer.init(w), w, **given)
+
+
+def fragments(control):
+  w = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+  optimizer = transforms.fragment_steps(SGD, 2, 2, axis=None)
+  optimizer.update(w, optimizer.init(w), w, control=control)
+
+
+def streamed(interval=4, **delay):
+  stream = transforms.Stream()
+  return local(interval=interval, overlap=transforms.Delayed(
+    stream=stream, **delay
+  ))  # fmt: skip
 
 
 def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
@@ -151,6 +164,35 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
     "fragments",
     lambda: transforms.Control(fragments=(transforms.Control(), True)),
     "a tuple of `Control`",
+  ),
+  (
+    "after_step",
+    lambda: transforms.fragment_steps(
+      SGD, 2, 2, axis=None, overlap=transforms.Delayed(1, after_step=3)
+    ),
+    "0 for `fragment_steps` (also as `streaming_diloco`), got 3",
+  ),
+  (
+    "control",
+    lambda: fragments(transforms.Control(round_ends=True)),
+    "say `round_ends` for each fragment, in `fragments`, got True for all",
+  ),
+  (
+    "control.fragments",
+    lambda: fragments(transforms.Control(fragments=(transforms.Control(),))),
+    "one control for each of 2 fragments, got 1",
+  ),
+  *(
+    ("stream_steps", lambda delay=delay: step(streamed(**delay)), reason)
+    for delay, reason in (
+      ({"after_step": None}, "the delay begins with the first long round"),
+      ({"after_step": 3}, "the first 3 steps are not delayed"),
+      (
+        {"interval": intervals.ending_at(99, intervals.fixed(4))},
+        "the interval is not one number",
+      ),
+      ({"steps": 2}, "the mean arrives 2 steps into a longer round"),
+    )
   ),
   ("carry", lambda: transforms.Delayed(carry=float("nan")), "in [0, 1]"),
   ("carry", lambda: transforms.Delayed(carry="1/N"), "a number in [0, 1]"),

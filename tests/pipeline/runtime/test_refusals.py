@@ -290,6 +290,7 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
     ),
     "on a mesh whose axis 'stage' has the table's 4 devices",
   ),
+  ("optimizer", lambda: _process().init_state(3), "an Optax"),
   ("inner", lambda: _one_program().make_step(None, axis=None), "an Optax"),
   # Arguments of a run.
   (

@@ -32,6 +32,10 @@ _CASES = {
     "device F0 I0 U W0",
     "U/0 comes before W0/0",
   ),
+  "an update before the last iteration's": (
+    "iterations 2\nweights newest\ndevice F0 B0 F0@1 B0@1 U@1 U",
+    "U/0@1 comes before the update of iteration 0",
+  ),
   "a stage on two devices": (
     "device F0 F1 B0 B1 U\ndevice F0 B0 U\ndevice F1/1 B1/1",
     "F1/1 is on device 2, and its stage lies on device 1",

@@ -1,5 +1,7 @@
 """Tables as text, and as pictures of text."""
 
+import dataclasses
+
 import pytest
 
 from jdist import pipeline
@@ -63,3 +65,13 @@ def test_stage_numbers_with_equal_first_digits_are_distinguished():
   # Device 1 runs stages 1, 6 and 11.
   table = pipeline.make_table("interleaved", 5, 5, num_chunks=3)
   assert pipeline.parse_table(pipeline.format_table(table)) == table
+
+
+@pytest.mark.parametrize("weights", ["newest", "stashed", "delayed"])
+def test_versions_of_the_weights_are_written(weights):
+  table = dataclasses.replace(
+    pipeline.make_table("1f1b", 2, 2), weights=weights
+  )
+  text = pipeline.format_table(table)
+  assert (f"weights {weights}" in text) is (weights != "delayed")
+  assert pipeline.parse_table(text) == table

@@ -332,3 +332,15 @@ def test_gradients_of_lookahead_are_those_of_its_fast_parameters(bits, of_pair):
   for worker in range(2):
     np.testing.assert_allclose(found.fast[worker], wanted.fast, atol=1e-3)
     np.testing.assert_allclose(found.slow[worker], wanted.slow, atol=1e-3)
+
+
+def test_state_without_iterates_stays_as_it_is():
+  w = {"w": jnp.ones(2)}
+  plain = jdist.local_sgd(optax.sgd(RATE), 2, axis=None).init(w)
+  assert _iterates.split(plain.sync) is plain.sync
+  assert _iterates.at_anchor(plain) is plain
+  assert _iterates.at_anchor({"a": (1, 2)}) == {"a": (1, 2)}
+  free = jdist.local_sgd(FREE, 2, axis=None).init(w).sync
+  joined = _iterates.join(free)
+  assert joined.iterates == () and joined.anchor.params is free.anchor
+  assert _iterates.split(joined) == free
