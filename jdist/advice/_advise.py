@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
 from typing import Any
 
 import jax
@@ -64,9 +63,9 @@ def advise(
       there are three at least and nine at most. Half of the seconds belong to
       the messages of `workers`.
     workers: One worker in each process of this run, all of which call this with
-      the same link. They also take some rounds of each method and send its
-      messages, as far as that fits into `limit_s`, and predict by what these
-      took. By default no message is sent.
+      the same link. They also train for some rounds by each method, as far as
+      that fits into `limit_s`, and predict by what its messages took there. By
+      default no message is sent.
   """
   optimizer = transforms.lenient(checks.check_optimizer("optimizer", optimizer))
   checks.check_int("num_workers", num_workers, 2)
@@ -93,11 +92,15 @@ def advise(
   size = sum(x.nbytes for x in jax.tree.leaves(grads))
   held = max(2, min(num_workers, _MEASURED_BYTES // max(1, 8 * size)))
   team = collectives.Workers(held, "vmap", "worker")
-  plain = _Updates(team, lambda axis: optimizer, 1, grads, params, {})
-  measured = {
-    name: _Updates(team, make, interval, grads, params, state)
-    for name, (make, interval) in chains.items()
-  }
+  given = team.replicate(grads)
+
+  def updates(make: Chain, interval: int, model_state: PyTree) -> _Rounds:
+    chain, start = transforms.lenient(make(team.axis)), (params, model_state)
+    own = functools.partial(_update, chain, team.axis)
+    return _Rounds(team, chain, interval, own, given, start)
+
+  plain = updates(lambda axis: optimizer, 1, {})
+  measured = {name: updates(*chain, state) for name, chain in chains.items()}
   # A turn lasts long enough for the clock.
   count = max(1, min(20, math.ceil(0.05 / alone(1))))
   last_s = started_s + (limit_s if workers is None else limit_s / 2)
@@ -122,7 +125,7 @@ def advise(
   if workers is None:
     return _prediction.Advice(costs, link, (slowdown,))
   mean = workers.jit(functools.partial(collectives.mean, axis=workers.axis))
-  median_s, plain_s = np.median(step_s), np.median(plain_s)
+  median_s, rows = np.median(step_s), workers.replicate(batch)
   # All processes know the same numbers, and so send the same messages.
   slowdowns = (_gathered(workers, mean, float(median_s)) / median_s).tolist()
   slowdown = max(1.0, *slowdowns)
@@ -139,12 +142,15 @@ def advise(
     rounds = min(first + wanted, able)
     if sent_s and rounds >= first + 3:
       left_s -= rounds * round_s
-      there = _Updates(workers, *chains[name], grads, params, state)
-      taken_s = sorted([there.seconds(alone) for _ in range(rounds)][first:])
+      chain = transforms.lenient(chains[name][0](workers.axis))
+      step = training.make_step(loss_fn, chain, axis=workers.axis)
+      start = params, model_state
+      there = _Rounds(workers, chain, one.interval, step, rows, start)
+      taken_s = sorted([there.seconds() for _ in range(rounds)][first:])
       cut = max(1, len(taken_s) // 20)  # A short stall is no part of a step.
       extra_s = max(0.0, float(np.median(costs[name].extra_s)))
       # Messages begin when the slowest machine has computed.
-      computed_s = slowdown * float(median_s + plain_s + extra_s)
+      computed_s = slowdown * float(median_s + extra_s)
       waits_s = statistics.fmean(taken_s[cut:-cut]) - computed_s
       costs[name] = _as_sent(costs[name], waits_s, sent_s, slowdown)
   return _prediction.Advice(costs, link, slowdowns)
@@ -155,11 +161,13 @@ def _as_sent(
 ) -> _prediction.MethodCosts:
   """Returns the costs of steps that wait so long for a round of `sent_s`."""
   hidden_s = costs.hidden_steps * slowdown * statistics.median(costs.step_s)
+  more_s = waits_s / slowdown
   if sent_s > hidden_s:
     own_s = max(0.0, costs.interval * waits_s + hidden_s)
-    return costs._replace(send_ratio=own_s / sent_s)
-  # The thread that sends a hidden message takes time from the step.
-  more_s = waits_s / slowdown
+    costs = costs._replace(send_ratio=own_s / sent_s)
+    more_s = min(0.0, more_s)
+  # The thread that sends a hidden message takes time from the step; some of the
+  # method's own work may run while others wait.
   return costs._replace(extra_s=[x + more_s for x in costs.extra_s])
 
 
@@ -183,63 +191,54 @@ def _gathered(
   return np.asarray(found.addressable_shards[0].data)[0]
 
 
-class _Updates:
-  """The updates of all workers' chain, of whole rounds, on one device."""
+class _Rounds:
+  """Rounds of all workers, whose states begin with equal parameters.
+
+  The `step` is `(state, given, control) -> state, metrics` for one worker, as
+  that of `training.make_step`, and `given` is the same each time.
+  """
 
   def __init__(
     self,
     team: collectives.Workers,
-    make: Chain,
+    optimizer: optax.GradientTransformation,
     interval: int,
-    grads: PyTree,
-    params: PyTree,
-    model_state: PyTree,
+    step: Callable[..., Any],
+    given: PyTree,
+    start: tuple[PyTree, PyTree],
   ):
     self.interval = checks.check_int("chains", interval, 1, 10_000)
-    self._team = team
-    optimizer = transforms.lenient(make(team.axis))
-    self._params, self._grads = team.replicate(params), team.replicate(grads)
-    self._model_state = team.replicate(model_state)
-    self._state = team.jit(optimizer.init)(self._params)
-    streams = transforms.streams(self._state)
+    self._team, self._given = team, given
+    self._state = training.init_state(team, optimizer, *start)
+    streams = transforms.streams(self._state.opt_state)
     self._program = functools.cache(
-      lambda control: team.jit(
-        functools.partial(_update, optimizer, team.axis, control)
-      )
+      lambda control: team.jit(functools.partial(step, control=control))
     )
     self._host = training.RoundHost(
-      team, self._state, stream_steps=_STREAM_STEPS if streams else ()
+      team,
+      self._state.opt_state,
+      stream_steps=_STREAM_STEPS if streams else (),
     )
     self.hidden_steps = 0
     # A message is in flight from the second round on.
     self.seconds()
     self.seconds()
     if streams:
-      ahead: Any = transforms.rounds_ahead(self._state)
+      ahead: Any = transforms.rounds_ahead(self._state.opt_state)
       window = int(np.max(np.asarray(team.view(ahead))[..., 0, 0]))
       self.hidden_steps = window if window > 0 else interval
 
-  def seconds(self, step: Callable[[int], Any] | None = None) -> float:
-    """Returns an update's mean seconds in a round."""
-    params, self.controls = self._params, []
-    own = self._model_state
+  def seconds(self) -> float:
+    """Returns a step's mean seconds in a round."""
+    self.controls = []
     started_s = time.perf_counter()
-    with futures.ThreadPoolExecutor(1) as other:
-      for _ in range(self.interval):
-        computed = None if step is None else other.submit(step, 1)
-        if computed is not None and not self.hidden_steps:
-          computed.result()
-        control = self._host.control()
-        self.controls.append(control)
-        program = self._program(control)
-        params, self._state, own = program(
-          self._grads, self._state, params, own
-        )
-        if computed is not None:
-          jax.block_until_ready(params)
-          computed.result()
-        self._host.follow(self._state)
-    jax.block_until_ready((params, self._state, own))
+    for _ in range(self.interval):
+      control = self._host.control()
+      self.controls.append(control)
+      self._state, metrics = self._program(control)(self._state, self._given)
+      self._host.follow(self._state.opt_state)
+      jax.block_until_ready(metrics)
+    jax.block_until_ready(self._state)
     taken_s = time.perf_counter() - started_s
     return taken_s / self.interval / len(self._team.local_workers)
 
@@ -247,20 +246,20 @@ class _Updates:
 def _update(
   optimizer: optax.GradientTransformationExtraArgs,
   axis: collectives.Axis,
-  control: transforms.Control,
+  state: training.TrainState,
   grads: PyTree,
-  state: PyTree,
-  params: PyTree,
-  model_state: PyTree,
-) -> tuple[PyTree, PyTree, PyTree]:
+  control: transforms.Control,
+) -> tuple[training.TrainState, dict[str, Any]]:
   loss = jnp.zeros(())
-  updates, state = optimizer.update(
-    grads, state, params, loss=loss, value=loss, control=control
+  updates, opt_state = optimizer.update(
+    grads, state.opt_state, state.params, loss=loss, value=loss, control=control
   )
-  model_state = training.synchronize_statistics(
-    model_state, state, axis=axis, control=control
+  own = training.synchronize_statistics(
+    state.model_state, opt_state, axis=axis, control=control
   )
-  return transforms.apply_updates(params, updates, state), state, model_state
+  params = transforms.apply_updates(state.params, updates, opt_state)
+  after = state._replace(params=params, opt_state=opt_state, model_state=own)
+  return after, {}
 
 
 def _sent(
@@ -277,8 +276,9 @@ def _sent(
 
     def step(params: PyTree, own: PyTree, control: Any = control) -> Any:
       # Bytes do not depend on numbers: the parameters serve as gradients.
-      state = optimizer.init(params)
-      return _update(optimizer, "worker", control, params, state, params, own)
+      zero, opt_state = jnp.zeros(()), optimizer.init(params)
+      state = training.TrainState(zero, params, opt_state, own, zero)
+      return _update(optimizer, "worker", state, params, control)
 
     sent = collectives.traffic(
       step, params, model_state, axis="worker", num_workers=num_workers

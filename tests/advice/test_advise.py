@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import threading
 import types
 
 import jax
@@ -12,7 +11,7 @@ import optax
 import pytest
 
 import jdist
-from jdist import advice, cluster, codecs, methods, reducers
+from jdist import advice, cluster, codecs, methods, reducers, training
 from jdist.advice import _advise
 
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -75,8 +74,8 @@ def test_measured_round_is_what_is_predicted_on_its_link(hidden, mean_s):
   costs = advice.MethodCosts(4, (0.2,) * 3, (0.01,) * 3, 0.8e6, 0, hidden)
   found = _advise._as_sent(costs, mean_s - 0.21, link.send_s(0.8e6), 1.0)
   said = advice.Advice({"one": found}, link).seconds("one")[1]
-  # No step is shorter than without messages.
-  assert said == pytest.approx(max(mean_s, 0.21 if hidden < 4 else 0.2))
+  # No step is shorter than without a method.
+  assert said == pytest.approx(max(mean_s, 0.2))
   if hidden == 0:
     # A round waits for 4 (0.35 - 0.21) s.
     assert found.send_ratio == pytest.approx(0.56 / 0.8)
@@ -189,50 +188,60 @@ def test_processes_predict_what_a_round_takes_on_their_link(monkeypatch):
   assert len(sent) == 2
 
 
+def _trains(rounds):
+  """Whether whole steps are taken, and not a method's own updates."""
+  return rounds._team.substrate != "vmap"
+
+
 def test_what_a_step_waits_is_left_of_its_measured_time(monkeypatch):
-  """An update takes 0.1 s, and 0.9 s with a step and its messages."""
+  """A step takes 0.3 s alone, and 0.9 s with what a method adds and sends."""
 
-  def seconds(updates, step=None):
-    updates.controls = [jdist.transforms.Control()] * updates.interval
-    return 0.9 if step else 0.1
+  def seconds(rounds):
+    rounds.controls = [jdist.transforms.Control()] * rounds.interval
+    return 0.9 if _trains(rounds) else 0.1
 
-  monkeypatch.setattr(_advise._Updates, "seconds", seconds)
+  monkeypatch.setattr(_advise._Rounds, "seconds", seconds)
   monkeypatch.setattr(_advise, "_seconds", lambda *given: 0.3)
   chains = {"ssgd": (lambda axis: methods.ssgd(SGD, axis=axis), 1)}
   found = advise(
     chains=chains, num_workers=2, workers=jdist.workers(2), limit_s=60.0
   )
-  # Both the step and the method's own program update parameters.
-  assert found.seconds("ssgd")[1] == pytest.approx(0.9 - 0.1)
-  assert found.exposed_s("ssgd") == pytest.approx(0.9 - 0.3 - 0.1)
+  assert found.seconds("ssgd")[1] == pytest.approx(0.9)
+  assert found.exposed_s("ssgd") == pytest.approx(0.9 - 0.3)
 
 
-@pytest.mark.parametrize("hidden", [False, True])
-def test_only_hidden_messages_are_sent_under_a_step(hidden):
+@pytest.mark.parametrize("streamed", [False, True])
+def test_processes_train_by_each_method(monkeypatch, streamed):
+  """The steps that are timed are those of `training.make_step`."""
+  workers, made = jdist.workers(2), []
+  monkeypatch.setattr(_advise, "_TRIED_S", 0.01)
   late = jdist.transforms.Delayed(stream=jdist.transforms.Stream())
-  params = {"w": jnp.ones(8)}
-  one = _advise._Updates(
-    jdist.workers(2, substrate="vmap"),
-    lambda axis: methods.local_sgd(
-      SGD, 2, axis=axis, overlap=late if hidden else None
-    ),
-    2, params, params, {},
+
+  def method(axis):
+    overlap = late if streamed else None
+    return methods.local_sgd(SGD, 2, axis=axis, overlap=overlap)
+
+  begin = _advise._Rounds.__init__
+  monkeypatch.setattr(
+    _advise._Rounds,
+    "__init__",
+    lambda rounds, *given: made.append(rounds) or begin(rounds, *given),
+  )
+  given = {"w": jnp.full((4, 4), 0.1)}
+  advise(
+    params=given, batch=jnp.ones((2, 4)), chains={"local": (method, 2)},
+    num_workers=2, workers=workers, limit_s=60.0,
   )  # fmt: skip
-  order, begun, made = [], threading.Event(), one._program
-
-  def step(count):
-    begun.wait(20 if hidden else 0.1)
-    begun.clear()
-    order.append("step")
-
-  def program(control):
-    order.append("update")
-    begun.set()
-    return made(control)
-
-  one._program = program
-  one.seconds(step)
-  assert order == (["update", "step"] if hidden else ["step", "update"]) * 2
+  (state,) = (x._state for x in made if _trains(x))
+  optimizer = method(workers.axis)
+  step = workers.jit(training.make_step(loss_fn, optimizer, axis=workers.axis))
+  own = training.init_state(workers, optimizer, given)
+  for _ in range(int(workers.view(state.step))):
+    own, _ = step(own, workers.replicate(jnp.ones((2, 4))))
+  assert int(workers.view(state.step)) >= 64
+  np.testing.assert_allclose(
+    workers.view(state.params)["w"], workers.view(own.params)["w"], atol=1e-6
+  )
 
 
 def test_sums_that_depend_on_each_other_are_messages_of_their_own():
@@ -342,11 +351,11 @@ def test_batch_statistics_are_messages_of_a_round():
 def test_processes_measure_the_slowest_of_them(monkeypatch, own_s, slowdown):
   """Another process takes 1.2 s for a step, and all wait for it."""
 
-  def seconds(updates, step=None):
-    updates.controls = [jdist.transforms.Control()] * updates.interval
-    return 1.2 + 0.5 if step else 0.0
+  def seconds(rounds):
+    rounds.controls = [jdist.transforms.Control()] * rounds.interval
+    return 1.2 + 0.5 if _trains(rounds) else 0.0
 
-  monkeypatch.setattr(_advise._Updates, "seconds", seconds)
+  monkeypatch.setattr(_advise._Rounds, "seconds", seconds)
   monkeypatch.setattr(_advise, "_seconds", lambda *given: own_s)
   gathered = _advise._gathered
   monkeypatch.setattr(
@@ -377,13 +386,13 @@ def test_half_of_the_time_is_left_for_messages(monkeypatch):
     now_s[0] += 1.0
     return step_s[0]
 
-  def seconds(updates, step=None):
-    updates.controls = [jdist.transforms.Control()] * updates.interval
-    if step is not None:
-      sent.append(updates.interval)
+  def seconds(rounds):
+    rounds.controls = [jdist.transforms.Control()] * rounds.interval
+    if _trains(rounds):
+      sent.append(rounds.interval)
     return 1.0
 
-  monkeypatch.setattr(_advise._Updates, "seconds", seconds)
+  monkeypatch.setattr(_advise._Rounds, "seconds", seconds)
   monkeypatch.setattr(_advise, "_seconds", alone)
   chains = {
     "ssgd": (lambda axis: methods.ssgd(SGD, axis=axis), 1),
@@ -402,28 +411,28 @@ def test_half_of_the_time_is_left_for_messages(monkeypatch):
   workers = jdist.workers(2)
   assert (blocks(16.0, workers), sent) == (6, [])
   # Half of 60 s is for 29 steps, each with a short message, and what these
-  # leave for seven rounds of four steps.
+  # leave for seven rounds of four steps; two rounds are compiled before.
   assert blocks(120.0, workers) == 9
-  assert (sent.count(1), sent.count(4)) == (29, 7)
+  assert (sent.count(1), sent.count(4)) == (2 + 29, 2 + 7)
   # A step takes 1 ms, and 0.131 ms for its message: 64 are too few, and as many
   # are taken as fit into 1.5 s.
   step_s[0] = 1e-3
   assert blocks(120.0, workers) == 9
-  assert (sent.count(1), sent.count(4)) == (1327 + 2, 364 + 2)
+  assert (sent.count(1), sent.count(4)) == (2 + 1327 + 2, 2 + 364 + 2)
 
 
 def test_messages_take_their_mean_without_the_rarest_steps(monkeypatch):
   """Each fourth step takes 0.5 s longer, and one of them 100 s."""
   number = [0]
 
-  def seconds(updates, step=None):
-    updates.controls = [jdist.transforms.Control()]
-    if step is None:
+  def seconds(rounds):
+    rounds.controls = [jdist.transforms.Control()]
+    if not _trains(rounds):
       return 0.0
     number[0] += 1
     return 100.0 if number[0] == 20 else 1.0 + 0.5 * (number[0] % 4 == 0)
 
-  monkeypatch.setattr(_advise._Updates, "seconds", seconds)
+  monkeypatch.setattr(_advise._Rounds, "seconds", seconds)
   monkeypatch.setattr(_advise, "_seconds", lambda *given: 0.9)
   chains = {"ssgd": (lambda axis: methods.ssgd(SGD, axis=axis), 1)}
   found = advise(
