@@ -10,8 +10,70 @@ import pathlib
 import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1] / "jdist"
-_ROOMS = ("transforms", "reducers", "training", "server", "pipeline", "cli")
+_ROOMS = sorted(
+  x.name for x in _ROOT.iterdir() if x.is_dir() and (x / "__init__.py").exists()
+)
 _NUMBERS = {
+  "advice/_advise.py": {
+    "_MEASURED_BYTES": 2**30, "_LONGEST_MEAN": 2**26, "_TRIED_S": 1.5,
+    "_STREAM_STEPS": (1, 2, 4, 8, 16),
+  },
+  "advice/_prediction.py": {"_LEFT_OUT": 0.1},
+  "channel/_connection.py": {
+    "_NONCE": 32, "_MAX_NOTE": 2**24, "_PATIENCE_S": 10.0, "_PENDING": 64,
+    "_PROBES": {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3},
+  },
+  "cluster/_virtual_network.py": {"_ROUNDING": 1e-9, "_CLOCK_ROUNDING": 1e-15},
+  "codecs/_bits.py": {
+    "MAX_WIDTH": 32,
+    "_TRIT_QUOTIENTS": (
+      (1, 0), (171, 9), (57, 9), (19, 9), (203, 14), (0, 0)
+    ),
+  },
+  "codecs/_blocks.py": {"_ROW": 256},
+  "codecs/_gpu.py": {"_BLOCK, _PER_WARP": (4096, 1024)},
+  "codecs/_largest.py": {
+    "NAN_KEY": 0x7F800001, "_SHORT": 16_384, "_SAMPLED_HITS": 32,
+    "_FIRST_STEP": 2**19,
+  },
+  "codecs/_sparse.py": {"_MAX_SIZE": 2**30},
+  "collectives/_axis.py": {"_BUCKET_BYTES": 25 * 2**20},
+  "collectives/_exchange.py": {"ALONE_BYTES": 2**20, "_SUMMED_BYTES": 32_768},
+  "collectives/_leaf_order.py": {
+    "_MULTIPLIERS, _MIXERS": (
+      (0x9E3779B1, 0x85EBCA77), (0x7FEB352D, 0x846CA68B)
+    ),
+  },
+  "collectives/_substrate.py": {"_MOST_CPU_DEVICES": 64},
+  "collectives/processes/_lifeline.py": {
+    "EXIT_STATUS": 75, "_GRACE_S": 8.0, "_VERDICT_S": 5.0,
+  },
+  "collectives/processes/_process_group.py": {"_HEARTBEAT_S": 86_400},
+  "collectives/processes/_stop_agreement.py": {"_LIMIT_S": 60.0},
+  "data/_prepare.py": {"_CHUNK": 1000},
+  "data/_sample_stream.py": {
+    "_PARTITION_KEY": 1, "_LARGEST_ALPHA": 1e100, "_ORDER_KEY": 2,
+  },
+  "models/_layered_network.py": {"_LARGEST_SMALL_IMAGE": 64},
+  "models/_patches.py": {"MOST_CHANNELS": 8},
+  "prediction/_collector.py": {"_STEPS_KEY": 3},
+  "prediction/_cut.py": {"_NUM_NAMES": 4},
+  "prediction/_evaluate.py": {"_PART": 2**24},
+  "prediction/_parameter_set.py": {"_FORMAT": 1},
+  "prediction/_permutation.py": {"_IMAGES_KEY, _ORDER_KEY": (6, 7)},
+  "prediction/_predictor.py": {
+    "_GRID": 8, "_NUM_CHANNELS": 8, "_NUM_SQUEEZED": 2, "_NUM_BLOCKS": 3,
+  },
+  "prediction/_predictor_fit.py": {"_SAMPLES_KEY": 5},
+  "profiling/_hlo.py": {
+    "_BITS": {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "s1": 1, "u1": 1},
+  },
+  "profiling/_timeline.py": {
+    "_PARTS": {"dynamic-update-slice": 1, "scatter": 2},
+  },
+  "storage/array_files.py": {"_FORMAT": 3},
+  "storage/hashes.py": {"_PART": 2**24},
+  "storage/lease.py": {"_BEAT_S": 3.0, "_PATIENCE_S": 15.0, "_SETTLE_S": 1.0},
   "transforms/intervals/_policy.py": {"LONGEST": 2**30},
   "transforms/local/_delayed.py": {"_USUAL_STEPS": 16},
   "transforms/local/_iterates.py": {"_NONE": -1},
@@ -40,6 +102,14 @@ _NUMBERS = {
   "server/runtime/_live_session.py": {"_POLL_S": 0.1, "_MAX_TRIES": 3},
   "server/runtime/_server_core.py": {"_SAVE_S": 5.0},
   "server/runtime/_worker_loop.py": {"_AGAIN_S": 0.25},
+  "server/runtime/ray_actors/_ray_actors.py": {
+    "_LAST": 4, "_ASK_S, _SILENCE_S": (5.0, 20.0),
+    "_PIECE_S, _REST": (0.25, 0.05), "_MIN_PIECE_BYTES": 2**18,
+  },
+  "server/runtime/ray_actors/_ray_engine.py": {
+    "_START_S": 900.0, "_HOME_S": 5.0, "_SPARE_S": 8.0,
+    "_MIN_STORE_BYTES": 78 * 2**20,
+  },
   "pipeline/planning/_bottleneck.py": {"_ROUNDING": 1e-9},
   "pipeline/planning/_candidate.py": {
     "_FULL": 12, "_MOST_PASSES": 4000, "_ORDERS": 4800, "_TURNS": 3, "LIVE": 32,
@@ -112,7 +182,7 @@ def test_every_number_of_a_room_is_the_stated_one(room):
   found = {
     str(path.relative_to(_ROOT)): numbers
     for path in sorted((_ROOT / room).rglob("*.py"))
-    if "ray" not in path.name and (numbers := _stated(path))
+    if (numbers := _stated(path))
   }
   assert found == {
     name: numbers

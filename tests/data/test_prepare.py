@@ -104,11 +104,19 @@ def test_prepared_sets_are_not_prepared_again(machine, monkeypatch):
   assert machine == []
 
 
-def test_loading_with_download_prepares_first(machine):
+@pytest.mark.parametrize(
+  ("load", "name"),
+  [(data.load, "mnist"), (data.load_text, "tiny_shakespeare")],
+)
+def test_loading_with_download_prepares_first(load, name, machine):
+  for _ in range(2):
+    with pytest.raises(FileNotFoundError):
+      load(name)
+    assert machine == []
   # The fake builder writes nothing, so the load fails afterwards.
   with pytest.raises(FileNotFoundError):
-    data.load("mnist", download=True)
-  assert machine == ["mnist"]
+    load(name, download=True)
+  assert machine == [name]
 
 
 def test_command_prints_its_sets(capsys):

@@ -110,3 +110,17 @@ def test_means_of_msdpu_are_late_after_its_warm_up_only():
   )  # fmt: skip
   params, _ = train(optimizer, random_targets(6, 2))
   assert (params[:, 0] == params[:, 1]).tolist() == [True] * 3 + [False] * 3
+
+
+def test_rounds_of_msdpu_grow_to_its_interval(monkeypatch):
+  given = []
+
+  def growth(*rates, **more):
+    given.append((rates, more))
+    return intervals.fixed(2)
+
+  monkeypatch.setattr(intervals, "growth", growth)
+  rate = optax.constant_schedule(RATE)
+  methods.msdpu(SGD, 7, rate, axis=None)
+  methods.msdpu(SGD, intervals.fixed(3), rate, axis=None)
+  assert given == [((rate,), {"max_interval": 7})]

@@ -207,12 +207,15 @@ def test_cluster_of_an_address_gets_the_environment(ray, monkeypatch):
     make(2, address="h:1", spares=1)
   with pytest.raises(ValueError, match="need 2 GPUs, and Ray has 0: add"):
     make(2, address="h:1", gpus_per_worker=1)
+  ray.resources = {}
+  with pytest.raises(ValueError, match="need 2 CPUs, and Ray has 0: add"):
+    make(1, address="h:1")
   ray.error = RuntimeError("It is\n  another's.")
   with pytest.raises(
     ValueError, match="at h:1 cannot be used: It is another's"
   ):
     make(2, address="h:1")
-  assert ray.down == 4
+  assert ray.down == 5
 
 
 def test_start_that_fails_leaves_nothing(ray, monkeypatch):
@@ -241,7 +244,7 @@ def test_start_that_fails_leaves_nothing(ray, monkeypatch):
 
 
 def test_servers_begin_in_their_order_and_stay(ray, start):
-  engine = start(2, cpus_per_worker=0.5)
+  engine = start(2, cpus_per_worker=0.5, spares=1)
   engine.serve("server", "one", "two")
   names = ["jdist-server-1", "jdist-server-2", "jdist-server"]
   assert [x.options for x in ray.actors] == [
@@ -261,10 +264,14 @@ def test_servers_begin_in_their_order_and_stay(ray, start):
   assert ray.killed == ray.actors[:3] and len(ray.actors) == 6
   engine.serve("server")
   assert ray.killed == ray.actors[:6] and len(ray.actors) == 7
-  ray.resources = {"CPU": 1.5}
+  ray.resources = {"CPU": 2.0}
   engine.serve("server")
-  with pytest.raises(ValueError, match=r"need 2 CPUs, and Ray has 1\.5: add"):
+  with pytest.raises(ValueError, match=r"need 2\.5 CPUs, and Ray has 2: add"):
     engine.serve("server", "one")
+  ray.resources = {}
+  with pytest.raises(ValueError, match="and Ray has 0: add"):
+    engine.serve("server")
+  ray.resources = {"CPU": 2.0}
   ray.actors[-1].results["serve"] = TaskError(KeyError("its own"))
   with pytest.raises(KeyError, match="its own"):
     engine.serve("server")
