@@ -44,6 +44,7 @@ def test_table_is_checked_by_its_limits(options, monkeypatch, capsys):
     ("ours", {"iterations": 4, "window": 2}, {"num_iterations": 4}),
     ("interleaved", {"chunks": 3}, {"num_stages": 6}),
     ("gpipe ours", {"window": 2}, {"num_iterations": 1}),
+    ("ours gpipe", {"window": 2}, {"num_iterations": 12, "window": 2}),
   ],
 )
 def test_options_of_a_table_are_of_those_that_have_them(names, options, wanted):
@@ -54,6 +55,14 @@ def test_options_of_a_table_are_of_those_that_have_them(names, options, wanted):
   table = _pipeline._table(names.split()[0], options)
   assert table.num_microbatches == 4 and len(table.devices) == 2
   assert {x: getattr(table, x) for x in wanted} == wanted
+
+
+def test_option_that_a_table_alone_does_not_have_is_refused():
+  options = _commands.Pipeline(
+    tables=("gpipe",), stages=2, microbatches=4, window=2
+  )
+  with pytest.raises(ValueError, match="`window` is no"):
+    _pipeline._table("gpipe", options)
 
 
 def test_table_to_be_drawn_has_its_own_iterations():
