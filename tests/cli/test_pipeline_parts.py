@@ -1,5 +1,6 @@
 """`jdist pipeline`: what its options become, without tables on a clock."""
 
+import dataclasses
 import pathlib
 import types
 
@@ -99,6 +100,50 @@ def test_equal_devices_divide_their_costs_over_their_stages(
     )
     for i in range(table.num_stages)
   ]  # fmt: skip
+
+
+def test_row_of_a_simulated_table_has_all_figures(monkeypatch, tmp_path):
+  figures = {
+    "iteration_s": 1.5, "makespan_s": 2.5, "bubble": 0.25,
+    "utilisation": (0.5, 0.75), "edge_bytes": (8,), "memory_bytes": (16, 32),
+  }  # fmt: skip
+  saved, rows, ended = [], [], []
+  times = types.SimpleNamespace(
+    **figures, link_use={"a": 0.5},
+    trace=types.SimpleNamespace(save_perfetto=saved.append),
+  )  # fmt: skip
+  monkeypatch.setattr(_pipeline, "_times", lambda *given: times)
+  monkeypatch.setattr(_pipeline, "_grid", len)
+  monkeypatch.setattr(
+    training, "make_row", lambda config, seed, **more: (config, seed, more)
+  )
+  monkeypatch.setattr(
+    training, "append_rows", lambda *given: rows.append(given)
+  )
+  monkeypatch.setattr(
+    _output, "finish", lambda *given, **more: ended.append((given, more))
+  )
+  made = {x: pipeline.make_table(x, 2, 4) for x in ("gpipe", "1f1b")}
+  options = _commands.Pipeline(
+    action="simulate", tables=tuple(made), stages=2, output=str(tmp_path)
+  )
+  _pipeline._simulate(list(made.values()), options)
+  file, ((config, seed, row),) = rows[1]
+  assert file == tmp_path / "rows.jsonl" and seed == 0
+  assert (config["action"], config["stages"]) == ("simulate", 2)
+  assert row == {**figures, "table": "1f1b", "link_use": {"a": 0.5}}
+  assert saved == [tmp_path / "gpipe.json", tmp_path / "1f1b.json"]
+  assert ended == [((tmp_path, options), {"timelines": True})]
+  # Each needs a machine for every device, and a name of its own.
+  two = tmp_path / "two.toml"
+  two.write_text("[[nodes]]\nname = 'a'\n[[nodes]]\nname = 'b'\n")
+  options = dataclasses.replace(options, cluster=str(two))
+  _pipeline._simulate(list(made.values()), options)
+  with pytest.raises(ValueError, match="each of the 3 devices of naive, got a"):
+    _pipeline._simulate([pipeline.make_table("naive", 3, 1)], options)
+  with pytest.raises(ValueError, match="`TABLE` must be"):
+    _pipeline._simulate([made["gpipe"]] * 2, options)
+  assert len(rows) == 4
 
 
 def test_messages_of_a_codec_are_smaller(monkeypatch):
