@@ -69,9 +69,9 @@ REPEATS = {
     "h_ps/results/clock.jsonl", {"method": "h_ps"}, ("h_ps/run.py",)
   ),
   "msdpu": Repeat(
-    "msdpu/results/mnist.jsonl",
+    "msdpu/results/cifar10-20-protocol.jsonl",
     {"purpose": "comparison", "method": "msdpu, int4"},
-    ("msdpu/run.py", "mnist", *_SEED),
+    ("msdpu/run.py", "cifar10-20-protocol", *_SEED),
   ),
   "pipeline": Repeat(
     "pipeline/results/planner.jsonl", {}, ("pipeline/planner.py",)

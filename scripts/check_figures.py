@@ -67,6 +67,7 @@ REPORTS: dict[str, tuple[tuple[str, ...], ...]] = {
     ("report.py", "mnist-mlp"),
     ("report.py", "cifar10-mlp"),
     ("report.py", "cifar10-20"),
+    ("report.py", "cifar10-20-protocol"),
     ("report.py", "cifar10-20-parts"),
     ("report.py", "mnist-10"),
     ("report.py", "cifar10-parts"),
