@@ -16,6 +16,7 @@ _ROOMS = sorted(
 _NUMBERS = {
   "advice/_advise.py": {
     "_MEASURED_BYTES": 2**30, "_LONGEST_MEAN": 2**26, "_TRIED_S": 1.5,
+    "_TRIED_PARTS": 5,
     "_STREAM_STEPS": (1, 2, 4, 8, 16),
   },
   "advice/_prediction.py": {"_LEFT_OUT": 0.1},

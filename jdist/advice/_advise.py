@@ -22,6 +22,7 @@ Chain = Callable[[collectives.Axis], optax.GradientTransformation]
 _MEASURED_BYTES = 2**30
 _LONGEST_MEAN = 2**26  # Bytes by which a link is measured.
 _TRIED_S = 1.5  # Seconds of a method's rounds at least, if steps are short.
+_TRIED_PARTS = 5  # Consecutive rounds, of whose means the median counts.
 # Numbers of updates in which a streamed message may be sent.
 _STREAM_STEPS = (1, 2, 4, 8, 16)
 
@@ -146,12 +147,13 @@ def advise(
       step = training.make_step(loss_fn, chain, axis=workers.axis)
       start = params, model_state
       there = _Rounds(workers, chain, one.interval, step, rows, start)
-      taken_s = sorted([there.seconds() for _ in range(rounds)][first:])
-      cut = max(1, len(taken_s) // 20)  # A short stall is no part of a step.
+      taken_s = [there.seconds() for _ in range(rounds)][first:]
+      # A stall lengthens one part; each has fast and slow steps.
+      parts = np.array_split(taken_s, min(len(taken_s), _TRIED_PARTS))
       extra_s = max(0.0, float(np.median(costs[name].extra_s)))
       # Messages begin when the slowest machine has computed.
       computed_s = slowdown * float(median_s + extra_s)
-      waits_s = statistics.fmean(taken_s[cut:-cut]) - computed_s
+      waits_s = statistics.median(map(np.mean, parts)) - computed_s
       costs[name] = _as_sent(costs[name], waits_s, sent_s, slowdown)
   return _prediction.Advice(costs, link, slowdowns)
 
