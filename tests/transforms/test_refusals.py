@@ -24,10 +24,15 @@ def step(optimizer, **given):
   optimizer.update(w, optimizer.init(w), w, **given)
 
 
-def fragments(control):
+def fragments(control, inner=SGD):
   w = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
-  optimizer = transforms.fragment_steps(SGD, 2, 2, axis=None)
+  optimizer = transforms.fragment_steps(inner, 2, 2, axis=None)
   optimizer.update(w, optimizer.init(w), w, control=control)
+
+
+def applied(made):
+  w = [jnp.zeros(2)]
+  transforms.apply_updates(w, w, local().init(made))
 
 
 def streamed(interval=4, **delay):
@@ -181,6 +186,15 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
     "control.fragments",
     lambda: fragments(transforms.Control(fragments=(transforms.Control(),))),
     "one control for each of 2 fragments, got 1",
+  ),
+  (
+    "inner",
+    lambda: fragments(None, optax.contrib.schedule_free_sgd(0.1)),
+    "not keep iterates",
+  ),
+  *(
+    ("params", lambda made=made: applied(made), "the optimizer's state was")
+    for made in ([jnp.zeros(3)], [jnp.zeros(2)] * 2, jnp.zeros(2), ())
   ),
   *(
     ("stream_steps", lambda delay=delay: step(streamed(**delay)), reason)

@@ -350,9 +350,12 @@ def check_anchor(anchor: PyTree, params: PyTree) -> None:
     return
   wanted = checks.named_leaves(anchor)
   given = checks.named_leaves(params)
+  # A leaf that is masked in the anchor may be any.
+  if any(map(is_masked, jax.tree.leaves(anchor, is_leaf=is_masked))):
+    given = {name: x for name, x in given.items() if name in wanted}
   checks.check_form(
     "`params` must be those of which the optimizer's state was made",
-    {name: x for name, x in given.items() if name in wanted}, wanted,
+    given, wanted,
     "Make the state of these parameters by `optimizer.init(params)`.",
   )  # fmt: skip
 
