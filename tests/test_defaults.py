@@ -7,6 +7,7 @@ deliberate: here, in the docstring and in the CHANGELOG.
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import math
 
 import pytest
@@ -411,15 +412,38 @@ def _doors(module):
         yield door, inspect.signature(door).parameters.values()
 
 
-@pytest.mark.parametrize(
-  "module",
-  [
-    advice, channel, cluster, codecs, collectives, conformance, data, elastic,
-    methods, models, pipeline, prediction, profiling, reducers, server,
-    training, comparison, transforms, intervals,
-  ],
-  ids=lambda x: x.__name__,
+_MODULES = (
+  advice, channel, cluster, codecs, collectives, conformance, data, elastic,
+  methods, models, pipeline, prediction, profiling, reducers, server, training,
+  comparison, transforms, intervals,
 )  # fmt: skip
+# Arguments that are False unless they are given.
+_OFF = {
+  "abstract": {"build"}, "asynchronous": {"TableEntry"},
+  "augment": {"Workload"}, "conditional": {"Collective"},
+  "diverged": {"Record", "Tuned"}, "download": {"load", "load_text"},
+  "drain": {"Control"}, "in_step": {"DecoupledDiLoCo"},
+  "independent": {"Trainer", "make_step", "make_update"},
+  "inverse_staleness": {"dbs"}, "needs_loss": {"IntervalPolicy"},
+  "nesterov": {"dgc", "MomentumCorrection", "LocalStep"},
+  "own_momentum": {"Method"}, "owned": {"SampleStream"},
+  "peers": {"Rounds", "DecoupledDiLoCo"}, "recompute": {"Footprint", "Plan"},
+  "residuals": {"drain"}, "scatter": {"update_first"},
+  "split": {"greedy", "stage_times"}, "survive": {"LiveSession"},
+  "timeline": {"StageProcess"}, "weighted": {"make_step"},
+}  # fmt: skip
+
+
+def test_what_is_off_by_default_is_stated():
+  found = {}
+  for door, arguments in itertools.chain(*map(_doors, _MODULES)):
+    for argument in arguments:
+      if argument.default is False:
+        found.setdefault(argument.name, set()).add(door.__name__)
+  assert found == _OFF
+
+
+@pytest.mark.parametrize("module", _MODULES, ids=lambda x: x.__name__)
 def test_every_number_that_may_be_left_out_is_stated(module):
   missing = [
     f"{door.__qualname__}({argument.name}={argument.default!r})"

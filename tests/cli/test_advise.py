@@ -12,7 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from jdist import advice, cli, cluster, pipeline
+from jdist import advice, cli, cluster, methods, pipeline
+from jdist.cli import _groups, _methods
+from jdist.cli.programs import _advise
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODULE = """
@@ -55,8 +57,6 @@ def advise(capsys, *words):
 )
 def test_own_step_is_advised_by_link(whole, capsys, monkeypatch, tmp_path):
   if not whole:
-    from jdist.cli.programs import _advise
-
     monkeypatch.setattr(_advise, "_CHOICES", _advise._CHOICES[:2])
   words = (
     "--step", "own_step:make", "--workers", "4", "--limit-s", "0.001",
@@ -83,7 +83,6 @@ def test_own_step_is_advised_by_link(whole, capsys, monkeypatch, tmp_path):
 
 def test_named_methods_are_compared_with_ssgd(capsys, monkeypatch):
   """A growing interval is fixed, and there is no phase without rounds."""
-  from jdist.cli.programs import _advise
 
   real, told = _advise.advice.advise, {}
 
@@ -117,7 +116,6 @@ def test_named_methods_are_compared_with_ssgd(capsys, monkeypatch):
 
 def test_command_trains_the_choice_with_the_options_that_were_given():
   from jdist.cli import _commands
-  from jdist.cli.programs import _advise
 
   options = _commands.Advise(workers=4, interval=16, model="lenet")
   words = _advise._command("local_sgd", {"codec": "int4"}, options)
@@ -130,7 +128,6 @@ def test_command_trains_the_choice_with_the_options_that_were_given():
 def test_servers_are_shown_with_the_same_link_and_slowest_machine():
   """A server that waits takes four times as long as one that does not."""
   pytest.importorskip("simpy")
-  from jdist.cli.programs import _advise
 
   costs = advice.MethodCosts(1, (0.1,) * 3, (0.0,) * 3, 1e6, 0, 0)
 
@@ -163,7 +160,6 @@ def test_servers_are_shown_with_the_same_link_and_slowest_machine():
 def test_pipelines_are_shown_with_measured_layers_and_the_same_link():
   """Eight micro-batches of two samples run through a stage on each machine."""
   pytest.importorskip("simpy")
-  from jdist.cli.programs import _advise
 
   asked = []
 
@@ -205,7 +201,6 @@ def test_processes_that_measure_are_the_workers(
   given, asked, capsys, monkeypatch
 ):
   """One a host; a plan may be for more hosts than have measured."""
-  from jdist.cli.programs import _advise
 
   told = {}
 
@@ -289,7 +284,6 @@ def test_bad_input_is_refused_in_one_line(words, named, capsys):
 def test_named_model_is_measured_in_each_process(monkeypatch):
   """A process measures its own step, and needs no device of another one."""
   from jdist.cli import _groups
-  from jdist.cli.programs import _advise
 
   monkeypatch.setattr("jax.process_count", lambda: 2)
   given = _groups.Common(
@@ -334,7 +328,6 @@ def test_processes_send_each_methods_messages(tmp_path):
 
 
 def test_a_single_named_method_is_compared_with_ssgd(capsys, monkeypatch):
-  from jdist.cli.programs import _advise
 
   asked = []
 
@@ -350,7 +343,6 @@ def test_a_single_named_method_is_compared_with_ssgd(capsys, monkeypatch):
 
 
 def test_first_process_alone_reports(capsys, monkeypatch):
-  from jdist.cli.programs import _advise
 
   costs = advice.MethodCosts(1, (0.1,) * 3, (0.0,) * 3, 1e6, 0, 0)
   found = advice.Advice({"ssgd": costs}, cluster.Link(1e6), (1.0,))
@@ -364,3 +356,13 @@ def test_first_process_alone_reports(capsys, monkeypatch):
     )  # fmt: skip
     assert status == 0, said.err
     assert ("others" in said.out) == ("No: " in said.out) == (process == 0)
+
+
+def test_method_that_switches_is_measured_behind_its_switch(monkeypatch):
+  monkeypatch.setattr(_methods, "build_method", lambda *given, **own: own)
+  common = _groups.Common(interval=6)
+  for name, method in methods.registry.items():
+    build, interval = _advise._chain(name, {}, common)
+    switches = "switch_step" in method.arguments
+    assert build() == ({"switch_step": 0} if switches else {})
+    assert interval == (6 if method.in_rounds else 1)

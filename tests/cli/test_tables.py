@@ -60,3 +60,12 @@ def test_warnings_of_this_package_are_lines():
   assert line == "jdist: warning: a b\n"
   assert other == before("a", UserWarning, "/elsewhere/x.py", 7)
   assert warnings.formatwarning is before
+
+
+def test_cells_stay_whole_without_padding_rather_than_wrap(monkeypatch):
+  """At 41 columns they fit without it, and broken ones with it."""
+  headings, cells = ("a", "b"), ("x" * 8, "pqrst " * 4 + "uvwxyz")
+  for width, lines in ((44, 1), (41, 1), (30, 5)):
+    found = drawn(width, monkeypatch, headings, cells)
+    # The heading is a line of its own.
+    assert len(found[1]) == 1 + lines

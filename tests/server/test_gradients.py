@@ -284,7 +284,7 @@ def test_last_settled_task_is_the_latest_in_every_order():
     for _ in range(2)
   )
   for task in (0, 1):
-    found.reply(server.Reply("a", task, 0, 4))
+    assert found.reply(server.Reply("a", task, 0, 4))[0]["settled"] == -1
   for task in (1, 0):
     found.discard(task)
   # A checkpoint keeps it: a worker would take its local step twice otherwise.

@@ -261,6 +261,37 @@ def test_first_worker_is_ready_before_the_others_are_started():
     _session(engine).begin(plan, _Never())
 
 
+@pytest.mark.parametrize(("shards", "numbers"), [(1, [0]), (2, [0, 1, 2])])
+def test_each_server_has_its_number_in_its_plan(shards, numbers):
+  """The first one decides, and is 0."""
+  made, plan = [], server.LivePlan(workers=("a",), shards=shards)
+  engine = types.SimpleNamespace(
+    serve=lambda *given: made.extend(given), on_lost=lambda function: None
+  )
+  session = server.LiveSession(engine, "make", {"a": "work"}, plan)
+  session._serve()
+  assert [x.func for x in made] == [_live_session._make] * len(numbers)
+  assert [x.args[0] for x in made] == ["make"] * len(numbers)
+  assert [x.args[1].shard for x in made] == numbers
+
+
+def test_threads_have_the_server_and_its_shards():
+  engine, channels = server.ThreadEngine(), []
+
+  def make(name):
+    return lambda channel: (
+      channels.append(channel)
+      or types.SimpleNamespace(
+        ask=lambda method: f"{method} of {name}", name=name
+      )
+    )
+
+  engine.serve(make("server"), make("one"), make("two"))
+  assert [x.name for x in engine.shards] == ["one", "two"]
+  assert engine.server.name == "server" and len(channels) == 3
+  assert channels[-1].shard(2)._server.name == "two"
+
+
 def test_lost_server_is_started_again_for_the_workers_that_are_here(tmp_path):
   engine = _Engine(status=_status(here=["b"]))
   session = _session(engine, folder=str(tmp_path))
@@ -389,6 +420,17 @@ def test_run_begins_once_and_has_no_work_after_its_end():
   assert words("b")[-1] == "stop" and "task" not in words("b")
   handle("join", "a")
   assert words("a") == ["task", "stop"]
+
+
+@pytest.mark.parametrize(
+  ("began", "finished"), [(True, False), (True, True), (False, False)]
+)
+def test_run_that_is_finished_early_keeps_what_it_has(began, finished):
+  made, log = object.__new__(_server_core.ServerCore), []
+  made._began_s, made.finished = 1.5 if began else None, finished
+  made._add_record, made._finish = log.append, lambda: log.append("end")
+  made._on_finish(None)
+  assert log == ["it was finished"] * (began and not finished) + ["end"]
 
 
 def test_recording_needs_a_file_that_can_be_written(tmp_path):

@@ -230,3 +230,22 @@ def test_workload_augments_training_alone(augment, monkeypatch):
   expected = plain.inputs()(batch, jax.random.key(0))
   given = found.inputs()(batch, jax.random.key(0))
   assert bool((given == expected).all()) != augment
+
+
+@pytest.mark.parametrize("order", ["variant", "seed"])
+def test_variant_without_a_finite_rate_is_not_compared(order, tmp_path):
+  runs = []
+
+  def fit(trial):
+    runs.append((trial.purpose, trial.variant))
+    loss = None if trial.variant == "wild" else 1.0
+    return {"accuracy": 0.5, "test_loss": loss}
+
+  study = comparison.Study(
+    ("wild", "calm"), (0.1, 0.2), (1, 2), 0, (7,), order=order
+  )
+  rows = comparison.Rows(tmp_path / "rows.jsonl", {})
+  found = comparison.compare(study, rows, fit)
+  assert found.tuned["wild"].diverged and list(found.rows) == ["calm"]
+  assert runs.count(("comparison", "calm")) == 2
+  assert ("comparison", "wild") not in runs
