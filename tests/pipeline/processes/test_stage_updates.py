@@ -2,6 +2,7 @@
 
 import types
 
+import jax
 import pytest
 
 from jdist.pipeline.processes import _peers, _stage_updates
@@ -97,3 +98,28 @@ def test_last_update_of_a_device_makes_all_behind_a_barrier(
   updates = [(2, 5), (0, 5), (0, 6), (2, 6)]
   assert [made.ready(*update) for update in updates] == ready
   assert not made._waiting
+
+
+def test_tied_gradients_are_added_in_the_order_of_their_stages():
+  made, asked = _updates(0, None, {}), []
+
+  def collect(kind, own, step, stages, number):
+    asked.append((kind, own, step, stages, number))
+    others = {s: 10.0**s for s in stages if s not in own}
+    return others | own
+
+  # The second pair has no stage here.
+  made._part.tied = {"['w']": (2, 1, 0), "['x']": (1, 3), "['v']": (0, 3)}
+  made._part.collect = collect
+  totals = {
+    0: {"v": 1.0, "w": 2.0, "y": 3.0}, 2: {"w": 4.0, "z": 5.0},
+  }  # fmt: skip
+  found = made._tied(totals, 3)
+  assert asked == [
+    (_peers.Kind.TIED, {2: 4.0, 0: 2.0}, 23, (2, 1, 0), 0),
+    (_peers.Kind.TIED, {0: 1.0}, 23, (0, 3), 2),
+  ]
+  found = jax.tree.map(float, found)
+  assert found == {
+    0: {"v": 1001.0, "w": 16.0, "y": 3.0}, 2: {"w": 16.0, "z": 5.0},
+  }  # fmt: skip
