@@ -177,3 +177,27 @@ def test_lines_of_a_list_have_one_column():
   second, third = second.splitlines()
   assert second.startswith("  long  word") and len(second) <= 80
   assert third.startswith(" " * 8 + "word")
+
+
+@pytest.mark.parametrize("command", _ALL)
+def test_options_stand_below_the_titles_of_their_groups(command):
+  kind = _ALL[command]
+  lines = _help.options(command, kind()).splitlines()
+  assert lines[0] == f"usage: jdist {command} [OPTIONS]" and lines[1] == ""
+  titles = [f"{x}:" for x in _help.groups(kind)]
+  found = [x for x in lines if x in titles]
+  assert found == titles and lines.index("examples:") < lines.index(titles[0])
+  for title, documents in _help.groups(kind).items():
+    start = lines.index(f"{title}:") + 1
+    own = lines[start : lines.index("", start)]
+    heads = [x for x in own if x[:2] == "  " and x[2] != " "]
+    assert len(heads) == len(documents) + sum("--import " in x for x in own)
+  imports = [
+    i for i, x in enumerate(lines) if x.startswith("  --import MODULE")
+  ]
+  assert imports == (
+    [] if command == "launch" else [lines.index("options:") + 1]
+  )
+  last = {"launch": None, "report": None, "simulate": "protocols:",
+          "pipeline": "tables:"}.get(command, "methods:")  # fmt: skip
+  assert (last in lines) == (last is not None)

@@ -230,8 +230,12 @@ class _Board(contextlib.nullcontext):
 
   def __init__(self, directory, **options):
     super().__init__()
-    self.directory, self.written = directory, []
+    self.directory, self.written, self.closed = directory, [], False
+    self.options = options
     _Board.made.append(self)
+
+  def __exit__(self, *error):
+    self.closed = True
 
   def write(self, record):
     self.written.append(record.step)
@@ -282,6 +286,10 @@ def test_first_process_shows_what_happens(
   assert ("Resumes from step 4." in out) == (process == 0)
   assert ("step 6/6  accuracy 50.00 %" in out) == (process == 0)
   assert [x.written for x in _Board.made] == [[6]] * (process == 0)
+  for board in _Board.made:
+    assert board.closed and board.directory == "board"
+    settings = vars(options)
+    assert board.options == {"settings": settings, "learning_rate": "schedule"}
   # The model is given to each process, of which one writes it.
   assert ends == [(options, workload, "params", "statistics")]
   ((seed, fit),) = fits

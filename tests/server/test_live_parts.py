@@ -594,3 +594,15 @@ def test_counts_of_a_server_are_the_same_after_json():
   again.load(saved)
   for name in names:
     assert getattr(again, name) == getattr(made, name) != getattr(make(), name)
+
+
+def test_message_for_all_workers_is_copied_once():
+  asp = server.ASP(batches=server.FixedBatches(4))
+  made = _delivery.Delivery(asp, server.EmptyServer(), ("a", "b"), ["a"])
+  one, other = np.arange(3, dtype=np.uint8), np.arange(3, dtype=np.uint8)
+  for payload in (one, one, other, None):
+    made.send("reply", {}, payload)
+  sent, _ = made.take_sent()
+  first, second, third, none = (x.payload for x in sent)
+  assert first is second and none is None
+  assert third is not first and third.tolist() == first.tolist() == [0, 1, 2]

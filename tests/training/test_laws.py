@@ -1,5 +1,7 @@
 """The laws of leaves in steps, evaluation, checkpoints and other teams."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from flax import nnx
 
 import jdist
 from jdist import models, states, training, transforms
+from jdist.training import _train_state
 
 INTERVAL = 10
 MASK = np.array([0.0, -np.inf], np.float32)
@@ -263,3 +266,28 @@ def test_step_takes_lookahead_and_sam_with_averaged_gradients():
     np.testing.assert_allclose(
       state.params, [1 - (1 - 0.101) ** 2] * 2, rtol=1e-5
     )
+
+
+def test_history_of_a_parameter_is_split_as_it():
+  """Shapes have the workers in front, and a history its length behind."""
+  params = {"w": np.zeros((2, 6, 4)), "v": np.zeros((2, 4))}
+  spec = jax.sharding.PartitionSpec("worker", None, "inner")
+  team = types.SimpleNamespace(
+    specs=lambda tree: {"w": spec, "v": jax.sharding.PartitionSpec("worker")},
+    spmd=lambda init: init,
+  )
+
+  def init(params):
+    w = params["w"]
+    return {
+      "moment": {"w": w}, "history": {"w": jnp.zeros((2, 3, 6, 4))},
+      "sums": {"w": jnp.zeros((2, 3, 6))}, "count": jnp.zeros(2),
+    }  # fmt: skip
+
+  optimizer = optax.GradientTransformation(init, None)
+  found = _train_state._split_alike(team, optimizer, params)
+  none = jax.sharding.PartitionSpec()
+  assert found == {
+    "moment": {"w": spec}, "sums": {"w": none}, "count": none,
+    "history": {"w": jax.sharding.PartitionSpec(None, *spec)},
+  }  # fmt: skip

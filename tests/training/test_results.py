@@ -111,3 +111,16 @@ def test_writer_of_metrics_is_closed_with_its_block():
   with writer:
     assert noted == []
   assert noted == ["closed"]
+
+  class Full:
+    def close(self):
+      noted.append("tried")
+      raise OSError("The disk is full.")
+
+  # An error within is not hidden by another one.
+  writer._writer = Full()
+  with pytest.raises(KeyError), writer:
+    raise KeyError
+  assert noted == ["closed", "tried"]
+  with pytest.raises(OSError, match="is full"), writer:
+    pass

@@ -3,6 +3,8 @@
 import types
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 from jdist.pipeline.processes import _peers, _stage_updates
@@ -123,3 +125,17 @@ def test_tied_gradients_are_added_in_the_order_of_their_stages():
   assert found == {
     0: {"v": 1001.0, "w": 16.0, "y": 3.0}, 2: {"w": 16.0, "z": 5.0},
   }  # fmt: skip
+
+
+def test_version_that_passes_may_still_read_is_kept():
+  """The gradients and the optimizer's state give their memory away."""
+  stage = types.SimpleNamespace(params={"w": jnp.ones(4)}, state={})
+  program = _stage_updates.UpdateProgram(
+    optax.sgd(0.5, momentum=0.5), [stage], 2
+  )
+  params, total = {"w": jnp.ones(4)}, {"w": jnp.full(4, 4.0)}
+  state = program.init(params)
+  new, _, _ = program.update(total, state, params, {}, jnp.float32(1.0))
+  assert new["w"].tolist() == [0.0] * 4 and params["w"].tolist() == [1.0] * 4
+  assert total["w"].is_deleted()
+  assert all(x.is_deleted() for x in jax.tree.leaves(state))
