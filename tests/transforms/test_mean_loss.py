@@ -9,8 +9,9 @@ import optax
 import optax.contrib
 import pytest
 
-from jdist import collectives, methods, transforms
+from jdist import collectives, methods, reducers, transforms
 from tests import _refusals, _thinned
+from tests.transforms import _reducers
 
 BEHIND = {
   "ssgd": methods.ssgd,
@@ -139,3 +140,37 @@ def test_unused_arguments_are_accepted():
   # Alone, and where nothing is asked of it.
   assert searched(methods.ssgd, optax.lbfgs(), axis=None).any()
   assert searched(methods.ssgd, optax.sgd(1.0), value_fn=None).any()
+
+
+class _Typed(_reducers.Plain):
+  """Has a state like the parameters, or none, and notes what it is given."""
+
+  def __init__(self, kept):
+    self.kept, self.seen = kept, []
+
+  def init(self, like, axis):
+    return jax.tree.map(jnp.zeros_like, like) if self.kept else ()
+
+  def reduce(self, tree, state, key, axis):
+    self.seen.append(str(tree.dtype))
+    return super().reduce(tree, state, key, axis)
+
+
+@pytest.mark.parametrize(
+  ("kept", "params", "feedback", "sent"),
+  [
+    (True, True, None, "float32"), (False, True, None, "bfloat16"),
+    (True, False, None, "bfloat16"),
+    (False, True, reducers.ErrorFeedback(), "float32"),
+  ],
+)  # fmt: skip
+def test_gradients_are_cast_where_a_reducer_has_a_state_of_its_own(
+  kept, params, feedback, sent
+):
+  reducer, w = _Typed(kept), jnp.ones(2)
+  compression = reducers.Compression(reducer, feedback)
+  optimizer = transforms.average_gradients(None, compression)
+  state, seen = optimizer.init(w), len(reducer.seen)
+  g = jnp.ones(2, jnp.bfloat16)
+  mean, _ = optimizer.update(g, state, w if params else None)
+  assert reducer.seen[seen:] == [sent] and mean.dtype == jnp.bfloat16

@@ -344,3 +344,11 @@ def test_state_without_iterates_stays_as_it_is():
   joined = _iterates.join(free)
   assert joined.iterates == () and joined.anchor.params is free.anchor
   assert _iterates.split(joined) == free
+
+
+def test_iterates_of_narrow_parameters_are_wide_at_the_anchor():
+  w = {"w": jnp.ones(2, jnp.bfloat16)}
+  state = jdist.local_sgd(FREE, 2, axis=None).init(w)
+  assert state.inner.z["w"].dtype == jnp.bfloat16
+  wide = jax.tree.leaves((state.sync.anchor, state.sync.iterates))
+  assert len(wide) == 2 and {x.dtype for x in wide} == {jnp.dtype("float32")}
