@@ -31,8 +31,8 @@ class Weighting:
             \frac{q_i}{\bar q} \, a(\tau_i)
 
   with b the samples of a batch, q the part of the data that a worker owns, and
-  bars for means over the workers.  What makes one update of several gradients
-  divides the factors before a by their sum.
+  bars for means over the workers.  A protocol that makes one update of several
+  gradients divides the factors before a by their sum.
 
   Attributes:
     samples: The power p: `"linear"` is 1, the rate in proportion to the batch;
