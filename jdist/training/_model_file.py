@@ -45,6 +45,14 @@ def save_model(
   # safetensors writes the memory of an array as it is, so that a transposed one
   # must be copied. `ascontiguousarray` would turn scalars into vectors.
   arrays = {name: np.asarray(x, order="C") for name, x in named.items()}
+  for name, x in arrays.items():
+    # NumPy could not read other extension types back.
+    other = x.dtype.isbuiltin == 2 and x.dtype.name != "bfloat16"
+    if other or x.dtype == np.complex128:
+      raise ValueError(
+        f"`params` must have dtypes that a file holds, got {x.dtype} at "
+        f"{name!r}. Cast it, for instance to bfloat16."
+      )
   given = sealed_json.check("metadata", dict(metadata or {}))
   header = {
     name: value if str(value) == _value(value) else json.dumps(value)
@@ -57,10 +65,6 @@ def save_model(
     os.replace(partial, path)
   except (OSError, failed) as error:
     pathlib.Path(partial).unlink(missing_ok=True)
-    if "dtype" in str(error):
-      raise ValueError(
-        f"`params` must have dtypes of safetensors: {error} Cast the others."
-      ) from None
     raise OSError(
       f"the model could not be written to {os.fspath(path)}: {error}. Make "
       "room, or take another `path`."
@@ -126,7 +130,7 @@ def _named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
   failed = checks.import_extra("safetensors", "export").SafetensorError
   try:
     yield
-  except failed as error:
+  except (failed, AttributeError) as error:  # NumPy has no 8-bit floats.
     raise ValueError(
       f"`path` must be a file of `save_model`, got {os.fspath(path)}: {error}."
     ) from None

@@ -3,6 +3,7 @@
 import errno
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
@@ -74,12 +75,26 @@ def test_failed_write_raises_oserror(tmp_path):
 
 def test_dtype_that_the_format_lacks_is_named(tmp_path):
   path = tmp_path / "model.safetensors"
-  with _refusals.refused(
-    "params", 'dtypes of safetensors: Unknown dtype "comp'
-  ):
-    training.save_model(path, {"a": np.ones(2, np.complex128)})
+  for dtype in (np.complex128, "float8_e4m3fn", "float8_e5m2", "int4"):
+    params = {"a": np.ones(2, jnp.dtype(dtype))}
+    rule = f"dtypes that a file holds, got {params['a'].dtype} at 'params.a'"
+    with _refusals.refused("params", rule):
+      training.save_model(path, params)
   assert not [*tmp_path.iterdir()]
-  training.save_model(path, {"a": np.ones(2, np.complex64)})
+  for dtype in (np.complex64, jnp.bfloat16, np.int8, np.bool_):
+    params = {"a": np.ones(2, dtype)}
+    training.save_model(path, params)
+    found, _ = training.load_model(path, params)
+    assert found["a"].dtype == dtype
+    np.testing.assert_array_equal(found["a"], params["a"])
+
+
+def test_file_of_8_bit_floats_is_named(tmp_path):
+  """Other programs write them, and NumPy has no such dtypes."""
+  path, w = tmp_path / "model.safetensors", np.ones(2, jnp.float8_e5m2)
+  safetensors.numpy.save_file({"params.w": w}, path)
+  with _refusals.refused("path", "no attribute 'float8_e5m2'"):
+    training.load_model(path, {"w": w})
 
 
 def test_file_of_another_model_raises(tmp_path):
