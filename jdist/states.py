@@ -179,7 +179,14 @@ def exceptions(
         f"{', '.join(named) or 'none'}."
       )
   for name, leaf in named.items():
-    if not any(_holds(x, name) for x in given) and _is_infinite(leaf):
+    own = [law for key, law in given.items() if _holds(key, name)]
+    if own and not _suits(own[-1], leaf):
+      raise ValueError(
+        f"`laws` must suit their leaves, got {own[-1]!r} for "
+        f"{checks.show(leaf)} at {name!r}. Means are of floats, keys "
+        "('random') typed or uint32; others are 'counter' or 'constant'."
+      )
+    if not own and _is_infinite(leaf):
       given[name] = "constant"
   return Laws(tuple(given.items())) if given else ()
 
@@ -325,6 +332,14 @@ def _law_of(x: Any, law: Any, name: str, floats: Any) -> Any:
   words = 4 if "rbg" in jax.config.jax_default_prng_impl else 2
   raw = dtype == jnp.uint32 and jnp.shape(x)[-1:] == (words,)
   return "random" if raw and called else "counter"
+
+
+def _suits(law: Law, leaf: Any) -> bool:
+  if law in ("counter", "constant"):
+    return True
+  if law == "random":
+    return bool(_law_of(leaf, None, "key", "moment") == "random")
+  return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
 def _holds(name: str, leaf: str) -> bool:

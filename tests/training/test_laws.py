@@ -12,6 +12,7 @@ from flax import nnx
 import jdist
 from jdist import models, states, training, transforms
 from jdist.training import _train_state
+from tests import _refusals
 
 INTERVAL = 10
 MASK = np.array([0.0, -np.inf], np.float32)
@@ -165,6 +166,29 @@ def test_dropout_of_nnx_differs_by_worker():
 
   found = np.asarray(masks(state)).reshape(4, -1)
   assert len(np.unique(found, axis=0)) == 4
+
+
+_UNSUITED = {
+  "random": [np.ones((2, 2), np.float32), np.ones(3, np.uint32), np.int32(1)],
+  "statistic": [np.int32(1), np.ones(2, np.bool_), jax.random.key(0)],
+  "moment": [np.ones(2, np.uint32)],
+}
+
+
+@pytest.mark.parametrize("law", _UNSUITED)
+def test_law_that_does_not_suit_its_leaf_is_refused(law):
+  workers = jdist.workers(2, substrate="vmap")
+  for leaf in _UNSUITED[law]:
+    for given in ({"a.x": law}, {"a": law}):
+      with _refusals.refused("laws", f"suit their leaves, got '{law}' for"):
+        workers.replicate({"a": {"x": leaf}}, laws=given)
+  # A later entry is that of the leaf.
+  mixed = {"x": np.int32(1), "y": np.ones(2, np.float32)}
+  laws = {"a": "statistic", "a.x": "counter"}
+  workers.replicate({"a": mixed}, laws=laws)
+  words = np.ones((3, 2), np.uint32)
+  rows = workers.replicate({"k": words}, laws={"k": "random"})["k"]
+  assert len(np.unique(rows, axis=0)) == 2
 
 
 def test_replicated_state_of_a_run_keeps_one_key():
