@@ -364,16 +364,18 @@ def check_arrays(
     )
 
 
-def check_bits(name: str, value: Any, leaf: str = "") -> None:
-  """Raises a ValueError for integers that JAX would cut to 32 bits."""
+def check_bits(name: str, value: Any, leaf: str = "", of: str = "iu") -> None:
+  """Raises a ValueError for numbers, or integers, cut to 32 bits by JAX."""
   cut = isinstance(value, int) and abs(value) > _LARGEST
-  if isinstance(value, np.ndarray | np.integer) and value.dtype.kind in "iu":
+  if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in of:
     kept = jax.dtypes.canonicalize_dtype(value.dtype)
-    cut = kept != value.dtype and bool((value.astype(kept) != value).any())
+    other = (value.astype(kept) != value) & (value == value)  # No NaN.
+    cut = kept != value.dtype and bool(other.any())
   if cut:
     raise ValueError(
       f"`{name}` must hold numbers of 32 bits, got {show(value)}"
-      f"{f' at {leaf!r}' if leaf else ''}. Make it a float."
+      f"{f' at {leaf!r}' if leaf else ''}. Make it a float32, or let JAX keep "
+      "64 bits by `jax_enable_x64`."
     )
 
 

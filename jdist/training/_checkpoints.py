@@ -147,6 +147,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """
     sealed_json.check("metadata", metadata)
     checks.check_arrays("state", state, shapes=False)
+    for name, leaf in checks.named_leaves(state).items():
+      checks.check_bits("state", leaf, name, "iufc")
     self.wait()
     names, leaves = _named(state)
     flags = _train_state.shared_flags(shared, state)

@@ -286,7 +286,12 @@ def test_host_number_that_would_be_cut_is_not_saved(tmp_path):
     assert checkpoints.restore(state).state["tokens"].tolist() == [2e9] * 2
     with _refusals.refused("state", "numbers of 32 bits, got int64[2] at 'tok"):
       checkpoints.save(2, state | {"tokens": 2 * state["tokens"]})
-    assert checkpoints.latest_step() == 1
+    with _refusals.refused("state", "of 32 bits, got float64[2] at 'tokens'"):
+      checkpoints.save(2, state | {"tokens": np.array([1 / 3, 0.5])})
+    exact = state | {"tokens": np.array([np.nan, 0.5])}
+    checkpoints.save(3, exact)
+    found = checkpoints.restore(exact).state["tokens"]
+    np.testing.assert_array_equal(found, exact["tokens"])
 
 
 def test_saving_diverged_workers_raises(tmp_path):
