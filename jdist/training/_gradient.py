@@ -120,7 +120,8 @@ def check_loss(name: str, loss: Any, metrics: Any) -> None:
 def _number(param: jax.Array, gradient: Any) -> jax.Array:
   """Returns an array of zeros for an integer's gradient, of dtype float0."""
   if gradient.dtype == jax.dtypes.float0:
-    return jnp.zeros(gradient.shape, jnp.asarray(param).dtype)
+    dtype = jnp.int32 if states.is_key(param) else jnp.asarray(param).dtype
+    return jnp.zeros(gradient.shape, dtype)
   return gradient
 
 

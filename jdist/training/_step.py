@@ -41,11 +41,10 @@ def make_step(
     axis: The workers' axis.
     accumulate: The number of micro-batches into which a batch is cut. Their
       gradients are averaged before the one update.
-    weighted: Whether a worker counts by the samples of its batch, n: its
-      gradient, and the change of its batch statistics, is multiplied by n over
-      the workers' mean of n (a scalar all-reduce). A mean of gradients is then
-      the mean over all samples, even if masks leave the workers different
-      numbers of samples.
+    weighted: Whether a worker counts by the samples of its batch, n: its loss,
+      gradient, and change of batch statistics are multiplied by n over the
+      workers' mean of n (a scalar all-reduce). A mean over the workers is then
+      one over all samples, even if masks leave them different numbers.
     independent: Whether workers are meant never to communicate.
 
   Returns:
@@ -117,8 +116,12 @@ def _weighted(
     # An infinity that stays, as that of a mask, has no difference.
     return jnp.where(new == old, new, moved)
 
+  loss, grads = jax.tree.map(
+    lambda x: _gradient.times(x, weight), (gradient.loss, gradient.grads)
+  )
   return gradient._replace(
-    grads=jax.tree.map(lambda g: _gradient.times(g, weight), gradient.grads),
+    loss=loss,
+    grads=grads,
     model_state=jax.tree.map(changed, before, gradient.model_state),
   )
 

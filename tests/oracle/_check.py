@@ -223,7 +223,7 @@ class Expected:
       drawn = seen["model"]["drawn"][worker]
       loss, gradient, after = self.micro_batches(w, before, own, drawn, step)
       if one.weighted:
-        gradient = gradient * shares[worker]
+        gradient, loss = gradient * shares[worker], loss * shares[worker]
         after = {
           k: before[k] + shares[worker] * (after[k] - before[k]) for k in after
         }

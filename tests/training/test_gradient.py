@@ -150,9 +150,30 @@ def test_worker_without_samples_changes_nothing(dtype):
   state = training.init_state(team, optimizer, jnp.zeros((), dtype), start)
   batch = {"x": np.array([[1.0, 3.0], [9.0, 9.0]], np.float32)}
   batch["mask"] = np.array([[1.0, 1.0], [0.0, 0.0]], np.float32)
-  state, _ = team.jit(step)(state, team.place(batch))
+  state, metrics = team.jit(step)(state, team.place(batch))
   assert state.params.tolist() == [2.0, 2.0]
   assert state.model_state["mean"].tolist() == [2.0, 2.0]
+  # The mean over the workers is that over the two samples, 1 and 9.
+  assert metrics["loss"].tolist() == [10.0, 0.0]
+
+
+@pytest.mark.parametrize("accumulate", (1, 2))
+def test_key_among_the_parameters_has_no_gradient(accumulate):
+  def loss_fn(params, model_state, batch, key):
+    return mean_of_samples(params["w"], model_state, batch, key)
+
+  team = collectives.workers(2, substrate="vmap")
+  optimizer = jdist.ssgd(optax.sgd(0.5), axis=team.axis)
+  step = training.make_step(
+    loss_fn, optimizer, axis=team.axis, weighted=True, accumulate=accumulate
+  )
+  params = {"w": jnp.array(0.0), "key": jax.random.key(3)}
+  start = {"mean": jnp.array(1.0), "steps": jnp.array(0)}
+  state = training.init_state(team, optimizer, params, start)
+  x = np.array([[1.0, 3.0], [2.0, 2.0]], np.float32)
+  after, _ = team.jit(step)(state, team.place({"x": x, "mask": 0 * x + 1}))
+  assert after.params["w"].tolist() == [2.0, 2.0]
+  assert (after.params["key"] == state.params["key"]).all()
 
 
 def complex_loss(params, model_state, batch, key):
