@@ -123,6 +123,7 @@ class Compression:
 
   def init(self, like: PyTree, axis: collectives.Axis) -> CompressionState:
     """Returns the first state for trees like `like`; the axis must be bound."""
+    like = jax.eval_shape(lambda x: x, like)  # Numbers of Python, too.
     # A feedback sends at least float32, whatever the dtype of the tree.
     sent = (
       like if self.feedback is None else jax.tree.map(states.wide_like, like)

@@ -243,6 +243,22 @@ def test_dgc_with_all_entries_is_momentum():
   np.testing.assert_allclose(found, wanted, 1e-5, 1e-6)
 
 
+@pytest.mark.parametrize(
+  "optimizer",
+  [
+    methods.topk_sgd(optax.sgd(0.5), 1.0, axis=None),
+    methods.powersgd(optax.sgd(0.5), axis=None),
+    methods.qsgd(optax.sgd(0.5), axis=None),
+  ],
+  ids=["topk_sgd", "powersgd", "qsgd"],
+)
+def test_parameters_may_be_numbers_of_python(optimizer):
+  state = optimizer.init({"w": 2.0, "v": 1.0})
+  gradients = {"w": jnp.array(1.0), "v": jnp.array(-1.0)}
+  updates, _ = optimizer.update(gradients, state, {"w": 2.0, "v": 1.0})
+  assert updates == {"w": -0.5, "v": 0.5}
+
+
 def test_top_k_with_all_entries_is_plain_averaging():
   targets = random_targets(10, WORKERS, *SHAPE)
   found, _ = train(methods.topk_sgd(SGD, 1.0, axis="worker"), targets)
