@@ -143,7 +143,7 @@ def update_first(
   """
   # The loss must be the workers' mean: with its own loss each worker's
   # optimizer would make another update, and the replicas would drift apart.
-  optimizer = _averaging.with_mean_loss(optimizer, axis)
+  optimizer = _anchor.only_floats(_averaging.with_mean_loss(optimizer, axis))
   collectives.check_axis(axis)
   max_bytes = checks.check_structural("max_bytes", max_bytes, minimum=8)
   in_flight = checks.check_structural("in_flight", in_flight, minimum=1)
@@ -204,7 +204,7 @@ def update_first(
     # The backward pass computes the gradients of the last layers first.
     rows = _in_turns(
       reversed(buckets_of(grads).pack(grads)),
-      lambda x: collectives.reduce_scatter(x, axis),
+      lambda x: collectives.reduce_scatter(x, axis).astype(x.dtype),
       in_flight,
     )
     return tuple(reversed(rows))

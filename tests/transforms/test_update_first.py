@@ -474,6 +474,19 @@ def test_invalid_arguments_raise(name):
     )
 
 
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.bool_, jnp.int32])
+@pytest.mark.parametrize("more", [{}, {"scatter": True}, {"pending": 0.0}])
+@jax.numpy_dtype_promotion("standard")  # A mean of bools is promoted.
+def test_integers_among_the_parameters_stay(more, dtype):
+  w = {"k": jnp.array([0, 1], dtype), "w": jnp.array(2.0)}
+  optimizer = transforms.update_first(optax.sgd(0.5), axis=None, **more)
+  state = optimizer.init(w)
+  grads = {"k": jnp.zeros_like(w["k"]), "w": jnp.array(3.0)}
+  new, state = optimizer.begin(w, optimizer.hold(grads, state))
+  assert (new["k"].tolist(), new["k"].dtype) == (w["k"].tolist(), dtype)
+  assert new["w"] == 0.5
+
+
 def test_arguments_of_the_optimizer_are_those_of_the_call():
   def scaled(updates, state, params=None, *, factor=1.0, **more):
     del params, more
