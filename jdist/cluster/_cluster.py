@@ -10,6 +10,8 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jdist import checks, signatures
 from jdist.cluster import _node, _topology
 
@@ -78,8 +80,14 @@ class Cluster:
 
     The `samples` are one size for all batches, or a size for each machine.
     """
-    sizes = [samples] * len(self.nodes) if isinstance(samples, int) else samples
-    for node, size in zip(self.nodes, sizes, strict=True):
+    if not isinstance(samples, Sequence | np.ndarray):
+      samples = [checks.check_int("samples", samples, 0)] * len(self.nodes)
+    if len(samples) != (number := len(self.nodes)):
+      raise ValueError(
+        f"`samples` must be an int or a list of {number}, got "
+        f"{checks.show(samples)}. Give a size for each machine."
+      )
+    for node, size in zip(self.nodes, samples, strict=True):
       most = profile.max_samples(node.memory_bytes)
       if most is not None and size > most:
         raise ValueError(
@@ -281,9 +289,12 @@ def _check(
       raise ValueError(f"{key!r} is no key of {place}; did you mean {words}?")
     # Python counts true and false as ints, of any size.
     is_number = checks.is_number(value) and not isinstance(value, bool)
-    if key in numbers and not is_number:
-      shown = checks.show(value)
-      raise ValueError(f"`{key}` of {place} must be a number, got {shown}.")
+    sign = ">" if key in ("bandwidth_gbit_per_s", "memory_gb") else ">="
+    if key in numbers and not (
+      is_number and (value > 0 or (value == 0 and sign == ">="))
+    ):
+      rule = f"`{key}` of {place} must be a number {sign} 0"
+      raise ValueError(f"{rule}, got {checks.show(value)}.")
   for key in needed:
     if key not in table:
       raise ValueError(f"{place} must have a `{key}`.")

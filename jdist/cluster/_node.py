@@ -99,11 +99,7 @@ class Node:
       ends = outage.end_s
 
   def end_s(self, start_s: float, work_s: float) -> float:
-    """Returns the time at which work ends, slow-downs included.
-
-    Args:
-      start_s: The time at which it begins.
-      work_s: The seconds that it takes at speed 1, jitter included.
+    """Returns the end of work that takes `work_s` at speed 1, jitter included.
 
     >>> node = Node("a", speed=2.0, slowdowns=(Slowdown(3.0, 0.5),))
     >>> node.end_s(start_s=0.0, work_s=8.0)  # 6 s of work until second 3.
@@ -122,7 +118,7 @@ class Node:
           until = min(until, slow.end_s)
         elif now < slow.start_s:
           until = min(until, slow.start_s)
-      end = now + work_s / speed
+      end = now + (work_s / speed if speed else math.inf)
       if not end > until:  # So does a NaN, for which there is no last piece.
         return end
       work_s -= (until - now) * speed

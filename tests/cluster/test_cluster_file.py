@@ -87,12 +87,24 @@ WRONG = {
   "unknown key": (FILE.replace("jitter", "colour"), "'colour' is no key of"),
   "negative bandwidth": (
     FILE.replace("= 10.0", "= -10.0"),
-    "`bandwidth_bits_per_s` must be in",
+    "`bandwidth_gbit_per_s` of .* > 0, got -10.0",
+  ),
+  "no bandwidth at all": (
+    FILE.replace("= 10.0", "= 0"),
+    "`bandwidth_gbit_per_s` of .* > 0, got 0",
+  ),
+  "negative latency": (
+    FILE.replace("latency_ms = 0.5", "latency_ms = -0.5"),
+    "`latency_ms` of .* >= 0, got -0.5",
+  ),
+  "no memory": (
+    FILE.replace("memory_gb = 16", "memory_gb = 0"),
+    "`memory_gb` of .* > 0, got 0",
   ),
   "speed of 0": (FILE.replace("8.0", "0.0"), "number 1: `speed` must be in"),
   "a number beyond floats": (
     FILE.replace("memory_gb = 16", "memory_gb = 1" + 400 * "0"),
-    "`memory_gb` of .* a number, got an int",
+    "`memory_gb` of .* a number > 0, got an int",
   ),
   "speed in words": (FILE.replace("8.0", "'fast'"), "`speed` of .* a number"),
   "count": (FILE.replace("count = 2", "count = 0"), "`count` must"),

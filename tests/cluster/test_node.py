@@ -5,10 +5,12 @@ import random
 import statistics
 
 import hypothesis
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from jdist import cluster
+from tests import _refusals
 
 
 @hypothesis.given(
@@ -44,6 +46,13 @@ def test_work_is_the_integral_of_the_speed(slowdowns, start, work):
   assert done == pytest.approx(work, rel=1e-6)
 
 
+def test_work_on_a_machine_that_stands_still_does_not_end():
+  slow = (cluster.Slowdown(0.0, 1e-200), cluster.Slowdown(1.0, 1e-200, 9.0))
+  assert cluster.Node("a", slowdowns=slow[:1]).end_s(0.0, 1.0) > 1e199
+  node = cluster.Node("a", slowdowns=(slow[0], cluster.Slowdown(0.0, 1e-200)))
+  assert node.end_s(0.0, 1.0) == math.inf  # The product of the factors is 0.
+
+
 def test_jitter_does_not_change_the_mean():
   node, generator = cluster.Node("a", jitter=0.5), random.Random(0)
   drawn = [node.draw(generator) for _ in range(20_000)]
@@ -58,6 +67,10 @@ def test_batch_larger_than_memory_raises():
   )
   profile = cluster.Profile(1.0, bytes_per_sample=1e8, bytes_of_model=2e8)
   machines.check_batches(profile, 8)
+  machines.check_batches(profile, np.int64(8))
+  machines.check_batches(profile, np.array([90, 8]))
+  with _refusals.refused("samples", "be an int or a list of 2, got [8]. Give"):
+    machines.check_batches(profile, [8])
   with pytest.raises(ValueError, match="'small' has 1 GB: 8 samples fit"):
     machines.check_batches(profile, 9)
 
