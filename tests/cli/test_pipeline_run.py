@@ -231,6 +231,10 @@ def test_stages_have_about_equally_many_operations():
     ("--stages 2 --method mp2 --predictor x", "`--stages` must be left out"),
     ("--stages 2 --late-from 0.5", "`--late-from` must be left out with"),
     (
+      f"--stages 2 --table ours {_HALF} --steps 1",
+      "`--late-from` must have a step before it and one after it",
+    ),
+    (
       "--stages 2 --table ours --late-from 1",
       "`--late-from` must be in (0, 1), got 1",
     ),

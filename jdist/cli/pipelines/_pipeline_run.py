@@ -93,6 +93,11 @@ class PreparedStages:
     self.late = self._phase(self.table)
     self.first: _Phase | None = None
     if options.late_from is not None:
+      if self.budget.num_steps < 2:
+        raise ValueError(
+          "`--late-from` must have a step before it and one after it, got 1 "
+          "step in all. Take more by `--steps` or `--epochs`."
+        )
       shape = self.table.num_stages, self.table.num_microbatches
       self.first = self._phase(pipeline.make_table("1f1b", *shape))
     self.evaluate = workload.evaluator(self.late.pipe.apply)
