@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
 
+from jdist import checks
 from jdist.cli import _groups
 
 Options = TypeVar("Options")
@@ -53,12 +54,17 @@ def identity(options: Any, elsewhere: Iterable[str]) -> dict[str, object]:
   """Returns the options that must be the same when a run is resumed."""
   # The data set's name contains a hash of own files, wherever they are.
   free = {"output", "preset", "text", "files", *elsewhere}
-  return {
+  found: dict[str, Any] = {
     # JSON, in which a checkpoint keeps it, has no tuples.
     name: list(value) if isinstance(value, tuple) else value
     for name, value in dataclasses.asdict(options).items()
     if name not in free
   }
+  # A file may change between two runs, or stand elsewhere for the second one.
+  for name in found.keys() & {"table", "cluster"}:
+    if (path := pathlib.Path(found[name] or "")).is_file():
+      found[name] = checks.read_text(path)
+  return found
 
 
 def word(name: str) -> str:

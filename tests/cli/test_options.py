@@ -173,6 +173,18 @@ def test_resumed_run_may_have_other_values_of_these_options_alone():
   assert given - {*found} == {*_FREE.split()}
 
 
+@pytest.mark.parametrize("name", ["table", "cluster"])
+def test_run_is_resumed_with_the_same_file_wherever_it_is(name, tmp_path):
+  found, texts = [], ["F0 B0", "F0 B0", "F0 F1 B0 B1"]
+  for number, text in enumerate(texts):
+    path = tmp_path / f"{number % 2}.txt"  # The last one replaces the first.
+    path.write_text(text)
+    options = _commands.Train(**{name: str(path)})
+    found.append(_options.identity(options, _workload.ELSEWHERE))
+  assert found[0] == found[1] != found[2]
+  assert [x[name] for x in found] == texts
+
+
 # Options that are refused without another one, or without its values.
 _TRAIN = {
   "files": "image_size",

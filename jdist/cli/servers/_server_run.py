@@ -2,11 +2,10 @@
 
 import contextlib
 import functools
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from jdist import checks, methods, server, training
+from jdist import methods, server, training
 from jdist.cli import (
   _commands,
   _interrupts,
@@ -127,11 +126,7 @@ def _identity(options: _commands.Train) -> dict[str, object]:
     "checkpoints", "checkpoint_every_epochs", "address", "cpus_per_worker",
     "gpus_per_worker", "record",
   )  # fmt: skip
-  if options.cluster is None:
-    return _options.identity(options, elsewhere)
-  # Time is replayed: the machines must be the same, wherever their file is.
-  machines = checks.read_text(pathlib.Path(options.cluster))
-  return _options.identity(options, elsewhere) | {"cluster": machines}
+  return _options.identity(options, elsewhere)
 
 
 def _print_event(event: dict[str, Any]) -> None:
