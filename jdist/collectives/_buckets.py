@@ -79,14 +79,9 @@ class Bucket:
     granule: int = 1,
     axes: tuple[str, ...] = (),
   ) -> "Bucket":
-    """Places pieces in a buffer.
+    """Places pieces in a buffer, each at a multiple of `granule` elements.
 
-    Args:
-      pieces: The pieces, at least one.
-      dtype: The dtype of all of them.
-      num_rows: The rows of the buffer.
-      granule: Pieces and rows begin at multiples of so many elements.
-      axes: The mesh axes over which the pieces' leaves are split.
+    The leaves of the pieces are split over the mesh's `axes`.
 
     >>> Bucket.of([Piece(0, 0, 3), Piece(1, 0, 2)], "int8", granule=4).offsets
     (0, 4)
@@ -103,11 +98,7 @@ class Bucket:
     return jax.ShapeDtypeStruct((self.row_size,), jnp.dtype(self.dtype))
 
   def pack(self, leaves: Mapping[int, jax.Array]) -> jax.Array:
-    """Copies pieces of leaves into the buffer.
-
-    Args:
-      leaves: One device's parts of the leaves, by number.
-    """
+    """Copies pieces of leaves, one device's parts by number, into a buffer."""
     # A leaf that fills the buffer is reshaped only, which copies nothing.
     ends = (*self.offsets[1:], self.num_rows * self.row_size)
     parts = []

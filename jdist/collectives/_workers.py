@@ -279,9 +279,8 @@ class Workers:
   def place(self, tree: PyTree) -> PyTree:
     """Puts arrays that already have their axis of workers onto the devices.
 
-    Args:
-      tree: Host arrays `[local workers, ...]`, the rows of `local_workers`,
-        which become `[workers, ...]`.  They are copied, and may be refilled.
+    The rows of the host's arrays are those of `local_workers`; the results are
+    `[workers, ...]`.  They are copies, and the arrays may be refilled.
     """
     rows = len(self.local_workers)
 

@@ -215,12 +215,9 @@ class SampleStream:
     self._orders: dict[int, _Order] = {}
 
   def indices(self, worker: int, start: int, count: int) -> np.ndarray:
-    """Returns samples of the shared or the worker's stream, int64 [count].
+    """Returns `count` samples from position `start` on, int64 [count].
 
-    Args:
-      worker: The worker's number; it does not matter for a shared stream.
-      start: The position of the first sample, >= 0.
-      count: The number of samples, >= 1.
+    A shared stream is the same for every worker.
     """
     count = checks.check_int("count", count, 1)
     if not 0 <= worker < self.num_workers:

@@ -216,15 +216,11 @@ class Rounds:
     sizes: Sequence[int] | None = None,
     kind: Any = server.FragmentRunner,
   ) -> Any:
-    """Returns the learner of a worker.
+    """Returns the learner of the worker `name`, of class `kind`.
 
-    Args:
-      name: Its name.
-      loss_fn: As in `training.make_step`.
-      samples: The source of its batches; None if local steps take them.
-      params: The first parameters on its devices, where they are sharded.
-      sizes: Sizes to which batches are padded; the allocation's if None.
-      kind: The class of the learner, `FragmentRunner`.
+    Its batches come from `samples`, None if local steps take their own, and are
+    padded to `sizes`, by default the allocation's.  Parameters that are sharded
+    over its devices are given as `params`.
     """
     checks.check_choice("name", name, self.workers)
     batches = self.protocol.batches

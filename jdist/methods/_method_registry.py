@@ -104,14 +104,9 @@ class Method:
     axis: collectives.Axis,
     **options: Any,
   ) -> optax.GradientTransformationExtraArgs:
-    """Builds the method's chain for a run.
+    """Builds the method's chain; `run` gives arguments that `options` lack.
 
-    Args:
-      optimizer: Each worker's own optimizer; ignored by a method that makes
-        one itself.
-      run: The source of arguments that `options` do not contain.
-      axis: The axis of the workers.
-      **options: Arguments of the factory.
+    A method that makes each worker's optimizer itself ignores the given one.
     """
     # A factory takes some of these: `muloco`, for instance, has no optimizer.
     found: dict[str, Any] = {

@@ -130,14 +130,7 @@ class Cut:
     return _pick(found, self.front + self.rear)
 
   def flatten_front(self, tree: PyTree) -> jax.Array:
-    """Flattens the front into the vector that a worker sends.
-
-    Args:
-      tree: The parameters of the whole network, or of its front.
-
-    Returns:
-      float32 [num_front].
-    """
+    """Flattens the front of a network into the vector that a worker sends."""
     # A leaf outside of the front shows that the tree must be the whole network,
     # which the error of another network should say.
     leaves = _leaves(self.front)

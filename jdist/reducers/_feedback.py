@@ -39,11 +39,7 @@ class Feedback(signatures.Explained, abc.ABC):
 
   @abc.abstractmethod
   def init(self, like: PyTree) -> PyTree:
-    """Returns the first state, a NamedTuple of arrays.
-
-    Args:
-      like: One worker's tree of floats, arrays or `jax.ShapeDtypeStruct`.
-    """
+    """Returns the first state for trees like `like`, a NamedTuple of arrays."""
 
   @abc.abstractmethod
   def prepare(self, x: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:

@@ -275,13 +275,9 @@ class Protocol(Generic[State]):
     *,
     mean: bool = False,
   ) -> None:
-    """Makes an update of pushes.
+    """Makes an update of one or more pushes, and adds it to `actions`.
 
-    Args:
-      state: The protocol's state, whose version rises by one.
-      pushes: Gradients, at least one.
-      actions: The list to which the update is added.
-      mean: Whether the weights, without those of staleness, have the sum 1.
+    With `mean` the sum of its weights, without those of staleness, is 1.
     """
     version, weighting = state.version, self.weighting
     staleness = tuple([version - push.version for push in pushes])

@@ -133,12 +133,7 @@ class Evaluator:
   def measure(
     self, params: PyTree, model_state: PyTree | None = None
   ) -> dict[str, float]:
-    """Evaluates one model, for instance a server's.
-
-    Args:
-      params: The parameters, without the workers' dimension.
-      model_state: The batch statistics, if any.
-    """
+    """Evaluates one model without the workers' axis, such as a server's."""
     both = (params, {} if model_state is None else model_state)
     return self._measure(*self._workers.replicate(both))
 

@@ -111,11 +111,8 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
   ):
     """Opens or makes the directory, which `tensorboard --logdir` shows.
 
-    Args:
-      directory: The directory.
-      settings: Values to write as text at the start; default none.
-      learning_rate: The schedule whose value at each record's last step is
-        written; default None.
+    The `settings` are written as text at the start, and the learning rate at
+    each record's last step.
     """
     board = checks.import_extra("tensorboardX", "metrics")
     self._directory, self._rate = os.fspath(directory), learning_rate

@@ -72,13 +72,7 @@ class Peers(contextlib.AbstractContextManager["Peers"]):
     *,
     timeout_s: signatures.PositiveFloat = 300.0,
   ):
-    """Starts the threads; use `connect` to make an instance.
-
-    Args:
-      device: The number of this process.
-      connections: The connection to each other process.
-      timeout_s: The longest time to wait for a message.
-    """
+    """Starts the threads; use `connect` to make an instance."""
     self.device, self.num_devices = device, len(connections) + 1
     self._connections, self._timeout_s = connections, timeout_s
     # Received messages that have not been asked for yet.  Several may have one

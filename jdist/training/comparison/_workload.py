@@ -170,12 +170,9 @@ class Workload:
     apply: Callable[..., Any],
     **trainer: Any,
   ) -> "VariantPrograms":
-    """Builds a variant's programs, which all seeds can use.
+    """Builds the programs of a chain and a model's `apply` for all seeds.
 
-    Args:
-      optimizer: The variant's chain.
-      apply: The model's `apply`.
-      **trainer: Arguments of `Trainer`.
+    Further arguments are those of `Trainer`.
     """
     step = _step.step_by(
       self.gradient(apply), optimizer, axis=self.workers.axis,
