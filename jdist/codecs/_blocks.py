@@ -71,6 +71,8 @@ class Blocked(_codec.Codec):
   def encode(
     self, x: jax.Array, state: Any = (), key: jax.Array | None = None
   ) -> tuple[Quantized, Any]:
+    if x.dtype.kind in "biuc":  # Each trace would pay for another call.
+      self.check(x)
     pieces = cut(x, self.block, self._row)
     scales = self._scales(pieces)
     codes, start = [], 0

@@ -64,6 +64,8 @@ class Cast(_random.Rounding):
   def encode(
     self, x: jax.Array, state: Any = (), key: jax.Array | None = None
   ) -> tuple[jax.Array, Any]:
+    if x.dtype.kind in "biuc":  # Each trace would pay for another call.
+      self.check(x)
     x = x.astype(jnp.float32)
     if self.rounding == "stochastic":
       return _round_bfloat16(x, _random.require(key, self)), state

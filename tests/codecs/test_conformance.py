@@ -263,6 +263,9 @@ def test_codecs_compare_and_hash_by_settings(name):
   assert codec.key in ("none", "worker", "shared")
   with pytest.raises(ValueError, match="must be of a float dtype"):
     codec.check(jax.ShapeDtypeStruct((3,), jnp.int32))
+  for dtype in (jnp.int32, jnp.complex64) if name != "dense" else ():
+    with pytest.raises(ValueError, match="must be of a float dtype"):
+      codec.encode(jnp.ones(3, dtype), (), jax.random.key(0))
   if codec.key != "none":
     with pytest.raises(ValueError, match="`key` must be a typed PRNG key"):
       codec.encode(jnp.ones(3), codec.init(jnp.ones(3)))
