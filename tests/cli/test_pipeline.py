@@ -180,7 +180,22 @@ _WRONG = {
     "draw 1f1b --max-live 3",
     "`--max-live` must be left out of `jdist pipeline draw`",
   ),
-  "an option of another table": ("draw gpipe --window 2", "`window` is no"),
+  "an option of another table": (
+    "draw gpipe --window 2",
+    "`--window` must be left out for gpipe, without such an option",
+  ),
+  "an option of none of two": (
+    "draw 1f1b gpipe --chunks 2",
+    "`--chunks` must be left out for 1f1b, gpipe",
+  ),
+  "a cost beside a file of costs": (
+    "simulate 1f1b --stages 1 --costs COSTS --forward-s 3",
+    "`--forward-s` must be left out with `--costs`",
+  ),
+  "bytes beside a file of costs": (
+    "simulate 1f1b --stages 1 --costs COSTS --output-bytes 3",
+    "`--output-bytes` must be left out with `--costs`",
+  ),
   "one table twice": ("simulate gpipe 1f1b gpipe", "`TABLE` must be one or"),
   "stages of a file": ("check CYCLIC --stages 3", "`--stages` must be left"),
   "iterations of a file": ("draw CYCLIC --iterations 2", "`--iterations` must"),

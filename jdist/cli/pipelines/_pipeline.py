@@ -30,6 +30,11 @@ def run(options: _commands.Pipeline) -> None:
     stages=4 if options.stages is None else options.stages,
     microbatches=8 if options.microbatches is None else options.microbatches,
   )
+  if named := [x for x in options.tables if x in pipeline.TABLES]:
+    _tables.check_used(asked, named)
+  if options.costs is not None:
+    here = "with `--costs`, whose file has them"
+    _options.check_left_out(asked, (*_COSTS, "output_bytes"), here)
   tables = [_table(name, options) for name in options.tables]
   _tables.check_files(asked, options.tables, "stages")
   if options.action == "simulate":
@@ -48,9 +53,7 @@ def _table(name: str, options: _commands.Pipeline) -> pipeline.Table:
   if entry is not None:
     # With several tables an option applies to those that have it.
     known = pipeline.table_options(name)
-    alone = len(options.tables) == 1
-    # Alone, a table refuses an option that it does not have.
-    given = {key: x for key, x in given.items() if alone or key in known}
+    given = {key: x for key, x in given.items() if key in known}
     if options.action == "simulate" and entry.asynchronous:
       given.setdefault("num_iterations", _ITERATIONS)
   assert options.stages is not None and options.microbatches is not None

@@ -55,6 +55,14 @@ def check_files(options: Any, names: Iterable[str], *also: str) -> None:
     _options.check_left_out(options, numbers, where)
 
 
+def check_used(options: Any, names: Iterable[str]) -> None:
+  """Raises a ValueError for an option that none of some tables has."""
+  known = {x for name in names for x in pipeline.table_options(name)}
+  unused = [name for name, x in _ARGUMENTS.items() if x not in known]
+  where = f"for {', '.join(names)}, without such an option"
+  _options.check_left_out(options, unused, where)
+
+
 def of_options(options: Any) -> pipeline.Table:
   """Makes the table of a command that cuts models into stages."""
   # With two for each stage 1f1b is busy for about two thirds of the time.
