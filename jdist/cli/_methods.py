@@ -57,7 +57,8 @@ def takes(options: _groups.Common, name: str) -> set[str]:
   if method.late is not None:
     found.discard("overlap")  # It is late by definition.
   if "rule" in found and options.outer is not None:
-    found |= _arguments_of(methods.PARTS["rules"][options.outer])
+    found -= {"outer_learning_rate", "outer_momentum"}  # Of its own rule.
+    found |= of_outer(options)
   return found
 
 
@@ -66,6 +67,11 @@ def of_compression(options: Any) -> frozenset[str]:
   named = (("codecs", "codec"), ("reducers", "reducer"))
   parts = [methods.PARTS[x].get(getattr(options, y, "")) for x, y in named]
   return frozenset().union(*map(_arguments_of, filter(callable, parts)))
+
+
+def of_outer(options: Any) -> frozenset[str]:
+  """Returns the arguments of the outer optimizer that is named."""
+  return _arguments_of(methods.PARTS["rules"][options.outer or "nesterov"])
 
 
 def _arguments_of(part: Any) -> frozenset[str]:

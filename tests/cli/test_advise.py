@@ -257,6 +257,14 @@ def test_processes_that_measure_are_the_workers(
       ("--num-processes", "2", "--slowdown", "2"),
       "`--slowdown` must be left out in several processes",
     ),
+    (
+      ("--num-processes", "2", "--bandwidth-mbit-per-s", "10"),
+      "`--bandwidth-mbit-per-s` must be left out in several processes",
+    ),
+    (
+      ("--methods", "powersgd", "dgc", "--interval", "4"),
+      "`--interval` must be left out for powersgd, dgc, without rounds",
+    ),
     (("--model", "resnet9"), "`--model`"),
     (("--methods", "nope"), "`--methods`"),
     (("--methods", "mp2"), "`--methods`"),

@@ -104,6 +104,11 @@ def test_workers_that_never_average_are_no_method():
         "outer_learning_rate", "growth_start", *_MEAN, *_ROUNDS,
       },
     ),
+    (
+      "diloco",
+      {"outer": "sgd"},
+      {"outer", "outer_learning_rate", *_LATE, *_MEAN, *_ROUNDS},
+    ),
     ("mp2", {}, {"predictor", *_MEAN}),
   ],
 )  # fmt: skip

@@ -45,6 +45,16 @@ _BAD = [
   ("--in-flight 0", "`--in-flight` must be at least 1, got 0"),
   ("--combine-mb -1", "`--combine-mb` must be at least 0, got -1"),
   ("--message-mb 0", "`--message-mb` must be positive, got 0"),
+  ("--model lenet --length 4", "`--length` must be left out with images"),
+  (
+    "--model transformer --image-size 8",
+    "`--image-size` must be left out with a text",
+  ),
+  ("--methods ssgd --message-mb 1", "`--message-mb` must be left out without"),
+  (
+    "--methods ssgd:first --pending 0.5",
+    "`--pending` must be left out w",
+  ),
   ("--pending 1.5", "`--pending` must be in [0, 1], got 1.5"),
   ("--pending nan", "`--pending` must be in [0, 1], got nan"),
   ("--combine-mb nan", "`--combine-mb` must be at least 0, got nan"),

@@ -44,14 +44,19 @@ def advise(options: _commands.Advise) -> None:
   if options.methods:
     known = methods.registry.keys() - {_methods.TRAINED}
     _options.check_names("--methods", options.methods, "methods", sorted(known))
+    if not any(methods.registry[x].in_rounds for x in options.methods):
+      where = f"for {', '.join(options.methods)}, without rounds"
+      _options.check_left_out(options, ("interval",), where)
   if options.step is not None:
     unused = *_groups.ModelOptions.__dataclass_fields__, "batch_size"
     _options.check_left_out(options, unused, "with `--step`")
   output = None
   if options.output is not None and not options.process_id:
     output = _output.output_directory(options.output, "advise")
-  if joined > 1:  # They measure it.
-    _options.check_left_out(options, ("slowdown",), "in several processes")
+  if joined > 1:
+    measured = "slowdown", "bandwidth_mbit_per_s", "latency_ms"
+    where = "in several processes, which measure it"
+    _options.check_left_out(options, measured, where)
   _options.join_processes(dataclasses.replace(options, workers=joined), joined)
   if jax.process_count() > 1:
     number, team = jax.process_count(), collectives.workers(jax.process_count())

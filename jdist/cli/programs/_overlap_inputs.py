@@ -56,6 +56,16 @@ def check(
   """Checks the options and returns the stated GPUs and their link."""
   _options.check_names("--methods", options.methods, "methods")
   names = [split(method)[0] for method in options.methods]
+  forms = {split(method)[1] for method in options.methods}
+  text = options.model == "transformer"
+  for used, name, where in (
+    (text, "length", "with images"),
+    (not text, "image_size", "with a text"),
+    (forms & {*FORMS["ssgd"][1:]}, "message_mb", "without such a form of ssgd"),
+    ("hybrid" in forms, "pending", "without ssgd:hybrid"),
+  ):
+    if not used:
+      _options.check_left_out(options, (name,), where)
   _options.check_name("--model", options.model, models.MODELS)
   try:
     topology = profiling.gpu_target(options.topology)

@@ -24,7 +24,7 @@ def _takes(factory: Any, options: Any) -> set[str]:
   """Returns the arguments of a protocol and of its learners."""
   found = {"worker_optimizer", *inspect.signature(factory).parameters}
   if factory is server.DecoupledDiLoCo:
-    found |= {"rule", "outer_learning_rate", "outer_momentum"}
+    found |= {"rule", *_methods.of_outer(options)}
   else:
     found.add("shards")
   if factory is server.h_ps and "bits" not in options.parts:
