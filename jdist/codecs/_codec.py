@@ -72,10 +72,8 @@ class Codec(signatures.Explained, abc.ABC):
   ) -> tuple[PyTree, PyTree]:
     """Packs a float array of any shape; returns a payload and the new state.
 
-    Args:
-      x: The array.
-      state: The result of `init` or of the last `encode`.
-      key: A typed PRNG key, for a codec that draws random numbers.
+    The state is that of `init` or of the last `encode`; codecs that draw random
+    numbers need a typed PRNG key.
     """
 
   @abc.abstractmethod

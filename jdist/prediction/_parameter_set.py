@@ -146,10 +146,7 @@ class ParameterSet:
     )
 
   def fronts(self, cut: _cut.Cut) -> np.ndarray:
-    """Returns the samples in front of a cut, in the order of the steps.
-
-    Args:
-      cut: One of `cuts`, or an equal one of another name.
+    """Returns the samples in front of one of `cuts`, in the order of the steps.
 
     Returns:
       float32 [done, num_front], mapped from the disk and read only.

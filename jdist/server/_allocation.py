@@ -167,15 +167,9 @@ def largest_remainder(
 
   .. math:: \sum_i \mathrm{clip}((\lambda - c_i) s_i, l, u_i) = B
 
-  and gives what rounding down leaves to the largest remainders, the first of
-  equal ones.
-
-  Args:
-    shares: s, positive.
-    total: B.
-    minimum: l, of each.
-    maximum: u, of each, or one for all; no bound if None.
-    offsets: c, of each; 0 if None.
+  of positive shares s, a total B, minima l, maxima u (no bound if None) and
+  offsets c (0 if None), and gives what rounding down leaves to the largest
+  remainders, the first of equal ones.
 
   Raises:
     ValueError: If the bounds allow no such sum.

@@ -39,15 +39,11 @@ class ProcessState(NamedTuple):
 class DevicePart:
   """A device's stages and their place in the table.
 
-  Attributes:
-    model: The whole model.
-    table: The table of all devices.
-    own: The numbers of its stages.
-    programs: The `StageProgram` of each of its stages, by number.
-    tied: The parameters that several stages share, by path.
-    peers: The other processes.
-    team: The workers whose models the stages belong to; None for one model.
-    edges: The code of messages by kind and the stage that they are for.
+  The model and the table are those of all devices.  `own` are the numbers of
+  its stages, which `programs` run, and `tied` the parameters that several
+  stages share, by path.  The `team` are the workers whose models the stages
+  belong to, None for one model, and `edges` the codes of messages by kind and
+  the stage that they are for.
   """
 
   model: _traced_model.TracedModel

@@ -363,12 +363,6 @@ def check_metadata(
   metadata: Mapping[str, Any],
   free: Sequence[str] = (),
 ) -> None:
-  """Raises an OtherRunError if a checkpoint's metadata are of another run.
-
-  Args:
-    found: The metadata of a checkpoint that `Trainer.fit` has saved.
-    metadata: The metadata of this run.
-    free: Names whose values may differ.
-  """
+  """Raises an OtherRunError if `Trainer.fit` saved them for another run."""
   free = (_SENT_BYTES, _HISTORY, *free)
   _checkpoint_directory.check_same_run(found, metadata, free=free)
