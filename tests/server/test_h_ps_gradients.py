@@ -141,6 +141,15 @@ def test_an_error_limit_keeps_bits():
   assert server.fit_bit_plans(tree, error_limit=1e-7).bits == ((32, 32, 32),)
 
 
+def test_plans_of_small_tensors_take_fewer_and_fewer_bytes():
+  one, x = jnp.ones(()), jax.random.normal(jax.random.key(0), (64, 64))
+  # A number has 4 bytes, and in 16 bits 2 and 4 for its scale.
+  assert server.fit_bit_plans({"a": one, "b": one}).bits == ((32, 32),)
+  assert server.fit_bit_plans({"a": one, "b": one, "x": x}).bits[:2] == (
+    (32, 32, 32), (16, 16, 16),
+  )  # fmt: skip
+
+
 def test_a_tensor_that_is_not_finite_keeps_its_bits():
   x = jax.random.normal(jax.random.key(0), (64, 64))
   for wrong in (jnp.nan, jnp.inf):

@@ -208,11 +208,13 @@ def fit_bit_plans(
     # be sensitive to rounding.
     kept = jnp.ndim(leaf) < 2 or _outermost(path) in ends
     least.append(max(bits, 16) if kept else bits)
-  plans = dict.fromkeys(
-    tuple(max(bits, own) for own in least) for bits in _BITS
-  )
+  plans = [tuple(max(bits, own) for own in least) for bits in _BITS]
   sizes = tuple(int(np.size(leaf)) for _, leaf in named)
-  return BitPlans(tuple(plans), sizes, block)
+  exact = BitPlans((plans[0],), sizes, block)
+  sent = [sum(map(exact._bytes, sizes, plan)) for plan in plans]
+  # The scales of small tensors may take more bytes than fewer bits save.
+  fewer = [not i or sent[i] < min(sent[:i]) for i in range(len(plans))]
+  return BitPlans(tuple(itertools.compress(plans, fewer)), sizes, block)
 
 
 def _outermost(path: tuple[Any, ...]) -> str:
