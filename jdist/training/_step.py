@@ -218,7 +218,8 @@ def _check_communicates(
   if any(map(transforms.averages, parts)):
     raise ValueError(
       "`optimizer` must not skip a step of one worker alone around a mean, for "
-      "which the others wait, as `optax.apply_if_finite` and `MultiSteps` with "
+      "which the others wait, nor go around it, as `optax.apply_if_finite`, "
+      "`conditionally_transform`, and `MultiSteps` with "
       "`should_skip_update_fn` do. Put `transforms.skip_nonfinite(axis)` first "
       "into a chain instead, or the wrapper into the method."
     )
@@ -238,7 +239,8 @@ def _skips(state: PyTree) -> bool:
   """Returns whether a wrapper skips steps by this worker's gradients."""
   if isinstance(state, optax.MultiStepsState):
     return bool(jax.tree.leaves(state.skip_state))
-  return isinstance(state, optax.ApplyIfFiniteState)
+  kinds = optax.ApplyIfFiniteState | optax.ConditionallyTransformState
+  return isinstance(state, kinds)
 
 
 def synchronize_statistics(
