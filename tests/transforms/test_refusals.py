@@ -378,6 +378,18 @@ def test_invalid_gradients_raise_with_their_leaf(name):
   assert updates["n"].tolist() == [0]
 
 
+@jax.numpy_dtype_promotion("standard")  # A rate times an integer is a float.
+def test_optimizer_that_moves_integers_is_refused_with_a_remedy():
+  w = {"n": jnp.array([3]), "w": jnp.ones(2)}
+  optimizer = transforms.lenient(SGD)
+  g = {"n": jnp.array([0]), "w": jnp.ones(2)}
+  with _refusals.refused("transforms.only_floats(...)", "around it leaves int"):
+    optimizer.update(g, optimizer.init(w), w)
+  inside = transforms.lenient(transforms.only_floats(SGD))
+  updates, _ = inside.update(g, inside.init(w), w)
+  assert updates["n"].tolist() == [0]
+
+
 def test_invalid_gradients_of_update_first_raise():
   w = {"n": jnp.array([3]), "w": jnp.ones(2)}
   optimizer = transforms.update_first(SGD, axis=None)

@@ -331,7 +331,8 @@ def lenient(
     if layout(found) != layout((like, state)):
       rule, wanted = f"{argument}.update", "updates and a new state"
       moves, after = checks.check_pair(rule, found, wanted)
-      checks.check_form(f"`{rule}` must update each leaf", moves, like)
+      hint = "`transforms.only_floats(...)` around it leaves integers alone."
+      checks.check_form(f"`{rule}` must update each leaf", moves, like, hint)
       checks.check_form(f"`{rule}` must keep its state's form", after, state)
     return found
 
