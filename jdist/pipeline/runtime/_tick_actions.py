@@ -56,11 +56,7 @@ class TicksState(NamedTuple):
 class Place(NamedTuple):
   """The work of a device in a tick, int32 scalars.
 
-  Attributes:
-    chunk: Which of the device's stages acts.
-    microbatch: The number of the micro-batch in its iteration.
-    iteration: The iteration of the micro-batch.
-    offset: The number of iterations since that one.
+  The offset is the number of iterations since that of the micro-batch.
   """
 
   chunk: jax.Array

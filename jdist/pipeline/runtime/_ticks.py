@@ -22,12 +22,8 @@ from jdist.states import PyTree
 class _Copies(NamedTuple):
   """The places of a tied leaf's copies in the devices' packed buffers.
 
-  Attributes:
-    dtype: The name of the buffer, its dtype.
-    size: The number of entries.
-    starts: Where copies start, int32 [devices, chunks]; 0 without a copy.
-    there: Whether a chunk has a copy, bool [devices, chunks].
-    owner: Whether a chunk has the first stage's copy, bool [devices, chunks].
+  `starts` of copies, 0 without one, whether a copy is `there`, and whether the
+  chunk is the `owner`, of the first stage, are arrays [devices, chunks].
   """
 
   dtype: str
