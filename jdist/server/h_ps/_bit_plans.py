@@ -213,8 +213,8 @@ def fit_bit_plans(
   exact = BitPlans((plans[0],), sizes, block)
   sent = [sum(map(exact._bytes, sizes, plan)) for plan in plans]
   # The scales of small tensors may take more bytes than fewer bits save.
-  fewer = [not i or sent[i] < min(sent[:i]) for i in range(len(plans))]
-  return BitPlans(tuple(itertools.compress(plans, fewer)), sizes, block)
+  smaller = [not i or sent[i] < min(sent[:i]) for i in range(len(plans))]
+  return BitPlans(tuple(itertools.compress(plans, smaller)), sizes, block)
 
 
 def _outermost(path: tuple[Any, ...]) -> str:
