@@ -16,10 +16,10 @@ _ROOMS = sorted(
 _NUMBERS = {
   "advice/_advise.py": {
     "_MEASURED_BYTES": 2**30, "_LONGEST_MEAN": 2**26, "_TRIED_S": 1.5,
-    "_TRIED_PARTS": 5,
+    "_TURNS": 5,
     "_STREAM_STEPS": (1, 2, 4, 8, 16),
   },
-  "advice/_prediction.py": {"_LEFT_OUT": 0.1},
+  "advice/_prediction.py": {"_LEFT_OUT": 0.09},
   "channel/_connection.py": {
     "_NONCE": 32, "_MAX_NOTE": 2**24, "_PATIENCE_S": 10.0, "_PENDING": 64,
     "_PROBES": {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3},

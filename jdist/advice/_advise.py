@@ -22,7 +22,7 @@ Chain = Callable[[collectives.Axis], optax.GradientTransformation]
 _MEASURED_BYTES = 2**30
 _LONGEST_MEAN = 2**26  # Bytes by which a link is measured.
 _TRIED_S = 1.5  # Seconds of a method's rounds at least, if steps are short.
-_TRIED_PARTS = 5  # Consecutive rounds, of whose means the median counts.
+_TURNS = 5  # Of each method's rounds, of whose means the median counts.
 # Numbers of updates in which a streamed message may be sent.
 _STREAM_STEPS = (1, 2, 4, 8, 16)
 
@@ -92,16 +92,20 @@ def advise(
   # As many workers as fit run their updates on this device.
   size = sum(x.nbytes for x in jax.tree.leaves(grads))
   held = max(2, min(num_workers, _MEASURED_BYTES // max(1, 8 * size)))
-  team = collectives.Workers(held, "vmap", "worker")
-  given = team.replicate(grads)
+  here = collectives.Workers(held, "vmap", "worker")
 
-  def updates(make: Chain, interval: int, model_state: PyTree) -> _Rounds:
-    chain, start = transforms.lenient(make(team.axis)), (params, model_state)
-    own = functools.partial(_update, chain, team.axis)
-    return _Rounds(team, chain, interval, own, given, start)
+  def rounds_of(
+    team: Any, given: PyTree, make: Chain, interval: int, model_state: PyTree
+  ) -> _Rounds:
+    chain = transforms.lenient(make(team.axis))
+    step: Any = functools.partial(_update, chain, team.axis)
+    if team is not here:
+      step = training.make_step(loss_fn, chain, axis=team.axis)
+    return _Rounds(team, chain, interval, step, given, (params, model_state))
 
-  plain = updates(lambda axis: optimizer, 1, {})
-  measured = {name: updates(*chain, state) for name, chain in chains.items()}
+  own = functools.partial(rounds_of, here, here.replicate(grads))
+  plain = own(lambda axis: optimizer, 1, {})
+  measured = {name: own(*chain, state) for name, chain in chains.items()}
   # A turn lasts long enough for the clock.
   count = max(1, min(20, math.ceil(0.05 / alone(1))))
   last_s = started_s + (limit_s if workers is None else limit_s / 2)
@@ -112,7 +116,7 @@ def advise(
     if len(blocks) > 3 and time.monotonic() > last_s:
       break
   # The first block warms up.
-  step_s, plain_s, *own = np.array(blocks[1:]).T
+  step_s, plain_s, *taken = np.array(blocks[1:]).T
   costs = {
     name: _prediction.MethodCosts(
       one.interval,
@@ -121,16 +125,17 @@ def advise(
       *_sent(chains[name][0], one.controls, params, state, num_workers),
       one.hidden_steps,
     )
-    for (name, one), own_s in zip(measured.items(), own, strict=True)
+    for (name, one), own_s in zip(measured.items(), taken, strict=True)
   }
   if workers is None:
     return _prediction.Advice(costs, link, (slowdown,))
   mean = workers.jit(functools.partial(collectives.mean, axis=workers.axis))
-  median_s, rows = np.median(step_s), workers.replicate(batch)
+  median_s, everywhere = np.median(step_s), workers.replicate(batch)
   # All processes know the same numbers, and so send the same messages.
   slowdowns = (_gathered(workers, mean, float(median_s)) / median_s).tolist()
   slowdown = max(1.0, *slowdowns)
   left_s = limit_s / 2  # They are compiled once more, which does not count.
+  tried: dict[str, tuple[_Rounds, int, float, list[float]]] = {}
   for number, (name, one) in enumerate(measured.items()):
     sent_s = link.send_s(
       *_sent(chains[name][0], one.controls, params, state, workers.num_workers)
@@ -143,18 +148,20 @@ def advise(
     rounds = min(first + wanted, able)
     if sent_s and rounds >= first + 3:
       left_s -= rounds * round_s
-      chain = transforms.lenient(chains[name][0](workers.axis))
-      step = training.make_step(loss_fn, chain, axis=workers.axis)
-      start = params, model_state
-      there = _Rounds(workers, chain, one.interval, step, rows, start)
-      taken_s = [there.seconds() for _ in range(rounds)][first:]
-      # A stall lengthens one part; each has fast and slow steps.
-      parts = np.array_split(taken_s, min(len(taken_s), _TRIED_PARTS))
-      extra_s = max(0.0, float(np.median(costs[name].extra_s)))
-      # Messages begin when the slowest machine has computed.
-      computed_s = slowdown * float(median_s + extra_s)
-      waits_s = statistics.median(map(np.mean, parts)) - computed_s
-      costs[name] = _as_sent(costs[name], waits_s, sent_s, slowdown)
+      there = rounds_of(workers, everywhere, *chains[name], state)
+      for _ in range(first):
+        there.seconds()
+      tried[name] = there, rounds - first, sent_s, []
+  # Who waits for whom may last for a turn.
+  for turn in range(_TURNS):
+    for there, rounds, _, taken_s in tried.values():
+      if own_s := [there.seconds() for _ in range(turn, rounds, _TURNS)]:
+        taken_s.append(statistics.fmean(own_s))
+  for name, (_, _, sent_s, taken_s) in tried.items():
+    extra_s = max(0.0, float(np.median(costs[name].extra_s)))
+    # Messages begin when the slowest machine has computed.
+    waits_s = statistics.median(taken_s) - slowdown * float(median_s + extra_s)
+    costs[name] = _as_sent(costs[name], waits_s, sent_s, slowdown)
   return _prediction.Advice(costs, link, slowdowns)
 
 
@@ -168,8 +175,7 @@ def _as_sent(
     own_s = max(0.0, costs.interval * waits_s + hidden_s)
     costs = costs._replace(send_ratio=own_s / sent_s)
     more_s = min(0.0, more_s)
-  # The thread that sends a hidden message takes time from the step; some of the
-  # method's own work may run while others wait.
+  # A thread that sends takes time from the step; own work may hide in waits.
   return costs._replace(extra_s=[x + more_s for x in costs.extra_s])
 
 
@@ -194,11 +200,7 @@ def _gathered(
 
 
 class _Rounds:
-  """Rounds of all workers, whose states begin with equal parameters.
-
-  The `step` is `(state, given, control) -> state, metrics` for one worker, as
-  that of `training.make_step`, and `given` is the same each time.
-  """
+  """Rounds of a step as `training.make_step` makes it, of one batch `given`."""
 
   def __init__(
     self,
@@ -212,14 +214,13 @@ class _Rounds:
     self.interval = checks.check_int("chains", interval, 1, 10_000)
     self._team, self._given = team, given
     self._state = training.init_state(team, optimizer, *start)
-    streams = transforms.streams(self._state.opt_state)
+    opt_state = self._state.opt_state
+    streams = transforms.streams(opt_state)
     self._program = functools.cache(
       lambda control: team.jit(functools.partial(step, control=control))
     )
     self._host = training.RoundHost(
-      team,
-      self._state.opt_state,
-      stream_steps=_STREAM_STEPS if streams else (),
+      team, opt_state, stream_steps=_STREAM_STEPS if streams else ()
     )
     self.hidden_steps = 0
     # A message is in flight from the second round on.
@@ -260,8 +261,7 @@ def _update(
     state.model_state, opt_state, axis=axis, control=control
   )
   params = transforms.apply_updates(state.params, updates, opt_state)
-  after = state._replace(params=params, opt_state=opt_state, model_state=own)
-  return after, {}
+  return state._replace(params=params, opt_state=opt_state, model_state=own), {}
 
 
 def _sent(

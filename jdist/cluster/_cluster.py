@@ -290,9 +290,8 @@ def _check(
     # Python counts true and false as ints, of any size.
     is_number = checks.is_number(value) and not isinstance(value, bool)
     sign = ">" if key in ("bandwidth_gbit_per_s", "memory_gb") else ">="
-    if key in numbers and not (
-      is_number and (value > 0 or (value == 0 and sign == ">="))
-    ):
+    fits = is_number and (value > 0 or (value == 0 and sign == ">="))
+    if key in numbers and not fits:
       rule = f"`{key}` of {place} must be a number {sign} 0"
       raise ValueError(f"{rule}, got {checks.show(value)}.")
   for key in needed:
