@@ -10,7 +10,7 @@ import numpy as np
 
 from jdist import checks, cluster, signatures
 
-_LEFT_OUT = 0.09
+_LEFT_OUT = 0.07
 # Logarithms of bits a second, between which all links lie.
 _SLOWEST, _FASTEST = math.log(1e3), math.log(1e15)
 
@@ -110,7 +110,7 @@ class Advice:
   ) -> tuple[float, float, float]:
     """Returns a mean step's seconds: the 5 % quantile, median and 95 % one.
 
-    They have the profile's spread, and 9 % that the equation leaves out.
+    They have the profile's spread, and 7 % that the equation leaves out.
     """
     low, middle, high = np.quantile(self._blocks(name, link), (0.05, 0.5, 0.95))
     return low * (1 - _LEFT_OUT), middle, high * (1 + _LEFT_OUT)
