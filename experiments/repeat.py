@@ -57,6 +57,11 @@ REPEATS = {
     {"purpose": "comparison", "method": "int4 + feedback"},
     ("compression/run.py", "cifar10", *_SEED),
   ),
+  "dbs_sgd": Repeat(
+    "dbs_sgd/results/cifar10.jsonl",
+    {"purpose": "comparison", "method": "dbs"},
+    ("dbs_sgd/run.py", "cifar10"),
+  ),
   "failures": Repeat(
     "failures/results/clock.jsonl", {"method": "bsp"}, ("failures/run.py",)
   ),

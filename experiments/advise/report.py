@@ -79,11 +79,17 @@ def compare(predicted, measured):
       for seen in _LOOKED_AT
     )
     said = said_of(predicted, rows[0])
+    # Intervals are those of the code that made the rows.
+    told = {
+      x["method"]: x.get("said_s")
+      for x in predicted
+      if _setting(x) == _setting(rows[0])
+    }
     elsewhere = said_of(predicted, rows[0], _ELSEWHERE)
     unsent = {x: y._replace(send_ratio=1.0) for x, y in said.costs.items()}
     unsent = dataclasses.replace(said, costs=unsent)
     for row in rows:
-      low, middle, high = said.seconds(row["method"])
+      low, middle, high = told[row["method"]] or said.seconds(row["method"])
       took = statistics.median(row["step_s"])
       found.append({
         "model": model, "batch": batch, "hosts": hosts, "share": share,
