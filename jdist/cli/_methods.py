@@ -71,7 +71,8 @@ def of_compression(options: Any) -> frozenset[str]:
 
 def of_outer(options: Any) -> frozenset[str]:
   """Returns the arguments of the outer optimizer that is named."""
-  return _arguments_of(methods.PARTS["rules"][options.outer or "nesterov"])
+  name = getattr(options, "outer", None) or "nesterov"  # `simulate` has none.
+  return _arguments_of(methods.PARTS["rules"][name])
 
 
 def _arguments_of(part: Any) -> frozenset[str]:

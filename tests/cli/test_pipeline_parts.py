@@ -58,12 +58,12 @@ def test_options_of_a_table_are_of_those_that_have_them(names, options, wanted):
   assert {x: getattr(table, x) for x in wanted} == wanted
 
 
-def test_option_that_a_table_alone_does_not_have_is_refused():
+def test_option_that_no_table_has_is_refused():
   options = _commands.Pipeline(
-    tables=("gpipe",), stages=2, microbatches=4, window=2
+    action="draw", tables=("gpipe",), stages=2, microbatches=4, window=2
   )
-  with pytest.raises(ValueError, match="`window` is no"):
-    _pipeline._table("gpipe", options)
+  with pytest.raises(ValueError, match=r"`--window` must be left out.*gpipe"):
+    _pipeline.run(options)
 
 
 def test_table_to_be_drawn_has_its_own_iterations():
