@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import pathlib
 import sys
 
@@ -13,6 +14,8 @@ def load(name, path, monkeypatch):
   spec = importlib.util.spec_from_file_location(name, FOLDER / path)
   module = importlib.util.module_from_spec(spec)
   monkeypatch.setitem(sys.modules, name, module)
+  # Some programs add a flag for their own process.
+  monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
   spec.loader.exec_module(module)
   return module
 

@@ -111,6 +111,15 @@ class Ray:
     return found
 
 
+@pytest.fixture(autouse=True)
+def _same_environment():
+  """An actor's variables are those of its process, and here of all tests."""
+  before = dict(os.environ)
+  yield
+  os.environ.clear()
+  os.environ.update(before)
+
+
 @pytest.fixture
 def ray(monkeypatch):
   found = Ray()
