@@ -80,11 +80,8 @@ def compare(predicted, measured):
     )
     said = said_of(predicted, rows[0])
     # Intervals are those of the code that made the rows.
-    told = {
-      x["method"]: x.get("said_s")
-      for x in predicted
-      if _setting(x) == _setting(rows[0])
-    }
+    own = [x for x in predicted if _setting(x) == _setting(rows[0])]
+    told = {x["method"]: x.get("said_s") for x in own}
     elsewhere = said_of(predicted, rows[0], _ELSEWHERE)
     unsent = {x: y._replace(send_ratio=1.0) for x, y in said.costs.items()}
     unsent = dataclasses.replace(said, costs=unsent)

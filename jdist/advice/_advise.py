@@ -152,7 +152,7 @@ def advise(
       for _ in range(first):
         there.seconds()
       tried[name] = there, rounds - first, sent_s, []
-  # Who waits for whom may last for a turn.
+  # Processes may wait for each other in one order for a whole turn.
   for turn in range(_TURNS):
     for there, rounds, _, taken_s in tried.values():
       if own_s := [there.seconds() for _ in range(turn, rounds, _TURNS)]:

@@ -189,7 +189,7 @@ def test_processes_predict_what_a_round_takes_on_their_link(monkeypatch):
 
 
 def _trains(rounds):
-  """Whether whole steps are taken, and not a method's own updates."""
+  """Returns whether whole steps are taken, not a method's own updates."""
   return rounds._team.substrate != "vmap"
 
 

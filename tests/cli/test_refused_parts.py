@@ -227,7 +227,7 @@ def test_end_outside_of_the_training_is_a_termination(monkeypatch):
 @pytest.mark.parametrize("own", [{}, {"mine": "`--codec mine:C`"}])
 @pytest.mark.parametrize("ours", [True, False])
 def test_error_of_types_may_be_of_a_part_of_the_users(own, ours, monkeypatch):
-  """Where all parts are jdist's it is a bug, whose traceback is needed."""
+  """It is a bug of jdist if all parts are, and needs its traceback."""
 
   def write(*given):
     cli._options.OWN.update(own)

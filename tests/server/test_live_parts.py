@@ -372,7 +372,7 @@ def test_server_takes_the_messages_of_its_workers_alone():
   for kind in ("hello", "push", "join"):
     assert made.push({"kind": kind, "worker": "b"}) == {"refused": refused}
   assert "no worker None in" in made.push({"kind": "push"})["refused"]
-  # Of a life before, or without any.
+  # The pushes are of a life before, or of none.
   for life in ({"life": 2}, {}):
     stale = made.push({"kind": "push", "worker": "a", **life})
     assert stale == {"refused": "stale"}
