@@ -6,7 +6,7 @@ import sys
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import optax
@@ -17,20 +17,42 @@ from studies import Presets
 from jdist import codecs, reducers, transforms
 
 RATIO = 0.005
-METHODS = "top-k", "repeated mean", "ssgd"
+# A message is sent as it is, as its largest entries, as these with their values
+# in 4 bits, or as matrices of a low rank, which take about as many bytes.
+_MESSAGES: dict[str, reducers.Reducer | None] = {
+  "ssgd": None,
+  "top-k": reducers.compressed(codecs.TopK(RATIO)),
+  "4-bit top-k": reducers.compressed(
+    codecs.TopK(RATIO, values=codecs.Quantize(4))
+  ),
+  "powersgd rank 2": reducers.PowerSGD(2),
+}
+# Each repeated mean stands beside the method whose messages it sends.
+PAIRS = {
+  "repeated mean": "top-k",
+  "4-bit repeated mean": "4-bit top-k",
+}
+METHODS = (
+  "top-k",
+  "repeated mean",
+  "4-bit top-k",
+  "4-bit repeated mean",
+  "powersgd rank 2",
+  "ssgd",
+)
+_MOMENTA = 0.0, 0.5, 0.9, 0.3, 0.7
+_SHARES = (1, 0.0), (0.9, 0.0), (0.6, 0.0), (0.9, 0.5), (0.6, 0.5)
 
 
 def _chain(
   run: ChainRun,
   momentum: float,
-  feedback: reducers.Feedback | None,
+  message: str,
+  feedback: reducers.Feedback,
 ) -> optax.GradientTransformation:
-  """SGD with a momentum, after a mean of the largest entries."""
-  compression = None
-  if feedback is not None:
-    compression = reducers.Compression(
-      reducers.compressed(codecs.TopK(RATIO)), feedback
-    )
+  """SGD with a momentum, after a mean of messages."""
+  reducer = _MESSAGES[message]
+  compression = reducer and reducers.Compression(reducer, feedback)
   return optax.chain(
     transforms.average_gradients(run.axis, compression),
     optax.trace(momentum) if momentum else optax.identity(),
@@ -38,30 +60,31 @@ def _chain(
   )
 
 
-def _points() -> Iterator[tuple[str, float, reducers.Feedback | None]]:
-  """Yields the names, momenta and feedbacks, as many of both methods."""
-  for momentum in (0.0, 0.5, 0.9, 0.3, 0.7):
-    yield "top-k", momentum, reducers.ErrorFeedback()
-  for share, momentum in (
-    (1, 0.0),
-    (0.9, 0.0),
-    (0.6, 0.0),
-    (0.9, 0.5),
-    (0.6, 0.5),
-  ):
-    # A share of 1 is the name alone.
-    name = "repeated mean" if share == 1 else f"repeated mean {share:g}"
-    yield name, momentum, RepeatedMean(share)
-  for momentum in (0.0, 0.5, 0.9):
-    yield "ssgd", momentum, None
+def _variants() -> Iterator[tuple[str, Variant]]:
+  """Yields names and chains: five points of a method, and three of SSGD."""
+  for method in METHODS:
+    message = PAIRS.get(method, method)
+    points: Iterable[tuple[str, float, reducers.Feedback]]
+    if method in PAIRS:
+      # A share of 1 is the name alone.
+      points = (
+        (f"{method} {share:g}" if share != 1 else method, momentum,
+         RepeatedMean(share))
+        for share, momentum in _SHARES
+      )  # fmt: skip
+    else:
+      momenta = _MOMENTA[:3] if method == "ssgd" else _MOMENTA
+      points = ((method, x, reducers.ErrorFeedback()) for x in momenta)
+    for name, momentum, feedback in points:
+      yield (
+        f"{name}, momentum {momentum:g}",
+        functools.partial(
+          _chain, momentum=momentum, message=message, feedback=feedback
+        ),
+      )
 
 
-VARIANTS: dict[str, Variant] = {
-  f"{name}, momentum {momentum:g}": functools.partial(
-    _chain, momentum=momentum, feedback=feedback
-  )
-  for name, momentum, feedback in _points()
-}
+VARIANTS: dict[str, Variant] = dict(_variants())
 
 _COMMON: dict[str, Any] = {
   "batch_size": 64, "rates": (0.05, 0.1, 0.2), "extensions": 4,
