@@ -7,6 +7,7 @@ python experiments/successor/report.py --check  # fails if a number differs
 import pathlib
 import statistics
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
@@ -18,7 +19,8 @@ import studies
 from jdist.training import comparison
 
 FOLDER = pathlib.Path(__file__).resolve().parent
-OURS, BASE = "repeated mean", "top-k"
+# Methods and what each is compared with.
+COMPARISONS = (*config.PAIRS.items(), ("powersgd rank 2", "top-k"))
 Row = comparison.Row
 
 
@@ -52,34 +54,45 @@ def change(rows: list[Row], base: list[Row]) -> comparison.Difference:
   return logs
 
 
-def pairs(rows: list[Row]) -> tuple[list[Row], list[Row]]:
-  """Returns the rows of both methods with the seeds that both have."""
-  ours, base = compared(rows, OURS), compared(rows, BASE)
-  both = {x["seed"] for x in ours} & {x["seed"] for x in base}
-  ours, base = ([row for row in x if row["seed"] in both] for x in (ours, base))
-  return ours, base
+def pairs(rows: list[Row], method: str, base: str) -> tuple[list[Row], ...]:
+  """Returns the rows of two methods with the seeds that both have."""
+  found = compared(rows, method), compared(rows, base)
+  both = set.intersection(*({row["seed"] for row in x} for x in found))
+  return tuple([row for row in x if row["seed"] in both] for x in found)
+
+
+def all_pairs(
+  found: dict[str, list[Row]],
+) -> Iterator[tuple[str, str, str, list[Row], list[Row]]]:
+  """Yields networks, two methods each, and their pairs of rows."""
+  for method, base in COMPARISONS:
+    for name, rows in found.items():
+      ours, theirs = pairs(rows, method, base)
+      if len(ours) > 1:
+        yield name, method, base, ours, theirs
 
 
 def verdict(found: dict[str, list[Row]]) -> str:
-  """Returns what came of each network."""
+  """Returns what came of each comparison on each network."""
   lines = []
-  for name, rows in found.items():
-    ours, base = pairs(rows)
-    if len(ours) < 2:
-      continue
-    points = comparison.paired_difference(ours, base)
+  for name, method, base, ours, theirs in all_pairs(found):
+    points = comparison.paired_difference(ours, theirs)
     assert points is not None
     wins = sum(
-      x["test_loss"] < y["test_loss"] for x, y in zip(ours, base, strict=True)
+      x["test_loss"] < y["test_loss"] for x, y in zip(ours, theirs, strict=True)
     )
-    sent = {row["sent_bytes"] for row in (*ours, *base)}
-    lines.append(
-      f"- {name}: {points.interval()} points of accuracy, "
-      f"{change(ours, base).interval(1)} % of the test loss, which is lower "
-      f"in {wins} of {len(ours)} pairs, at "
-      f"{'equal' if len(sent) == 1 else 'unequal'} bytes."
-    )
-  return "\n".join(lines)
+    more = comparison.mean(ours, "sent_bytes")
+    more /= comparison.mean(theirs, "sent_bytes")
+    lines.append((
+      f"{method} less {base}", name, points.interval(),
+      change(ours, theirs).interval(1), f"{wins} of {len(ours)}",
+      f"{more:.2f}",
+    ))  # fmt: skip
+  return studies.table(
+    "methods | network | points of accuracy | % of the test loss "
+    "| pairs with a lower test loss | times the bytes",
+    lines,
+  )
 
 
 def table(found: dict[str, list[Row]]) -> str:
@@ -146,10 +159,10 @@ def setting(found: dict[str, list[Row]]) -> str:
 def draw(found: dict[str, list[Row]]) -> None:
   """Draws the change of the test loss in each pair."""
   path = run.RESULTS / "successor.png"
-  with studies.picture(path, figsize=(6.5, 3.2)) as grid:
+  shown = list(all_pairs(found))
+  with studies.picture(path, figsize=(7.5, 1.4 + 0.45 * len(shown))) as grid:
     axes: Any = grid[0, 0]
-    shown = {x: p for x, y in found.items() if len((p := pairs(y))[0]) > 1}
-    for at, (ours, base) in enumerate(shown.values()):
+    for at, (*_, ours, base) in enumerate(shown):
       each = [
         100 * (x["test_loss"] / y["test_loss"] - 1)
         for x, y in zip(ours, base, strict=True)
@@ -161,10 +174,13 @@ def draw(found: dict[str, list[Row]]) -> None:
         capsize=4,
       )  # fmt: skip
     axes.axvline(0.0, color="#999999", lw=1)
-    axes.set_yticks(range(len(shown)), list(shown))
+    axes.set_yticks(
+      range(len(shown)), [f"{name}: {method}" for name, method, *_ in shown]
+    )
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xlabel(
-      "test loss more than top-k's, % (circles: pairs, diamond: mean, 95 %)"
+      "test loss more than top-k's with as many bits a value, %\n"
+      "(circles: pairs, diamond: mean, 95 %)"
     )
 
 
