@@ -84,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if status and _among_processes():
     # An ordinary exit would wait for the other processes, which wait for this
     # one in a collective.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+      stream.flush()
     from jdist import collectives
 
     if lifeline := collectives.lifeline():

@@ -69,3 +69,9 @@ def test_cells_stay_whole_without_padding_rather_than_wrap(monkeypatch):
     found = drawn(width, monkeypatch, headings, cells)
     # The heading is a line of its own.
     assert len(found[1]) == 1 + lines
+
+
+def test_a_console_without_an_output_is_silent(monkeypatch):
+  # Python has None for an output that was closed when it started.
+  monkeypatch.setattr("sys.stdout", None)
+  _output.console().print("a table")

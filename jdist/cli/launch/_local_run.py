@@ -222,8 +222,7 @@ class _Echo:
           self._print(line)
 
   def _print(self, line: str) -> None:
-    sys.stderr.write(f"[{self._number}] {line}")
-    sys.stderr.flush()
+    print(f"[{self._number}] {line}", end="", file=sys.stderr, flush=True)
 
   def show(self) -> None:
     for line in self._held:

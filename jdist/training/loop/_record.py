@@ -112,9 +112,9 @@ class Progress:
       # A long period evens out the pauses in which programs are compiled.
       speed_estimate_period=300.0,
       transient=True,
-      disable=not sys.stderr.isatty(),
+      disable=not (sys.stderr and sys.stderr.isatty()),
       # Lines for a file must not go to the terminal with the bar.
-      redirect_stdout=sys.stdout.isatty(),
+      redirect_stdout=bool(sys.stdout and sys.stdout.isatty()),
     )
     self._task = self._bar.add_task(
       label, total=num_steps or None, completed=start_step, figures=""

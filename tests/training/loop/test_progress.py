@@ -44,6 +44,14 @@ def test_the_bar_is_silent_unless_on_a_terminal(stream, monkeypatch):
     assert text == ""
 
 
+def test_closed_outputs_show_nothing(monkeypatch):
+  # Python has None for an output that was closed when it started.
+  for name in ("stdout", "stderr"):
+    monkeypatch.setattr(f"sys.{name}", None)
+  with training.Progress(10, "diloco seed 1") as progress:
+    progress.update(5, "loss 0.5")
+
+
 def test_long_text_is_cut_but_steps_and_time_are_not(monkeypatch):
   monkeypatch.setenv("TERM", "xterm")
   monkeypatch.setenv("COLUMNS", "60")
