@@ -199,13 +199,10 @@ def _check_input_shape(
 ) -> tuple[int, ...]:
   """Returns the shape of one input as a tuple."""
   shape = tuple(input_shape)
-  num_axes = 1 if is_text else 3
+  num_axes, wanted = 3, "(height, width, channels) for a model of images"
+  if is_text:
+    num_axes, wanted = 1, "(length,) for a model of tokens"
   if len(shape) != num_axes or min(shape) < 1:
-    wanted = (
-      "(length,) for a model of tokens"
-      if is_text
-      else "(height, width, channels) for a model of images"
-    )
     raise ValueError(f"`input_shape` must be {wanted}, got {input_shape}.")
   return shape
 

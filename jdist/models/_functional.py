@@ -67,6 +67,12 @@ def num_params(model: Model) -> int:
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.params))
 
 
+# The flags that modules take, and their values in training.
+_FLAGS = dict.fromkeys(("train", "training", "is_training"), True)
+_FLAGS |= dict.fromkeys(
+  ("deterministic", "inference", "use_running_average"), False
+)
+
 # Parameters, state, and a function of both, images, `train` and other options.
 _Network: TypeAlias = tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]
 
@@ -82,12 +88,15 @@ def functional(
   With `train=True` an NNX module runs after its `train()` (statistics of this
   batch, dropout on), and else after its `eval()`. Every `nnx.Param` is a
   parameter, and every other variable is state, including random keys. A Linen
-  module is given `train` and `deterministic` if it takes them; its "params" are
-  the parameters, other collections the state, and the keys that it is bound to,
-  of dropout for instance, too. An Equinox module, or another callable tree, is
-  mapped over the samples by `jax.vmap`; its arrays of floats, each once, are
-  the parameters, named by their paths. With `train=False` it runs in
+  module's "params" are the parameters, other collections and the keys that it
+  is bound to the state. An Equinox module, or another callable tree, is mapped
+  over the samples by `jax.vmap`; its arrays of floats, each once, are the
+  parameters, named by their paths. With `train=False` it runs in
   `eqx.nn.inference_mode`, and without a `key` unless it requires one.
+
+  A module is told by `train`, `training`, `is_training`, `deterministic`,
+  `inference` and `use_running_average` if it takes them, or has them as fields
+  in Linen. In NNX and Equinox one that is None by default follows the mode.
 
   Modules whose `__call__` takes a `mask` get the `mask` [batch], 1 for samples
   and 0 for padding, so that batch normalization leaves padding out of its
@@ -103,8 +112,8 @@ def functional(
     seed: The seed of the keys of an Equinox module that takes a `key`.
 
   Raises:
-    ValueError: If a Linen module has no variables, or another takes more than
-      a sample; from `apply`, if one with state but no mask is trained with one.
+    ValueError: If a Linen module has no variables, or one needs more than its
+      inputs; from `apply`, if one with state but no mask is trained with one.
 
   >>> model = functional(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
   >>> logits, _ = model.apply(model.params, {}, jnp.ones((4, 3)), train=False)
@@ -112,6 +121,7 @@ def functional(
   (4, 2)
   """
   given = () if state is None else (state,)
+  takes = inspect.signature(module).parameters
   tree = functools.partial(_tree, given=given, seed=seed)
   kinds: dict[Any, Callable[[Any], _Network]]
   kinds = {linen.Module: _linen, nnx.Module: _nnx, object: tree}
@@ -121,9 +131,19 @@ def functional(
       "`state` must be None for a module of Flax, which holds its own, got "
       f"{checks.show(state)}. Give NNX modules alone, and Linen modules bound."
     )
+  flags = [x for x in _FLAGS if x in takes]
+  keyed = ["key"] if make is tree and "key" in takes else []
+  if not checks.is_function(module, 1 + len(given), *flags, *keyed):
+    raise ValueError(
+      "`module` must be a function of inputs and of the given `state`, got "
+      f"{type(module).__name__} of {', '.join(takes)} and "
+      f"state={checks.show(*given or [None])}. Give both results of "
+      "`eqx.nn.make_with_state`, or write others as a `models.Model`."
+    )
+  if make is not _linen:  # Others have a mode, by which None is decided.
+    flags = [x for x in flags if takes[x].default is not None]
   first, variables, run = make(module)
   # Modules without a mask, as users have them, must work as they are.
-  takes = inspect.signature(module).parameters
 
   def apply(
     params: dict[str, Any],
@@ -143,19 +163,19 @@ def functional(
         "enter its batch statistics. Add `mask=None` to its `__call__` and "
         "pass it on to the normalization layers."
       )
-    options = {"mask": mask} if "mask" in takes else {}
+    options: dict[str, Any] = {x: _FLAGS[x] == bool(train) for x in flags}
+    options |= {"mask": mask} if "mask" in takes else {}
     return run(params, state, images, train, options)
 
   network = first, variables, apply
-  if not isinstance(module, _layered_network.LayeredNetwork):
-    return Model(*network, (Layer("network", *network),))
-  parts = {
+  name, parts = "network", list[_layered_network.PartialNetwork]()
+  if isinstance(module, _layered_network.LayeredNetwork):
     # A layer is the functional form of its sub-modules alone.
-    part.names[0]: functional(_layered_network.PartialNetwork(module, part))
-    for part in module.parts
-  }
-  layers = (Layer(n, x.params, x.state, x.apply) for n, x in parts.items())
-  return Model(*network, tuple(layers))
+    parts = [_layered_network.PartialNetwork(module, x) for x in module.parts]
+    name = module.parts[0].names[0]
+  if len(parts) > 1:
+    return Model(*network, tuple(functional(x).layers[0] for x in parts))
+  return Model(*network, (Layer(name, *network),))
 
 
 def _nnx(module: nnx.Module) -> _Network:
@@ -187,16 +207,16 @@ def _linen(module: linen.Module) -> _Network:
   for name, key in keys.items():
     keys[name] = key if states.is_key(key) else jax.random.wrap_key_data(key)
   module, variables = module.unbind()
-  takes = inspect.signature(module).parameters
+  fields = [x for x in _FLAGS if vars(module).get(x) is not None]
 
   def run(
     params: Any, state: Any, images: Any, train: bool, options: Any
   ) -> Any:
-    flags = {"train": train, "deterministic": not train}
-    options |= {name: x for name, x in flags.items() if name in takes}
+    own = module.clone(**{x: _FLAGS[x] == bool(train) for x in fields})
+    options = {x: v for x, v in options.items() if x not in fields}
     rest = dict(state)
     keys = {n: jax.random.split(x) for n, x in rest.pop("rngs", {}).items()}
-    logits, new = module.apply(
+    logits, new = own.apply(
       {"params": params, **rest}, images, mutable=list(rest),
       rngs={name: x[0] for name, x in keys.items()}, **options,
     )  # fmt: skip
@@ -209,16 +229,8 @@ def _linen(module: linen.Module) -> _Network:
 
 
 def _tree(module: Any, given: tuple[Any, ...], seed: int) -> _Network:
-  takes = inspect.signature(module).parameters
-  keyed = ["key"] if "key" in takes else []
-  required = bool(keyed) and takes["key"].default is inspect.Parameter.empty
-  if not checks.is_function(module, 1 + len(given), *keyed):
-    raise ValueError(
-      "`module` must be a function of a sample and of the given `state`, got "
-      f"{type(module).__name__} and state={checks.show(*given or [None])}. "
-      "Give both results of `eqx.nn.make_with_state` to one with a state, and "
-      "write others as a `models.Model`."
-    )
+  keyed = inspect.signature(module).parameters.get("key")
+  required = keyed is not None and keyed.default is keyed.empty
   leaves, form = jax.tree.flatten(module)
   ends, names = list[str](), dict[int, str]()
   for path, x in jax.tree_util.tree_leaves_with_path(module):
@@ -241,6 +253,7 @@ def _tree(module: Any, given: tuple[Any, ...], seed: int) -> _Network:
     called = jax.tree.unflatten(form, map(own, leaves, ends))
     before = jax.tree.unflatten(held_form, [state[n] for n in numbers])
     new = dict(state)
+    flags = {x: options.pop(x) for x in [*options] if x in _FLAGS}
     options = {name: x for name, x in options.items() if x is not None}
     if "rngs" in state and (train or required):
       key, after = jax.random.split(state["rngs"]["key"])
@@ -248,7 +261,7 @@ def _tree(module: Any, given: tuple[Any, ...], seed: int) -> _Network:
       new |= {"rngs": {"key": after}} if train else {}
 
     def one(x: Any, options: Any) -> Any:
-      found = called(x, *before, **options)
+      found = called(x, *before, **options, **flags)
       if not before:
         return found, None
       return checks.check_pair("module", found, "logits, state")

@@ -53,22 +53,13 @@ class LayeredNetwork(nnx.Module):
     return x
 
 
-class PartialNetwork(nnx.Module):
+class PartialNetwork(LayeredNetwork):
   """One part of a network: the same sub-modules with the same names."""
 
   def __init__(self, network: LayeredNetwork, part: NetworkPart):
     # Equal names give equal paths of parameters, so that a layer's tree is a
     # part of the network's.
-    for name in part.names:
-      setattr(self, name, getattr(network, name))
-    self.part = part
-
-  def __call__(
-    self, x: jax.Array, *, mask: jax.Array | None = None
-  ) -> jax.Array:
-    """Returns the input of the next part."""
-    modules = (getattr(self, name) for name in self.part.names)
-    return self.part.run(x, mask, *modules)
+    self.add_part({n: getattr(network, n) for n in part.names}, part.run)
 
 
 def choose_form(

@@ -162,6 +162,59 @@ def test_keys_that_a_linen_module_is_bound_to_are_state(module, raw):
   np.testing.assert_array_equal(masked, first)
 
 
+def told(on, off):
+  """Returns a call that shows the flags that it is given, by its defaults."""
+
+  def call(
+    self, x, train=on, training=on, is_training=on, deterministic=off,
+    inference=off, use_running_average=off,
+  ):  # fmt: skip
+    flags = [train, training, is_training]
+    flags += [not deterministic, not inference, not use_running_average]
+    return x * jnp.array(flags, x.dtype)
+
+  return call
+
+
+@pytest.mark.parametrize("kind", [nnx.Module, linen.Module, eqx.Module])
+@pytest.mark.parametrize("train", [True, False])
+def test_modules_are_told_whether_they_are_trained(kind, train):
+  module = type("Told", (kind,), {"__call__": told(not train, train)})()
+  if kind is linen.Module:
+    module = module.bind({})
+  model = models.functional(module)
+  found, _ = model.apply({}, {}, jnp.ones((2, 6)), train=np.bool(train))
+  np.testing.assert_array_equal(found, np.full((2, 6), train, np.float32))
+
+
+@pytest.mark.parametrize("kind", [nnx.Module, eqx.Module])
+def test_mode_decides_where_a_flag_is_none(kind):
+  module = type("Told", (kind,), {"__call__": told(True, None)})()
+  found, _ = models.functional(module).apply(
+    {}, {}, jnp.ones((2, 6)), train=False
+  )
+  np.testing.assert_array_equal(found, [[0, 0, 0, 1, 1, 1]] * 2)
+
+
+class Fields(linen.Module):
+  train: bool = False
+  is_training: bool = False
+  deterministic: bool = True
+  use_running_average: bool | None = None  # It is given to the call.
+
+  def __call__(self, x, deterministic=None, use_running_average=None):
+    flags = [self.train, self.is_training, not self.deterministic]
+    flags += [deterministic is None, not use_running_average]
+    return x * jnp.array(flags, x.dtype)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_fields_of_a_linen_module_follow_training(train):
+  model = models.functional(Fields().bind({}))
+  found, _ = model.apply({}, {}, jnp.ones(5), train=train)
+  np.testing.assert_array_equal(found, [train, train, train, True, train])
+
+
 def test_evaluation_does_not_change_the_state():
   model = conv_net()
   apply = jax.jit(functools.partial(model.apply, train=False))
@@ -340,10 +393,11 @@ def test_module_without_state_ignores_a_mask():
   assert state == {}
 
 
-def test_tree_that_needs_more_than_a_sample_is_refused():
-  class Stateful(eqx.Module):
-    def __call__(self, x, state):
-      return x, state
-
-  with _refusals.refused("module", "given `state`"):
-    models.functional(Stateful())
+@pytest.mark.parametrize("kind", [nnx.Module, linen.Module, eqx.Module])
+def test_module_that_needs_more_than_inputs_is_refused(kind):
+  call = {"__call__": lambda self, x, state: (x, state)}
+  module = type("Stateful", (kind,), call)()
+  if kind is linen.Module:
+    module = module.bind({})
+  with _refusals.refused("module", "got Stateful of x, state and state=None"):
+    models.functional(module)
