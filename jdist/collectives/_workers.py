@@ -75,11 +75,8 @@ class Workers:
   @property
   def inner_axes(self) -> dict[str, int]:
     """The mesh's other axes, over which a worker is split, and their sizes."""
-    if self.mesh is None:
-      return {}
-    shape = dict(self.mesh.shape)
-    del shape[self.mesh_axis]
-    return shape
+    shape = {} if self.mesh is None else self.mesh.shape
+    return {x: size for x, size in shape.items() if x != self.mesh_axis}
 
   @property
   def workers_per_device(self) -> int:
@@ -285,25 +282,28 @@ class Workers:
     rows = len(self.local_workers)
 
     def one(x: Any) -> jax.Array:
-      if getattr(getattr(x, "dtype", None), "kind", None) in tuple("OSUMm"):
-        raise ValueError(
-          f"`tree` must be a tree of arrays of numbers, got {checks.show(x)}. "
-          "Encode text, dates and objects as integers."
-        )
       checks.check_bits("tree", x)
-      if jnp.ndim(x) == 0 or jnp.shape(x)[0] != rows:
+      if np.shape(x)[:1] != (rows,):
         raise ValueError(
           f"`tree` must have one row for each of this process's {rows} "
-          f"workers, got an array of shape {jnp.shape(x)}. To split a batch "
+          f"workers, got an array of shape {np.shape(x)}. To split a batch "
           "by workers, call `shard`."
         )
-      if jax.process_count() == 1:
-        return jax.device_put(_own(x), self.sharding())
-      return jax.make_array_from_process_local_data(
-        self.sharding(),
-        _own(_to_host(x)),
-        (self.num_workers, *jnp.shape(x)[1:]),
-      )
+      try:
+        if isinstance(x, np.ma.MaskedArray):  # A copy would have no mask.
+          raise TypeError("a masked array")
+        if jax.process_count() == 1:
+          return jax.device_put(_own(x), self.sharding())
+        own, whole = _own(_to_host(x)), (self.num_workers, *np.shape(x)[1:])
+        return jax.make_array_from_process_local_data(
+          self.sharding(), own, whole
+        )
+      except TypeError as error:
+        raise ValueError(
+          f"`tree` must be a tree of arrays of numbers, got {checks.show(x)}. "
+          "Encode text, dates and objects as integers, fill masked entries, "
+          "and cast types that JAX does not know."
+        ) from error
 
     return jax.tree.map(one, tree)
 
@@ -322,10 +322,10 @@ class Workers:
     def split(x: Any) -> Any:
       if _is_explicit(getattr(getattr(x, "sharding", None), "mesh", None)):
         x = _to_host(x)  # JAX would ask how to shard the reshaped array.
-      if jnp.ndim(x) == 0 or jnp.shape(x)[0] % rows:
+      if np.ndim(x) == 0 or np.shape(x)[0] % rows:
         raise ValueError(
           f"`batch` must divide evenly over {rows} workers, got an array of "
-          f"shape {jnp.shape(x)}. Make the batch a multiple of {rows}."
+          f"shape {np.shape(x)}. Make the batch a multiple of {rows}."
         )
       return x.reshape(rows, x.shape[0] // rows, *x.shape[1:])
 
@@ -337,8 +337,7 @@ class Workers:
     The worker must run in this process; by default it is the first one here.
     """
     worker = self.local_workers[0] if worker is None else worker
-    known = not np.ndim(worker) and worker in self.local_workers
-    if not known:
+    if np.ndim(worker) or worker not in self.local_workers:
       raise ValueError(
         f"`worker` must run in this process, one of {self.local_workers}, "
         f"got {checks.show(worker)}. To see all workers, call `gather`."

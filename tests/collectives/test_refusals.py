@@ -114,7 +114,15 @@ def view(worker):
     lambda: workers(substrate="vmap").place(np.ones((2, 1), object)),
     "arrays of numbers",
   ),
-  ("tree", lambda: place_host("datetime64[s]"), "Encode text, dates and"),
+  *(
+    ("tree", lambda d=d: place_host(d), "Encode text, dates and")
+    for d in ("datetime64[s]", ">f4", "longdouble", "f4, i4", "U3")
+  ),
+  (
+    "tree",
+    lambda: workers(substrate="vmap").place(np.ma.ones((2, 1))),
+    "fill masked entries",
+  ),
   *(
     ("tree", lambda f=f, d=d: f(d), "hold numbers of 32 bits")
     for d in ("int64", "uint64")
