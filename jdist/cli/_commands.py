@@ -162,7 +162,7 @@ class Overlap(
   dtype: Literal["bfloat16", "float32"] = "bfloat16"
   """Data type of the computation; parameters and messages stay float32."""
 
-  interval: int = option(8, within=COUNT)
+  interval: int = option(8, "interval", within=COUNT)
   """Local steps of a round, H."""
 
   output: _groups.Directory = None
@@ -185,20 +185,19 @@ class Bytes(_groups.MeanOptions):
   workers: int = option(8, within="[1, 1000]")
   """Number of workers that train together."""
 
-  interval: int = option(8, within=COUNT)
+  interval: int = option(8, "interval", within=COUNT)
   """Local steps of a round, H, of methods that have rounds."""
 
   # The model decides how many layers there are: `prediction.cut` checks it.
-  cut: int | None = None
+  cut: int | None = option(None, "cut")
   """Layers that mp2 sends (default: as published for lenet, alexnet, vgg15,
   resnet18, resnet34 and resnet50)."""
 
-  steps: int = option(10_000, within=COUNT)
+  steps: int = option(10_000, "switch_step", within=COUNT)
   """Steps of the run; post_local_sgd begins its rounds halfway."""
 
-  warmup_steps: int = option(0, within=NOT_NEGATIVE)
-  """Steps of the learning rate's warm-up, and of each of dgc's first phases,
-  which send more; 0 has none."""
+  warmup_steps: int = option(0, "steps_per_phase", within=NOT_NEGATIVE)
+  """Steps of each of dgc's first phases, which send more; 0 has none."""
 
 
 @dataclasses.dataclass(frozen=True)

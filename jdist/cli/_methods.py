@@ -29,11 +29,12 @@ _PARTS = (
 )  # fmt: skip
 
 
-def check(option: str, options: _groups.Common, names: Sequence[str]) -> None:
+def check(option: str, options: Any, names: Sequence[str]) -> None:
   """Raises a ValueError unless methods exist and use all given options."""
   known = methods.registry
   _options.check_names(option, names, "methods", known)
-  _options.check_used(options, names, known, functools.partial(takes, options))
+  run = options if isinstance(options, _groups.Common) else common(options)
+  _options.check_used(options, names, known, functools.partial(takes, run))
 
 
 def takes(options: _groups.Common, name: str) -> set[str]:

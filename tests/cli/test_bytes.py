@@ -18,7 +18,7 @@ from tests import _processes
   [
     (
       "--methods ssgd --interval 4 --rank 3",
-      "`--interval` and `--rank` must be left out for ssgd",
+      "`--rank` and `--interval` must be left out for ssgd",
     ),
     ("--methods nothing", "`--methods` must be one of ssgd"),
     ("--methods ssgd ssgd", "must be one or more different methods"),

@@ -170,7 +170,16 @@ _BAD = [
     "compare --learning-rate 0.1 --tuning-seeds 7",
     "`--tuning-seeds` must be left out with one `--learning-rate`, got 7",
   ),
-  ("bytes --methods ssgd --cut 2", "`--cut` must be left out without mp2"),
+  (
+    "bytes --methods ssgd --cut 2 --steps 5",
+    "`--cut` and `--steps` must be left out for ssgd, which does not use them: "
+    "`--cut`, got 2, is used by mp2; `--steps`, got 5, is used by "
+    "post_local_sgd.",
+  ),
+  (
+    "bytes --methods msdpu --warmup-steps 5",
+    "`--warmup-steps`, got 5, is used by dgc.",
+  ),
   (
     "launch --print mpi --claim x -- train --checkpoints x",
     "`--claim` must be left out without `--print kubernetes`, got x",

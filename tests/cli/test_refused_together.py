@@ -134,7 +134,7 @@ PLACE = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 0}
   # Bytes and overlaps.
   ("--model", lambda: _counted(model="transformer"), "must be one of"),
   ("--methods", lambda: _counted(methods=("best",)), "must be one"),
-  ("--cut", lambda: _counted(cut=2), "left out without mp2"),
+  ("--cut", lambda: _counted(cut=2), "left out for ssgd"),
   ("--methods", lambda: _overlapped(methods=("ssgd", "ssgd")), "different"),
   ("--methods", lambda: _overlapped(methods=("best",)), "must be one"),
   ("--model", lambda: _overlapped(model="none"), "must be one of"),

@@ -36,9 +36,7 @@ def count(options: _commands.Bytes) -> None:
   """Counts the bytes of each method, and prints a table."""
   names = tuple(name for name in models.MODELS if name != "transformer")
   _options.check_name("--model", options.model, names)
-  _methods.check("--methods", _methods.common(options), options.methods)
-  if _methods.TRAINED not in options.methods:
-    _options.check_left_out(options, ("cut",), f"without {_methods.TRAINED}")
+  _methods.check("--methods", options, options.methods)
   collectives.make_cpu_devices(options.workers)
   model, _ = _overlap_inputs.image_model(options.model)
   # Only shard_map compiles to collectives; vmap would have none.

@@ -73,7 +73,7 @@ def check(
     raise ValueError(f"`--topology`: {error}") from None
   # Two forms of a method are one method here.
   names = list(dict.fromkeys(names))
-  _methods.check("--methods", _methods.common(options), names)
+  _methods.check("--methods", options, names)
   gpu = profiling.GPUS[topology.kind]
   device = gpu.device(options.dtype, options.launch_us / 1e6)
   if options.tflop_per_s is not None:
