@@ -190,5 +190,6 @@ def test_row_names_the_commit(changed, given, wanted, monkeypatch):
     monkeypatch.setenv("JDIST_COMMIT", given)
   monkeypatch.setattr(subprocess, "run", run)
   assert _results._commit.__wrapped__() == wanted
-  number = 0 if given else 1 if changed is None else 2
-  assert asked == [("rev-parse", True, True), ("status", True, True)][:number]
+  number = 0 if given else 1 if changed is None else 3
+  words = ("rev-parse", "status", "ls-files")
+  assert asked == [(x, True, True) for x in words[:number]]

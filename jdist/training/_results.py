@@ -67,7 +67,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 @functools.cache
 def _commit() -> str:
-  """Returns the commit of the running code, with `+` if code was changed."""
+  """Returns the commit of the running code, `+` for changed or new code."""
   # For a copy without its repository, for instance on a GPU machine.
   if commit := os.environ.get("JDIST_COMMIT"):
     return commit
@@ -79,6 +79,8 @@ def _commit() -> str:
     commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
     code = ["--", ":/", ":/!*.jsonl"]  # Running commands append rows.
     changed = git(["git", "status", "--porcelain", "-uno", *code]).stdout
+    added = ["git", "ls-files", "--others", "--exclude-standard", ":/*.py"]
+    changed += git(added).stdout
   except (OSError, subprocess.CalledProcessError):
     # An installed package has no repository. Its version identifies it.
     return "unknown"

@@ -38,10 +38,16 @@ def test_commit_has_a_plus_if_code_was_changed_but_not_for_rows(
     subprocess.run(["git", *words], cwd=tmp_path, check=True)
   monkeypatch.delenv("JDIST_COMMIT", raising=False)
   monkeypatch.setattr(_results, "__file__", str(tmp_path / "code.py"))
-  for file, plus in (("rows.jsonl", False), ("code.py", True)):
+  folder = tmp_path / "experiment"
+  folder.mkdir()
+  for file, plus in (
+    ("rows.jsonl", False), ("log.txt", False), ("experiment/run.py", True),
+    ("code.py", True),
+  ):  # fmt: skip
     (tmp_path / file).write_text("2\n")
     _results._commit.cache_clear()
     assert _results._commit().endswith("+") is plus
+    (folder / "run.py").unlink(missing_ok=True)
   _results._commit.cache_clear()
 
 
