@@ -73,6 +73,11 @@ REPEATS = {
   "h_ps": Repeat(
     "h_ps/results/clock.jsonl", {"method": "h_ps"}, ("h_ps/run.py",)
   ),
+  "mp2": Repeat(
+    "mp2/results/mnist.jsonl",
+    {"purpose": "comparison", "method": "top-k 1 % + feedback"},
+    ("mp2/run.py", "mnist", *_SEED),
+  ),
   "msdpu": Repeat(
     "msdpu/results/cifar10-20-protocol.jsonl",
     {"purpose": "comparison", "method": "msdpu, int4"},
@@ -80,6 +85,11 @@ REPEATS = {
   ),
   "pipeline": Repeat(
     "pipeline/results/planner.jsonl", {}, ("pipeline/planner.py",)
+  ),
+  "storm": Repeat(
+    "storm/results/absences.jsonl",
+    {"seed": 0, "outages": 45},
+    ("storm/absences.py",),
   ),
   "successor": Repeat(
     "successor/results/mnist-mlp.jsonl",
