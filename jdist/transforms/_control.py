@@ -51,27 +51,24 @@ class Control:
     if steps is not None and not (isinstance(steps, str) and steps == "fixed"):
       checks.set_structural(self, "stream_steps", minimum=1)
 
-  @property
-  def of_host(self) -> str | None:
-    """The name of a choice that the host has made; None without any."""
-    if self.round_ends is not None or self.arrives is not None:
-      return "round_ends"
-    if self.stream_steps != "fixed":
-      return "stream_steps"
-    return None if self.fragments is None else "fragments"
+  def chosen(self, *names: str) -> str | None:
+    """Returns the first of all or some choices that the host has made."""
+    names = names or ("round_ends", "arrives", "stream_steps", "fragments")
+    usual = vars(DEVICE)
+    return next((x for x in names if getattr(self, x) != usual[x]), None)
 
 
 # The control of an update whose host chooses nothing.
 DEVICE = Control()
 
 
-def refuse(control: Control, method: str) -> None:
+def refuse(control: Control, method: str, *names: str) -> None:
   """Raises a ValueError if a host made a choice that a method cannot follow."""
-  if name := control.of_host:
+  if name := control.chosen(*names):
     raise ValueError(
-      f"`control` must leave `{name}` out for {method}, whose rounds no host "
-      f"ends, got {getattr(control, name)!r}. `transforms.rounds_ahead(state)` "
-      "is None for such a method."
+      f"`control` must leave `{name}` out for {method}, got "
+      f"{getattr(control, name)!r}. `transforms.rounds_ahead(state)` has the "
+      "rounds that a host may end, by fragment if there are any, or is None."
     )
 
 

@@ -9,7 +9,7 @@ import tomllib
 import jax.numpy as jnp
 import pytest
 
-from jdist import cli, methods, server, training
+from jdist import cli, codecs, methods, reducers, server, training
 from jdist.cli import _methods
 
 _MODULE = '''
@@ -250,3 +250,13 @@ def test_exit_of_a_part_is_no_status_of_a_run(folder, capsys):
   told = capsys.readouterr().err
   assert told.startswith("jdist: error: `--codec leaving:half` raised SystemE")
   assert told.endswith("SystemExit: 3\n")
+
+
+@pytest.mark.parametrize(
+  "words", ["--codec int4 --reducer gather", "--codec int4 --feedback none"]
+)
+def test_words_that_name_no_part_are_taken(words):
+  found = _methods.compression(_options(f"train --method ssgd {words}"))
+  assert found.feedback is None
+  wire = "gather" if "gather" in words else "all_to_all"
+  assert found.reducer == reducers.compressed(codecs.Quantize(4), wire=wire)

@@ -72,6 +72,9 @@ def test_table_to_be_drawn_has_its_own_iterations():
   )
   drawn = _pipeline._table("ours", options)
   assert drawn == pipeline.make_table("ours", 2, 4, window=2)
+  # One beside it that has no window is drawn without.
+  drawn = _pipeline._table("gpipe", options)
+  assert drawn == pipeline.make_table("gpipe", 2, 4)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from jdist.cli.launch import _launch
 from jdist.cli.pipelines import _pipeline_run, _process_run
 from jdist.cli.programs import _bytes, _overlap_inputs
 from jdist.cli.servers import _server_run
+from jdist.training import comparison
 from tests import _refusals
 
 
@@ -205,10 +206,13 @@ def test_options_that_match_are_taken():
   assert _stages(table="ours", window=2, late_from=0.5).window == 2
   _process(**PLACE)
   _process(table="ours", delay_fix="prediction")
-  assert _compared().order == "seed"
-  assert _compared(learning_rate=(0.1, 0.2), tuning_seeds=2).tuning_seeds == (
-    10_000, 10_001,
+  study = _compared(
+    methods=("ssgd", "diloco"), learning_rate=(0.1, 0.2), seeds=(3, 4),
+    grid_extensions=5, tuning_seeds=2,
   )  # fmt: skip
+  assert study == comparison.Study(
+    ("ssgd", "diloco"), (0.1, 0.2), (3, 4), 5, (10_000, 10_001), "seed"
+  )
   _served()
   _elastic()
   _launched()

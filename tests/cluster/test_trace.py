@@ -76,3 +76,10 @@ def test_cut_ends_the_last_span_of_its_resource_and_lengthens_none():
   trace.cut("a", 9.0)
   trace.cut("b", 9.0)
   assert [span.end_s for span in trace] == [2.0, 3.0, 4.0, 5.5]
+
+
+def test_resources_are_in_the_order_of_their_first_spans():
+  trace = cluster.Trace()
+  for resource in ("b", "server", "a", "b"):
+    trace.add(resource, "task", 0.0, 1.0)
+  assert trace.resources == ("b", "server", "a")

@@ -1,6 +1,7 @@
 """Models by name: shapes, counts by hand, initial values."""
 
 import functools
+import inspect
 import math
 import re
 import subprocess
@@ -26,6 +27,33 @@ def cast(tree, dtype):
 def test_table_has_every_model():
   tried = {name for name, _ in _variants.VARIANTS} | set(_variants.ALSO)
   assert tried == set(models.MODELS)
+
+
+_NORM = {"norm": "batch", "num_groups": 8}
+_FORMED = {"form": None, "hidden_sizes": None}
+_VGG = _FORMED | {
+  "norm": "none", "num_groups": 8, "width": 64, "max_growth": 8
+}  # fmt: skip
+_DEFAULTS = {
+  "MLP": {"hidden_sizes": (128,)}, "LeNet": {}, "CNN": {"hidden_sizes": ()},
+  "AlexNet": _FORMED, "VGG": _VGG, "CifarResNet": _NORM,
+  "ResNet": {"form": None, **_NORM, "width": 64, "shortcut_size": 1},
+  "Transformer": {
+    "num_layers": 4, "width": 128, "num_heads": 4, "hidden_size": None,
+    "positions": "learned", "tied": False,
+  },
+}  # fmt: skip
+
+
+def test_default_of_an_option_is_the_stated_one():
+  found = {}
+  for network in models.MODELS.values():
+    kind = getattr(network, "func", network)
+    arguments = inspect.signature(kind.__init__).parameters.values()
+    found[kind.__name__] = {
+      x.name: x.default for x in arguments if x.default is not x.empty
+    }
+  assert found == _DEFAULTS
 
 
 def test_docstring_lists_the_options_of_every_model():

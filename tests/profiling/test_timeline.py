@@ -1,5 +1,7 @@
 """Orders of programs read from texts that XLA made for GPUs, shortened."""
 
+import pytest
+
 from jdist.profiling import _timeline
 
 # One of each: a product in a fusion, a library's product, the three
@@ -86,6 +88,44 @@ def test_idle_step_takes_the_other_branch():
   events = _timeline.read_timeline(_TEXT, branch="idles")
   names = [event.name for event in events]
   assert "copy.9" in names and "all-reduce.9" not in names
+
+
+# Neither branch sends, and each computes or moves more than the other.
+_IDLE = """HloModule jit_step, is_scheduled=true
+
+%product (a: f32[4,4], b: f32[4,4]) -> f32[4,4] {
+  %a = f32[4,4]{1,0} parameter(0)
+  %b = f32[4,4]{1,0} parameter(1)
+  ROOT %dot = f32[4,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%computes (p: f32[4,4]) -> f32[4,4] {
+  %p = f32[4,4]{1,0} parameter(0)
+  ROOT %gemm = f32[4,4]{1,0} fusion(%p, %p), kind=kCustom, calls=%product
+}
+
+%moves (q: f32[4,4]) -> f32[4,4] {
+  %q = f32[4,4]{1,0} parameter(0)
+  %wide = f32[SIZE]{0} broadcast(%q), dimensions={}
+  ROOT %narrow = f32[4,4]{1,0} slice(%wide), slice={[0:4]}
+}
+
+ENTRY %main (x: f32[4,4]) -> f32[4,4] {
+  %x = f32[4,4]{1,0} parameter(0)
+  %flag = pred[] constant(true)
+  ROOT %cond = f32[4,4]{1,0} conditional(%flag, %x, %x), true_computation=%computes, false_computation=%moves
+}
+"""
+
+
+@pytest.mark.parametrize(
+  # 312 bytes and no operation, and then 592, against 192 and 128 operations.
+  ("size", "names"),
+  [(30, ["gemm"]), (100, ["wide", "narrow"])],
+)
+def test_branches_that_do_not_send_weigh_operations_and_bytes(size, names):
+  events = _timeline.read_timeline(_IDLE.replace("SIZE", str(size)))
+  assert [x.name for x in events] == names
 
 
 # As streaming has it: a slice of a large array is sent, and written into

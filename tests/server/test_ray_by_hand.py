@@ -491,3 +491,12 @@ def test_server_is_looked_up_again_after_an_error(ray):
   with pytest.raises(_engine.LostServerError, match=r"^There is none\.$"):
     way.ask("count", 1)
   assert len(looked) == 4
+
+
+@pytest.mark.parametrize("mode", [None, "disabled"])
+def test_cluster_of_other_machines_needs_tokens(mode, monkeypatch):
+  monkeypatch.delenv(_ray_access.MODE, raising=False)
+  if mode is not None:
+    monkeypatch.setenv(_ray_access.MODE, mode)
+  with pytest.raises(ValueError, match="RAY_AUTH_MODE is not `token`"):
+    _ray_access.check_address("10.1.2.3:6379")

@@ -9,7 +9,10 @@ from tests.training import _tiny
 
 SGD = optax.sgd(0.1)
 W = {"a": jnp.arange(4.0), "b": jnp.ones(2)}
-SAID = {"round_ends": True, "stream_steps": 1}
+SAID = {
+  "round_ends": True, "arrives": True, "stream_steps": 1,
+  "fragments": (transforms.Control(),),
+}  # fmt: skip
 
 
 class Cut:
@@ -142,3 +145,9 @@ def test_places_ahead_pass_the_round_s_end():
     [[3, 1, 3], [3, 2, 3]],
     [[3, 2, 3], [3, 0, 3]],
   ]
+
+
+@pytest.mark.parametrize("method", FOLLOWING)
+def test_controls_of_fragments_need_fragments(method):
+  with pytest.raises(ValueError, match="`control` must leave `fragments` out"):
+    update(FOLLOWING[method](), fragments=(transforms.Control(),))

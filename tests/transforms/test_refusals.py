@@ -183,6 +183,13 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
     "say `round_ends` for each fragment, in `fragments`, got True for all",
   ),
   (
+    "control",
+    lambda: fragments(
+      transforms.Control(arrives=False, fragments=(transforms.Control(),) * 2)
+    ),
+    "say `arrives` for each fragment, in `fragments`, got False for all",
+  ),
+  (
     "control.fragments",
     lambda: fragments(transforms.Control(fragments=(transforms.Control(),))),
     "one control for each of 2 fragments, got 1",

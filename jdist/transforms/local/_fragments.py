@@ -375,13 +375,13 @@ def _controls_of(
   control: _control.Control, number: int
 ) -> tuple[_control.Control, ...]:
   """Returns the control of each fragment."""
+  if name := control.chosen("round_ends", "arrives", "stream_steps"):
+    raise ValueError(
+      f"`control` must say `{name}` for each fragment, in `fragments`, got "
+      f"{getattr(control, name)!r} for all. `training.Trainer` does it."
+    )
   found = control.fragments
   if found is None:
-    if name := control.of_host:
-      raise ValueError(
-        f"`control` must say `{name}` for each fragment, in `fragments`, got "
-        f"{getattr(control, name)!r} for all. `training.Trainer` does it."
-      )
     return (control,) * number
   if len(found) != number:
     raise ValueError(

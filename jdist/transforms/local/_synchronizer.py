@@ -117,6 +117,8 @@ class Synchronizer:
       residuals = control.drain == "residuals"
       step = self.drain(state.inner, sync, params, residuals)
       return step.updates, LocalStepsState(step.inner, step.sync)
+    if control.fragments is not None:
+      _control.refuse(control, "a method without fragments", "fragments")
     # It is first in a step and reads the state: no message waits for the
     # gradients of this step, and they do not wait for it.
     sending = self.send(sync, control)

@@ -466,3 +466,25 @@ def test_fewer_micro_batches_are_tried_while_their_best_window_helps():
   search.add(False, ["ours"], [1, 2, 4, 8])
   # The best of 8 is less slow than three quarters, and that of 4 is slower.
   assert found == [8, 4]
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_slower_sends_of_slow_tables_are_tried_by_few_machines_only(few):
+  names = tuple(f"n{i}" for i in range(8 if few else 9))
+  problem = types.SimpleNamespace(
+    machines=types.SimpleNamespace(names=names), batch_size=10**9,
+    least_s=lambda choice, plan: 1.0, cut=lambda choice: choice,
+    simulated=lambda choice: choice,
+  )  # fmt: skip
+  search = _plan_search._Search(problem, [1])
+  search._best = 20.0
+  # Three quarters of the best rate, and less.
+  search._done = [
+    _candidate.Candidate(
+      table, 8, 2, None, False, plan="a plan", times="times",
+      samples_per_s=rate,
+    )
+    for table, rate in (("zb_h2", 15.0), ("zb_v", 14.0))
+  ]  # fmt: skip
+  found = {x.table for x in search._slower_sends()}
+  assert found == ({"zb_h2", "zb_v"} if few else {"zb_h2"})

@@ -98,6 +98,12 @@ def test_tuning_rows_may_have_their_own_file(tmp_path):
   assert single.find(_TRIAL)["accuracy"] == 0.5 and len(single) == 1
 
 
+def test_mean_counts_every_row():
+  rows = [{"x": 1.0}, {"x": 2.0}, {"x": 6.0}]
+  assert comparison.mean(rows, "x") == 3.0
+  assert comparison.mean_and_spread(rows, "x")[0] == 3.0
+
+
 def test_spread_is_that_of_a_sample():
   """Its square is divided by one less than the number of values."""
   found = comparison.mean_and_spread([{"x": 1.0}, {"x": 3.0}], "x")

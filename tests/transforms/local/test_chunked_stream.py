@@ -351,3 +351,28 @@ def test_stream_encodes_its_parts_in_place_of_leaves(codec, same):
 
   simple, streamed = trained(None), trained(transforms.Stream())
   assert np.array_equal(simple, streamed) == same
+
+
+@pytest.mark.parametrize("steps", [None, 4])
+def test_chunk_has_its_own_random_numbers_however_it_is_sent(steps):
+  """In parts, or all at the end of the round: rounded as in one message."""
+  team = collectives.workers(2, substrate="vmap")
+  codec = codecs.Quantize(2, 4, rounding="stochastic")
+  options = {"inner": optax.sgd(0.1), "seed": 3}
+  runs = [
+    Host(
+      build(
+        team.axis, reducers.compressed(codec), streamed=streamed, **options
+      ),
+      team,
+      SHAPES,
+    )
+    for streamed in (True, False)
+  ]
+  for (_, state), (_, same) in zip(
+    runs[0].run(*data(9, 2, SHAPES), lambda place: steps),
+    runs[1].run(*data(9, 2, SHAPES), lambda place: None),
+    strict=True,
+  ):
+    chex.assert_trees_all_equal(state.anchor, same.anchor)
+  assert state.clock.round[0] == 2
