@@ -71,7 +71,7 @@ def _run(
     if first:
       print(text, flush=True)
 
-  ends = {}
+  ends: dict[str, Any] = {}
   if options.final_params is not None:
     ends["on_end"] = functools.partial(_save_model, options, workload)
   checkpoints: training.Checkpoints | None = None
@@ -94,6 +94,8 @@ def _run(
         other_workers=programs.other_workers(options.seed),
       )
       stack.enter_context(checkpoints)
+      every = workload.steps(options.checkpoint_every_epochs)
+      ends["checkpoint_every"] = every
     # Only the first process writes: all of them have the same records.
     if first and options.tensorboard is not None:
       board = training.MetricsWriter(
@@ -108,7 +110,6 @@ def _run(
       records = programs.run(
         options.seed, label=status.step, on_record=show,
         checkpoints=checkpoints,
-        checkpoint_every=workload.steps(options.checkpoint_every_epochs),
         metadata=identity, on_resume=resume, free=_workload.FREE,
         stop_on_sigterm=True, **ends,
       )  # fmt: skip

@@ -241,6 +241,17 @@ class _Board(contextlib.nullcontext):
     self.written.append(record.step)
 
 
+class _Kept(contextlib.nullcontext):
+  """Checkpoints that are never written."""
+
+  def __init__(self, directory, workers, *, other_workers):
+    super().__init__(self)
+    assert (directory, workers, other_workers) == ("kept", "workers", 7)
+
+  def latest_step(self):
+    return 6
+
+
 @pytest.mark.parametrize("process", [0, 1])
 def test_first_process_shows_what_happens(
   process, tmp_path, monkeypatch, capsys
@@ -249,6 +260,7 @@ def test_first_process_shows_what_happens(
   monkeypatch.setattr(jax, "process_index", lambda: process)
   monkeypatch.setattr(_Board, "made", [], raising=False)
   monkeypatch.setattr(training, "MetricsWriter", _Board)
+  monkeypatch.setattr(training, "Checkpoints", _Kept)
   monkeypatch.setattr(_page, "write", lambda *given: None)
   monkeypatch.setattr(_workload, "heading", lambda *given: "heading")
   monkeypatch.setattr(_train, "_save_model", lambda *given: ends.append(given))
@@ -269,16 +281,18 @@ def test_first_process_shows_what_happens(
   fits, workload = (
     [],
     types.SimpleNamespace(
-      train=_images(), steps_per_epoch=2.0, steps=lambda epochs: 10 * epochs
+      train=_images(), steps_per_epoch=2.0, steps=lambda epochs: 10 * epochs,
+      workers="workers",
     ),
-  )
+  )  # fmt: skip
   programs = types.SimpleNamespace(
-    workload=workload, run=run,
+    workload=workload, run=run, other_workers=lambda seed: seed,
     budget=types.SimpleNamespace(num_steps=6, learning_rate="schedule"),
   )  # fmt: skip
   options = _commands.Train(
     seed=7, steps=6, workers=2, output=str(tmp_path), tensorboard="board",
     final_params="m", checkpoint_every_epochs=0.5,
+    checkpoints="kept" if process else None,
   )  # fmt: skip
   monkeypatch.chdir(tmp_path)
   _train._run(options, programs, {"seed": 7})
@@ -293,9 +307,10 @@ def test_first_process_shows_what_happens(
   # The model is given to each process, of which one writes it.
   assert ends == [(options, workload, "params", "statistics")]
   ((seed, fit),) = fits
-  assert seed == 7 and fit["checkpoint_every"] == 5.0
+  assert seed == 7 and fit.get("checkpoint_every") == (5.0 if process else None)
   assert fit["metadata"] == {"seed": 7} and fit["stop_on_sigterm"] is True
-  assert fit["checkpoints"] is None and fit["free"] == _workload.FREE
+  assert isinstance(fit["checkpoints"], _Kept if process else type(None))
+  assert fit["free"] == _workload.FREE
   rows = tmp_path / "rows.jsonl"
   assert rows.exists() == (process == 0)
   if not process:

@@ -161,12 +161,16 @@ class Trainer:
         process with status 143 unless it is caught.
     """
     sealed_json.check("metadata", metadata)
-    for name in (_SENT_BYTES, _HISTORY):
-      if name in (metadata or {}):
-        raise ValueError(
-          f"`metadata` must not have {name!r}, which the run itself keeps "
-          "there. Give it another name."
-        )
+    for name in {_SENT_BYTES, _HISTORY} & {*(metadata or {})}:
+      raise ValueError(
+        f"`metadata` must not have {name!r}, which the run itself keeps "
+        "there. Give it another name."
+      )
+    if checkpoint_every is not None and checkpoints is None:
+      raise ValueError(
+        "`checkpoint_every` must be left out without `checkpoints`, got "
+        f"{checkpoint_every}. Give `training.Checkpoints(directory, workers)`."
+      )
     # The first step donates the state. JAX's own error would name neither the
     # argument nor the remedy.
     if _is_deleted(state):

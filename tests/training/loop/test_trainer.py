@@ -543,6 +543,11 @@ def test_numbers_below_one_raise(options, monkeypatch):
     _Fake(monkeypatch).fit(**options)
 
 
+def test_checkpoints_that_would_not_be_written_are_refused(monkeypatch):
+  with _refusals.refused("checkpoint_every", "left out without `checkpoints`"):
+    _Fake(monkeypatch).fit(3, checkpoint_every=2)
+
+
 def test_step_without_loss_or_rounds_raises():
   team = _tiny.team("vmap")
   trainer = training.Trainer(
