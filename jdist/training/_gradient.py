@@ -1,5 +1,6 @@
 """One worker's gradient, the first half of a step, and its batch's labels."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -87,18 +88,16 @@ def make_gradient(
     found, grads = value_and_grad(params, *given)
     return found, jax.tree.map(_number, params, grads)
 
+  run = differentiate
+  if accumulate > 1:
+    run = functools.partial(_accumulated, differentiate, accumulate)
+
   def gradient(
     params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
   ) -> Gradient:
     samples = num_samples(batch)
-    if accumulate == 1:
-      (loss, (model_state, metrics)), grads = differentiate(
-        params, model_state, batch, key
-      )
-    else:
-      loss, model_state, metrics, grads = _accumulated(
-        differentiate, params, model_state, batch, key, accumulate
-      )
+    found, grads = run(params, model_state, batch, key)
+    loss, (model_state, metrics) = found
     return Gradient(grads, loss, samples, model_state, metrics)
 
   return gradient
@@ -127,13 +126,13 @@ def _number(param: jax.Array, gradient: Any) -> jax.Array:
 
 def _accumulated(
   differentiate: Callable[..., Any],
+  accumulate: int,
   params: PyTree,
   model_state: PyTree,
   batch: PyTree,
   key: jax.Array,
-  accumulate: int,
-) -> tuple[jax.Array, PyTree, Metrics, PyTree]:
-  """Returns loss, model state, metrics and gradients over micro-batches."""
+) -> tuple[Any, PyTree]:
+  """Returns the results of `differentiate` over micro-batches."""
   masked = mask_of(batch) is not None
   weighted = masked or has_labels(batch)
 
@@ -185,10 +184,7 @@ def _accumulated(
   # workers, so the initial zeros are derived from a value that varies, too.
   own = jax.random.key_data(key).ravel()[0].astype(jnp.float32) * 0
   zeros = jax.tree.map(
-    lambda x: (
-      jnp.zeros(x.shape, _wide_dtype(x.dtype))
-      + own.astype(_wide_dtype(x.dtype))
-    ),
+    lambda x: jnp.broadcast_to(own.astype(_wide_dtype(x.dtype)), x.shape),
     (loss, metrics, grads),
   )
   (model_state, sums), _ = jax.lax.scan(
@@ -205,7 +201,7 @@ def _accumulated(
     count = jnp.where(count > 0, count, 1.0)
   loss, metrics, means = jax.tree.map(lambda x: x / count, sums)
   grads = jax.tree.map(lambda m, g: m.astype(g.dtype), means, grads)
-  return loss, model_state, metrics, grads
+  return (loss, (model_state, metrics)), grads
 
 
 def times(x: jax.Array, count: jax.Array) -> jax.Array:
@@ -274,14 +270,12 @@ def sample_counts(batch: PyTree, leading: int = 0) -> Any:
 
   NumPy arrays are counted on the host.
   """
-  mask, inside = mask_of(batch), None
-  if mask is not None:
-    inside = mask != 0
+  mask = mask_of(batch)
+  inside = None if mask is None else mask != 0
   if has_labels(batch) and (mask is None or mask.ndim <= labels_of(batch).ndim):
     inside = counted(batch)
   if inside is None:
-    first = next(iter(jax.tree.leaves(batch)), None)
-    shape = np.shape(first)
+    shape = np.shape(next(iter(jax.tree.leaves(batch)), None))
     return np.full(shape[:leading], (*shape, 1)[leading], np.float32)
   # Several labels of one sample count for it together.
   labels = inside.shape[leading + 1 if mask is None else mask.ndim :]
