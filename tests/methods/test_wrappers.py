@@ -284,6 +284,11 @@ def test_wrappers_that_change_updates_are_refused(around):
     run(around(build("diloco")), TRAINED, steps=1)
 
 
+def test_one_vector_around_rounds_is_told_its_place():
+  with pytest.raises(ValueError, match=r"put `optax\.flatten` inside"):
+    run(optax.flatten(build("diloco")), TRAINED, steps=1)
+
+
 def test_declared_wrapper_passes_updates_on():
   class Counted(tuple):  # A plain tuple is a chain.
     pass

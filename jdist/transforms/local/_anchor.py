@@ -357,7 +357,7 @@ def check_anchor(anchor: PyTree, params: PyTree) -> None:
   checks.check_form(
     "`params` must be those of which the optimizer's state was made",
     given, wanted,
-    "Make the state of these parameters by `optimizer.init(params)`.",
+    "Make it by `optimizer.init(params)`, and put `optax.flatten` inside.",
   )  # fmt: skip
 
 
