@@ -364,6 +364,12 @@ def check_arrays(
     )
 
 
+def check_some(name: str, tree: Any) -> None:
+  """Raises a ValueError for a tree without arrays."""
+  if not jax.tree.leaves(tree):
+    raise ValueError(f"`{name}` must have an array, got {show(tree)}.")
+
+
 def check_bits(name: str, value: Any, leaf: str = "", of: str = "iu") -> None:
   """Raises a ValueError for numbers, or integers, cut to 32 bits by JAX."""
   cut = isinstance(value, int) and abs(value) > _LARGEST

@@ -296,8 +296,7 @@ def abstract_state(
       instance of `models.build(..., abstract=True)`.
     model_state: One worker's batch statistics, likewise.
   """
-  if not jax.tree.leaves(params):
-    raise ValueError("`params` must have an array at least, got none.")
+  checks.check_some("params", params)
   # `init_state` would place real arrays on devices that cannot hold any.
   step: Any = jax.ShapeDtypeStruct((), jnp.int32)
   key: Any = jax.ShapeDtypeStruct((2,), jnp.uint32)

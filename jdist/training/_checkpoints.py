@@ -147,6 +147,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """
     sealed_json.check("metadata", metadata)
     checks.check_arrays("state", state, shapes=False)
+    checks.check_some("state", state)
     for name, leaf in checks.named_leaves(state).items():
       checks.check_bits("state", leaf, name, "iufc")
     self.wait()

@@ -40,8 +40,7 @@ def save_model(
   safetensors = checks.import_extra("safetensors.numpy", "export")
   failed = checks.import_extra("safetensors", "export").SafetensorError
   named = _named(params, {} if model_state is None else model_state)
-  if not jax.tree.leaves(params):
-    raise ValueError(f"`params` must have an array, got {checks.show(params)}.")
+  checks.check_some("params", params)
   # safetensors writes the memory of an array as it is, so that a transposed one
   # must be copied. `ascontiguousarray` would turn scalars into vectors.
   arrays = {name: np.asarray(x, order="C") for name, x in named.items()}
@@ -108,11 +107,9 @@ def load_model(
     states.as_key(saved[name], like)
     for name, like in zip(named, likes, strict=True)
   ]
-  number = len(jax.tree.leaves(params))
-  return (
-    jax.tree.unflatten(jax.tree.structure(params), leaves[:number]),
-    jax.tree.unflatten(jax.tree.structure(state), leaves[number:]),
-  )
+  structure: Any = jax.tree.structure((params, state))
+  params, state = jax.tree.unflatten(structure, leaves)
+  return params, state
 
 
 @signatures.checked
@@ -129,7 +126,8 @@ def _named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
   """Names the file if it is not one of safetensors."""
   failed = checks.import_extra("safetensors", "export").SafetensorError
   try:
-    yield
+    with open(path, "rb"):  # Its errors name the path.
+      yield
   except (failed, AttributeError) as error:  # NumPy has no 8-bit floats.
     raise ValueError(
       f"`path` must be a file of `save_model`, got {os.fspath(path)}: {error}."

@@ -69,11 +69,7 @@ def init_state(
       excludes a leaf from the mean of the workers.
   """
   optimizer = checks.check_optimizer("optimizer", optimizer)
-  if not jax.tree.leaves(params):
-    raise ValueError(
-      "`params` must be one worker's parameters, a tree of arrays, got "
-      f"{checks.show(params)}."
-    )
+  checks.check_some("params", params)
   model_state = {} if model_state is None else model_state
   found = states.exceptions(model_state, laws)
   if specs is None:

@@ -192,6 +192,12 @@ SCALED = codecs.RandomK(0.1, shared=False)
     lambda: server.fit_bit_plans(TREE, error_limit=0.0),
     "in (0, inf]",
   ),
+  ("gradient", lambda: server.fit_bit_plans({}), "have an array, got {}"),
+  (
+    "gradient",
+    lambda: server.fit_bit_plans({"a": jnp.ones(2, complex)}),
+    "real for plans of bits, got complex64 at 'a'",
+  ),
   ("codec", lambda: codec_for_each(jnp.ones(4)), "one or one for each"),
   # Messages.
   ("codec", lambda: reducers.MessageCodec(8), "a `codecs.Codec`"),

@@ -97,6 +97,14 @@ def test_file_of_8_bit_floats_is_named(tmp_path):
     training.load_model(path, {"w": w})
 
 
+def test_folder_or_no_file_is_named_by_its_path(tmp_path):
+  for path in (tmp_path, tmp_path / "none"):
+    for load in (training.load_metadata, lambda x: training.load_model(x, 0.0)):
+      with pytest.raises(OSError) as error:
+        load(path)
+      assert error.value.filename == str(path)
+
+
 def test_file_of_another_model_raises(tmp_path):
   path = tmp_path / "m.safetensors"
   training.save_model(path, {"w": np.ones((2, 3), np.float32)})

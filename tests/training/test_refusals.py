@@ -233,6 +233,7 @@ def updated(gradient):
   ),
   ("keep", lambda: kept(0), "an int >= 1, got 0"),
   ("step", lambda: save(-1), "an int >= 0"),
+  ("state", lambda: kept(1).save(1, {"none": None}), "have an array, got"),
   ("metadata", lambda: save(1, metadata={"a": jnp.ones(1)}), "a value of JSON"),
 )
 def test_invalid_arguments_raise(argument, call, rule):
@@ -280,7 +281,7 @@ MASK = np.ones(4, np.float32)
     lambda: loss_of(lambda p, s, x, train: ((x @ p)[None], s)),
     "for logits float32[1, 4, 5]",
   ),
-  ("params", lambda: init({}), "one worker's parameters, a tree of arrays"),
+  ("params", lambda: init({}), "have an array, got {}"),
   (
     "step",
     lambda: communicating(6),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist import codecs, reducers, signatures
+from jdist import checks, codecs, reducers, signatures
 
 _BITS = (32, 16, 8, 4)
 
@@ -193,8 +193,10 @@ def fit_bit_plans(
   (16, 16, 16, 16, 16, 16)
   (16, 16, 16, 8, 16, 16)
   """
+  checks.check_some("gradient", gradient)
+  checks.check_real("gradient", gradient, "plans of bits")
   named, _ = jax.tree_util.tree_flatten_with_path(gradient)
-  ends = {_outermost(named[0][0]), _outermost(named[-1][0])} if named else set()
+  ends = {_outermost(named[0][0]), _outermost(named[-1][0])}
   least = []
   for number, (path, leaf) in enumerate(named):
     key = jax.random.fold_in(jax.random.key(seed), number)
