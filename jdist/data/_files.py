@@ -101,17 +101,16 @@ def _decode(files: list[pathlib.Path], size: int | None) -> np.ndarray:
 
 def _read_table(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
   """Returns inputs [n, height, width, channels], and the class of each."""
+  read: Any = np.load
+  if path.suffix == ".parquet":
+    read = checks.import_extra("pyarrow.parquet", "data").read_table
   try:
-    if path.suffix == ".parquet":
-      parquet = checks.import_extra("pyarrow.parquet", "data")
-      table = parquet.read_table(path)
-      columns = {x: table[x].to_numpy() for x in table.column_names}
-    else:
-      table = np.load(path)
-      names = getattr(table, "files", None) or table.dtype.names or ()
-      columns = {x: table[x] for x in names}
-  except ImportError:
-    raise
+    table = read(path)
+    listed = getattr(table, "column_names", None) or getattr(table, "files", ())
+    names = [*(listed or table.dtype.names or ())]
+    # Pandas writes the numbers of rows among the columns of a table.
+    names = [x for x in names if not x.startswith("__index_level_")]
+    columns = {x: np.asarray(table[x]) for x in names}
   except Exception as error:  # Of NumPy, zipfile, zlib or Arrow.
     raise ValueError(
       f"{path} must be a folder of images, or a file .npz, .npy or .parquet: "
@@ -125,10 +124,11 @@ def _read_table(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
       f"a text in each row, got {', '.join(columns) or 'no other names'}."
     )
   for name, x in columns.items():
-    numbers = x.dtype.kind in "biuf" and np.isfinite(x).all()
+    most = np.finfo(np.float32).max
+    numbers = x.size and x.dtype.kind in "biuf" and np.abs(x).max() <= most
     if x.shape[:1] != labels.shape or not numbers:
       raise ValueError(
-        f"The column {name} of {path} must have a finite number, or an array "
+        f"The column {name} of {path} must have a finite float32, or an array "
         f"of them, for each of the {len(labels)} labels, got "
         f"{x.dtype} {list(x.shape)}{'' if numbers else ' with others'}."
       )

@@ -79,6 +79,13 @@ def test_columns_are_numbers_and_a_label(kind, tmp_path):
   np.testing.assert_allclose(normal[..., 0].std(), 1, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["npz", "npy", "parquet"])
+def test_numbers_of_rows_that_pandas_writes_are_no_column(kind, tmp_path):
+  path = tmp_path / f"mine.{kind}"
+  _write_table(path, _rows(__index_level_0__=np.arange(40)))
+  assert data.load(path).input_shape == (1, 1, 2)
+
+
 def test_one_column_may_hold_images(tmp_path):
   pixels = np.arange(160, dtype=np.uint8).reshape(10, 4, 4)
   np.savez(tmp_path / "mine.npz", image=pixels, label=np.zeros(10, int))
@@ -103,7 +110,9 @@ _BAD_TABLES = [
   ),
   (_rows(label=np.array(3)), "a column `label` with a whole number"),
   ({"label": np.zeros(40, int)}, "must have columns"),
-  (_rows(a=np.array(["z"] * 40)), "a of PATH must have a finite number"),
+  (_rows(a=np.array(["z"] * 40)), "a of PATH must have a finite float32"),
+  (_rows(a=np.full(40, -1e300)), "got float64 [40] with others"),
+  (_rows(a=np.ones((40, 0))), "got float64 [40, 0] with others"),
   (_rows(b=np.full(40, np.nan)), "got float64 [40] with others"),
   (_rows(b=np.ones(39)), "for each of the 40 labels, got float64 [39]"),
   (_rows(label=np.arange(40)), "five samples of a class"),
