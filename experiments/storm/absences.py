@@ -79,7 +79,7 @@ def simulate(storm: run.Storm, seed: int) -> dict[str, Any]:
   loss, _ = loss_fn(pair.model.params, model.state, batch, None)
   merged = [x[1] for x in simulation.summary()["merges"]]
   return training.make_row(
-    dataclasses.asdict(storm), seed, final_loss=float(loss),
+    run.config_of(storm), seed, final_loss=float(loss),
     wall_s=simulation.now_s,
     outages=sum(
       x.start_s < simulation.now_s for own in away.values() for x in own
