@@ -60,7 +60,7 @@ class Evaluator:
       if np.shape(x)[:1] != (workers.num_workers,):
         wanted = f"[workers, n, ...] of {workers.num_workers} workers"
         raise ValueError(f"`batches` must be {wanted}, got {checks.show(x)}.")
-      return np.asarray(x)[list(workers.local_workers)]
+      return np.asanyarray(x)[list(workers.local_workers)]
 
     own, counts = [], False
     for batch in batches:

@@ -221,6 +221,13 @@ def updated(gradient):
   ("stream_steps[0]", lambda: _programs.Programs((True,)), "an int >= 1"),
   ("stream_steps[0]", lambda: _programs.Programs((2.0,)), "an int >= 1"),
   ("batches", lambda: evaluator([]), "at least one batch"),
+  (
+    "tree",
+    lambda: evaluator(
+      [{"label": np.zeros((1, 1), int), "image": np.ma.ones((1, 1))}]
+    ),
+    "fill masked entries",
+  ),
   *(
     (
       "batches",

@@ -27,8 +27,7 @@ from jdist.training.loop import _preemption, _programs, _record, _training_run
 # From the step to begin with, an endless iterator of host batches
 # `[local workers, ...]`.
 Batches = Callable[[int], Iterator[PyTree]]
-
-
+_Found = tuple[_train_state.TrainState, list[_record.Record]]
 # The run keeps these in the metadata of its checkpoints, with the caller's.
 _SENT_BYTES, _HISTORY = "sent_bytes", "jdist.history"
 
@@ -78,9 +77,7 @@ class Trainer:
     """
     self.workers = workers
     self._step = _programs.CompiledStep(workers, step, max_shapes)
-    self.interrupted: (
-      tuple[_train_state.TrainState, list[_record.Record]] | None
-    ) = None
+    self.interrupted: _Found | None = None
     self._independent = independent
     self._timeout_s = timeout_s
     # A user's own step without a parameter `control` ends its rounds by a
@@ -117,7 +114,7 @@ class Trainer:
     free: Sequence[str] = (),
     stop_on_sigterm: bool = False,
     continues: Sequence[_record.Record] = (),
-  ) -> tuple[_train_state.TrainState, list[_record.Record]]:
+  ) -> _Found:
     """Trains from the last checkpoint, or `state.step`, to step `num_steps`.
 
     Args:
@@ -192,6 +189,10 @@ class Trainer:
     )  # fmt: skip
     self.interrupted = None
     start = run.start
+    if continues:
+      remedy = "Give the records that have led to `state`, or none."
+      last = continues[-1].step
+      checks.check_int("continues[-1].step", last, 0, start, remedy)
     remedy = "The state has made so many."
     checks.check_int("num_steps", num_steps, start, remedy=remedy)
     with contextlib.ExitStack() as stack:

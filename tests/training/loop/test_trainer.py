@@ -548,6 +548,12 @@ def test_checkpoints_that_would_not_be_written_are_refused(monkeypatch):
     _Fake(monkeypatch).fit(3, checkpoint_every=2)
 
 
+def test_records_of_a_later_state_are_refused(monkeypatch):
+  record = training.Record(4, 4, 0.0, 1.0, {}, 1.0, 1.0)
+  with _refusals.refused("continues[-1].step", "got 4. Give the records that"):
+    _Fake(monkeypatch).fit(6, continues=[record])
+
+
 def test_step_without_loss_or_rounds_raises():
   team = _tiny.team("vmap")
   trainer = training.Trainer(
