@@ -493,6 +493,20 @@ def test_server_is_looked_up_again_after_an_error(ray):
   assert len(looked) == 4
 
 
+@pytest.mark.parametrize(
+  ("address", "rule"),
+  [
+    ("there", "`address` must be HOST:PORT of .*, got 'there'"),
+    ("127.0.0.1:x", "`address` must be HOST:PORT of .*, got '127.0.0.1:x'"),
+    ("127.0.0.1:1", "No Ray cluster answers at 127.0.0.1:1: "),
+  ],
+)
+def test_address_without_a_cluster_is_refused(address, rule, monkeypatch):
+  monkeypatch.delenv(_ray_access.MODE, raising=False)
+  with pytest.raises(ValueError, match=rule):
+    _ray_access.check_address(address)
+
+
 @pytest.mark.parametrize("mode", [None, "disabled"])
 def test_cluster_of_other_machines_needs_tokens(mode, monkeypatch):
   monkeypatch.delenv(_ray_access.MODE, raising=False)

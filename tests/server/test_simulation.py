@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import functools
+import gc
 import math
 import sys
 import time
@@ -514,3 +516,13 @@ def test_cluster_of_many_machines_is_checked_at_once():
   begin = time.perf_counter()
   assert cluster.Cluster(found.nodes).names[-1] == "worker19999"
   assert time.perf_counter() - begin < 5.0
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_collector_of_garbage_is_left_as_it_was(collects, monkeypatch):
+  monkeypatch.setattr(gc, "isenabled", lambda: collects)
+  changed = []
+  for name in ("disable", "enable"):
+    monkeypatch.setattr(gc, name, functools.partial(changed.append, name))
+  simulation().run(updates=1)
+  assert changed == (["disable", "enable"] if collects else [])
