@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jdist import prediction
@@ -73,6 +75,31 @@ def test_loss_of_an_update_is_mixed_over_all_networks():
     np.uint32(5),
   )
   np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-5)
+
+
+def test_update_is_adams_with_the_moments_of_the_update_before():
+  state = _predictor_fit._init(
+    predictor(), FIT.learning_rate, jax.random.key(0)
+  )
+  images, labels = jnp.ones((2, 8, 8, 1), jnp.int32), jnp.array([1, 2])
+  adam, found = optax.adam(FIT.learning_rate), []
+  for step in range(2):
+    found.append(jax.tree.map(jnp.copy, state))
+    state, _ = _predictor_fit._update(
+      predictor(), model(), normalize, FIT.learning_rate, FIT.mixup, state,
+      fronts(2), images, labels, np.arange(2), jax.random.key(3),
+      np.uint32(step),
+    )  # fmt: skip
+  before, after = found[1]["optimizer"], state["optimizer"]
+  gradients = jax.tree.map(
+    lambda old, new: (new - np.float32(0.9) * old) / np.float32(0.1),
+    before[0].mu, after[0].mu,
+  )  # fmt: skip
+  with jax.numpy_dtype_promotion("standard"):
+    updates, wanted = adam.update(gradients, before)
+  chex.assert_trees_all_close(after, wanted, rtol=1e-3, atol=1e-9)
+  params = optax.apply_updates(found[1]["params"], updates)
+  chex.assert_trees_all_close(state["params"], params, rtol=1e-3, atol=1e-6)
 
 
 def test_mapped_networks_equal_scanned_ones(monkeypatch):

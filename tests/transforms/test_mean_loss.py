@@ -174,3 +174,14 @@ def test_gradients_are_cast_where_a_reducer_has_a_state_of_its_own(
   g = jnp.ones(2, jnp.bfloat16)
   mean, _ = optimizer.update(g, state, w if params else None)
   assert reducer.seen[seen:] == [sent] and mean.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("name", ["loss", "value"])
+def test_optimizer_without_a_loss_is_given_none(name):
+  """By one worker alone, too, as by several."""
+  plain = optax.GradientTransformation(
+    lambda params: (), lambda g, state, params: (-0.5 * g, state)
+  )
+  optimizer, w = transforms.with_mean_loss(plain, None), jnp.ones(2)
+  updates, _ = optimizer.update(w, optimizer.init(w), w, **{name: jnp.ones(())})
+  assert updates.tolist() == [-0.5, -0.5]

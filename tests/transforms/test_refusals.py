@@ -307,8 +307,11 @@ def test_needed_loss_must_be_given():
 def test_pull_outside_of_local_steps_is_refused():
   optimizer = optax.chain(transforms.pull_to_anchor(0.1, 0.1), SGD)
   w = jnp.ones(2)
-  with pytest.raises(ValueError, match="must stand in the inner chain of"):
-    optimizer.update(w, optimizer.init(w), w)
+  state = optimizer.init(w)
+  for given in ({}, {"anchor": w}, {"interval_steps": 4}):
+    with pytest.raises(ValueError, match="must stand in the inner chain of"):
+      optimizer.update(w, state, w, **given)
+  optimizer.update(w, state, w, anchor=w, interval_steps=4)
 
 
 def test_two_anchors_side_by_side_are_refused():
