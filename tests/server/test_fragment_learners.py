@@ -119,6 +119,7 @@ def test_anchor_is_wide_and_sent_models_are_as_they_were():
 def test_server_keeps_arrays_that_the_caller_deletes():
   w = jnp.ones(4)
   found = server.FragmentSyncer({"w": w}, workers=["a"])
+  assert found.model.model_state == {}
   w.delete()
   np.testing.assert_array_equal(found.anchor[0], 1.0)
 

@@ -309,3 +309,20 @@ def test_mean_within_a_round_is_taken_apart_from_the_step(monkeypatch):
     jax.eval_shape(update, params)
   # A host that knows when needs no conditional.
   assert given == [True, False]
+
+
+def test_worker_on_a_spring_stays_apart_while_its_mean_is_late():
+  optimizer = transforms.local_steps(
+    optax.sgd(1.0), 2, axis=None, rule=transforms.Elastic(0.5),
+    overlap=transforms.Delayed(1),
+  )  # fmt: skip
+  update = jax.jit(optimizer.update)
+  w, found = jnp.zeros(()), []
+  state = optimizer.init(w)
+  for _ in range(5):
+    updates, state = update(jnp.float32(-1.0), state, w)
+    w = jdist.apply_updates(w, updates, state)
+    found.append((float(w), float(state.anchor)))
+  # It sends its position, 2 and then 2.5, and is in place a step later, where
+  # half of its distance then, 3 and 2.5, is undone.
+  assert found == [(1, 0), (2, 0), (1.5, 1), (2.5, 1), (2.25, 1.75)]
