@@ -414,12 +414,32 @@ def test_run_begins_once_and_has_no_work_after_its_end():
   # The engine asks again if it has lost sight of the server.
   handle("start")
   assert core._began_s == began_s and words("a") == ["task"]
+  assert [*core.delivery.state.members] == ["a"]  # The other has not come yet.
   handle("finish")
   assert words("a") == ["task", "stop"] and core.finished
   handle("hello", "b", life=1)
   assert words("b")[-1] == "stop" and "task" not in words("b")
   handle("join", "a")
   assert words("a") == ["task", "stop"]
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_run_that_was_killed_after_its_last_mark_is_finished(
+  reached, monkeypatch
+):
+  marks = types.SimpleNamespace(
+    checkpoints=types.SimpleNamespace(found=({"now_s": 7.0},), first_s=7.0),
+    load=lambda delivery: None, all_reached=reached,
+  )  # fmt: skip
+  monkeypatch.setattr(
+    _server_core._live_marks, "LiveMarks", lambda *given: marks
+  )
+  core = _server_core.ServerCore(
+    server.ASP(batches=server.FixedBatches(4)), server.EmptyServer(100),
+    server.LivePlan(workers=("a", "b")),
+  )  # fmt: skip
+  assert core.finished == reached
+  assert core.ended_s == (7.0 if reached else 0.0)
 
 
 @pytest.mark.parametrize(
