@@ -9,6 +9,7 @@ import pytest
 
 import jdist
 from jdist import collectives, data, models, training
+from jdist.training import _gradient
 from tests.models import _variants
 from tests.training import _tiny
 
@@ -459,3 +460,10 @@ def test_weighted_statistics_equal_those_of_all_samples():
   np.testing.assert_allclose(found["mean"], 0.9 * 2 + 0.1 * mean, rtol=1e-6)
   assert found["steps"] == 1 and found["impossible"] == -np.inf
   np.testing.assert_allclose(team.view(state.params), -0.1 * mean, rtol=1e-6)
+
+
+def test_gradient_times_its_samples_is_rounded_once():
+  """In bfloat16, 257 samples would be 256."""
+  found = _gradient.times(jnp.bfloat16(1.5), jnp.int32(257))
+  assert found.dtype == jnp.bfloat16 and float(found) == 386.0
+  assert float(_gradient.times(jnp.bfloat16(jnp.nan), jnp.int32(0))) == 0.0
