@@ -329,7 +329,7 @@ class StageProcess:
     # Batches stay on the host, from where each pass takes its micro-batch.
     batches = [
       self._part.model.cut(
-        jax.tree.map(np.asarray, x), number, "batches", self._part.front
+        jax.tree.map(np.asanyarray, x), number, "batches", self._part.front
       )
       for x in batches
     ]

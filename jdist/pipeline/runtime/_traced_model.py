@@ -100,7 +100,8 @@ class TracedModel:
           "another table."
         )
       shape = rows[0] // number, *x.shape[axis + 1 :]
-      dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+      known = jax.dtypes.canonicalize_dtype(x.dtype)
+      dtype = "masked" if hasattr(x, "mask") else known  # NumPy drops a mask.
       if (shape, dtype) != (like.shape, like.dtype):
         raise ValueError(
           f"`{name}` must have micro-batches of shape {list(like.shape)} and "

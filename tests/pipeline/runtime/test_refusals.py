@@ -91,6 +91,11 @@ def _batch_of(samples, runtime, dtype=np.float32):
   return team.jit(pipe.make_step(optax.sgd(0.1), axis=team.axis))(state, batch)
 
 
+def _masked():
+  batch = {"x": np.ma.ones((4, 8)), "y": np.ones((4, 8), np.float32)}
+  return _run([batch])
+
+
 def _run(batches, state=None):
   process = _process()
   return process.run(state or process.init_state(optax.sgd(0.1)), batches)
@@ -313,6 +318,7 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
     lambda: _batch_of(8, "processes"),
     "micro-batches of shape [2, 8] and float32, as `microbatch` has, got [4,",
   ),
+  ("batches", _masked, "as `microbatch` has, got [2, 8] and masked"),
   *(
     (
       name,
