@@ -2,6 +2,7 @@
 
 import typing
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -352,3 +353,21 @@ def test_iterates_of_narrow_parameters_are_wide_at_the_anchor():
   assert state.inner.z["w"].dtype == jnp.bfloat16
   wide = jax.tree.leaves((state.sync.anchor, state.sync.iterates))
   assert len(wide) == 2 and {x.dtype for x in wide} == {jnp.dtype("float32")}
+
+
+def test_iterates_are_streamed_beside_control_variates():
+  """The message then has two trees, each with its iterates."""
+  found = []
+  for stream in (None, transforms.Stream()):
+    optimizer = transforms.local_steps(
+      FREE, 2, axis=None, rule=transforms.ControlVariates(0.1),
+      overlap=transforms.Delayed(stream=stream),
+    )  # fmt: skip
+    w, update = {"a": jnp.ones(3), "b": jnp.ones(())}, jax.jit(optimizer.update)
+    state = optimizer.init(w)
+    for _ in range(5):
+      updates, state = update(w, state, w)
+      w = jdist.apply_updates(w, updates, state)
+    found.append((w, state.anchor))
+  chex.assert_trees_all_close(*found, rtol=1e-6)
+  assert found[0][0]["b"] < 1.0
