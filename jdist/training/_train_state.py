@@ -70,10 +70,15 @@ def init_state(
   """
   optimizer = checks.check_optimizer("optimizer", optimizer)
   checks.check_some("params", params)
+  if infinite := states.exceptions(params):
+    raise ValueError(
+      f"`params` must be finite, got an infinity in {infinite.named[0][0]!r}. "
+      "Keep constants, such as masks, in `model_state`; in an Equinox module, "
+      "as NumPy arrays."
+    )
   model_state = {} if model_state is None else model_state
   found = states.exceptions(model_state, laws)
-  if specs is None:
-    specs = jax.sharding.PartitionSpec()
+  specs = jax.sharding.PartitionSpec() if specs is None else specs
   replicated = workers.replicate(params, specs)
   key = np.asarray(jax.random.key_data(jax.random.key(seed)))
   step, key = workers.replicate((np.zeros((), np.int32), key))
@@ -84,10 +89,9 @@ def init_state(
 
   # Without output specs the compiler may replicate moments as large as sharded
   # parameters, which then do not fit into memory.
-  init = workers.jit(
+  opt_state = workers.jit(
     first, out_specs=_split_alike(workers, optimizer, replicated)
-  )
-  opt_state = init(replicated)
+  )(replicated)
   return TrainState(step, replicated, opt_state, model_state, key, found)
 
 
@@ -102,25 +106,21 @@ def _split_alike(
   end with. A history of a parameter has one more dimension in front.
   """
   specs = jax.tree.leaves(workers.specs(params))
-  known = [
-    (path, leaf.shape, spec)
-    for (path, leaf), spec in zip(
-      jax.tree_util.tree_leaves_with_path(params), specs, strict=True
-    )
-  ]
+  named = jax.tree_util.tree_leaves_with_path(params)
+  known = list(zip(named, specs, strict=True))
 
   def spec_of(path: Any, leaf: Any) -> jax.sharding.PartitionSpec:
     # A flat buffer of several leaves resembles no parameter, so that its owner
     # declares its axes.
     if (axes := reducers.split_axes(path)) is not None:
       return jax.sharding.PartitionSpec(axes)
-    for end, shape, spec in known:
+    for (end, like), spec in known:
       if path[len(path) - len(end) :] != end:
         continue
-      if leaf.shape == shape:
+      if leaf.shape == like.shape:
         return spec
       # The first dimension is the workers', and the second the history's.
-      if leaf.shape[2:] == shape[1:]:
+      if leaf.shape[2:] == like.shape[1:]:
         return jax.sharding.PartitionSpec(None, *spec)
     return jax.sharding.PartitionSpec()
 

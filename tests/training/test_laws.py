@@ -315,3 +315,12 @@ def test_history_of_a_parameter_is_split_as_it():
     "moment": {"w": spec}, "sums": {"w": none}, "count": none,
     "history": {"w": jax.sharding.PartitionSpec(None, *spec)},
   }  # fmt: skip
+
+
+def test_infinite_parameters_are_refused():
+  # Differences to an anchor would be NaN from the first round on.
+  workers = jdist.workers(2, substrate="vmap")
+  with pytest.raises(ValueError, match="finite, got an infinity in 'mask'"):
+    training.init_state(
+      workers, optax.sgd(0.1), {"mask": MASK, "w": np.ones(2, np.float32)}
+    )
