@@ -600,7 +600,7 @@ EVERY = {
   },
   "transforms/local/test_matrix.py": {
     "test_a_mean_at_the_end_of_its_round": 9,
-    "test_streamed_late_mean_equals_late_mean": 0,
+    "test_streamed_late_mean_equals_late_mean": 3,
   },
   "transforms/local/test_optax_rounds.py": {
     "test_rounds_of_an_optax_optimizer_are_those_of_plain_jax": 24,
