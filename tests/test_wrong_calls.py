@@ -5,6 +5,7 @@ takes it, or it raises a ValueError of its own that quotes a name: never a
 traceback that ends inside JAX, Optax or NumPy.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import traceback
@@ -298,6 +299,14 @@ ROOMS["update"] = (
 )
 door("jdist.anchor", jdist.anchor, state=ALONE.init(PARAMS), params=PARAMS)
 door("jdist.apply_updates", jdist.apply_updates, params=PARAMS, updates=PARAMS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _folder(tmp_path_factory):
+  # Some values are names of files.
+  with contextlib.chdir(tmp_path_factory.mktemp("calls")):
+    yield
+
 
 SOME = ("text", {"x": 1})
 MORE = (

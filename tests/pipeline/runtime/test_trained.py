@@ -44,16 +44,12 @@ def _run(table, chain, steps, folder=None):
   trainer = training.Trainer(team, pipe.make_step(optimizer, axis=team.axis))
   held_out = next(_batches(99)) | {"mask": np.ones((_WORKERS, 4 * _MICRO))}
   evaluate = training.Evaluator(team, pipe.apply, [held_out])
-  checkpoints = None
+  saved = {}
   if folder is not None:
     checkpoints = training.Checkpoints(folder, team)
+    saved = {"checkpoints": checkpoints, "checkpoint_every": 1}
   state, records = trainer.fit(
-    state,
-    _batches,
-    steps,
-    evaluate=evaluate,
-    checkpoints=checkpoints,
-    checkpoint_every=1,
+    state, _batches, steps, evaluate=evaluate, **saved
   )
   return pipe, state, records
 
