@@ -357,7 +357,7 @@ def check_anchor(anchor: PyTree, params: PyTree) -> None:
   checks.check_form(
     "`params` must be those of which the optimizer's state was made",
     given, wanted,
-    "Make it by `optimizer.init(params)`, and put `optax.flatten` inside.",
+    "Make it by `optimizer.init(params)`; `optax.flatten` goes into a method.",
   )  # fmt: skip
 
 
