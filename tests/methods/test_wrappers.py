@@ -285,7 +285,7 @@ def test_wrappers_that_change_updates_are_refused(around):
 
 
 def test_one_vector_around_rounds_is_told_its_place():
-  with pytest.raises(ValueError, match=r"put `optax\.flatten` inside"):
+  with pytest.raises(ValueError, match=r"`optax\.flatten` goes into a method"):
     run(optax.flatten(build("diloco")), TRAINED, steps=1)
 
 
