@@ -234,28 +234,3 @@ def test_micro_batch_is_a_workers_part_of_the_batch(monkeypatch):
   assert cut(cuts=(2,))[0] == (layers, (2,)) and len(asked) == 1
   with pytest.raises(ValueError, match="must be 1 layers for the 2 stages"):
     cut(cuts=(1, 2))
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_first_process_prints_and_notes_each_record(first, capsys):
-  made, noted = object.__new__(_process_run._Run), []
-  team = types.SimpleNamespace(view=lambda found: found)
-  made.workload = types.SimpleNamespace(workers=team, train=None)
-  made._process = types.SimpleNamespace(gather=lambda whole: ("p", "s"))
-  made._evaluate = types.SimpleNamespace(
-    measure=lambda *model: {"accuracy": 0.25, "loss": 2.0}
-  )
-  traffic = types.SimpleNamespace(sent_bytes=lambda step, rounds: 1e6 * step)
-  made._traffic, made._losses = [traffic, traffic], [1.0, 2.0]
-  made._train_s, made._samples, made.records = 2.0, 64, []
-  made._first, made.budget = first, types.SimpleNamespace(num_steps=6)
-  state = pipeline.ProcessState(
-    3, params={0: "p"}, opt_state={0: ()}, model_state={0: "s"}, key=None
-  )
-  made._record(state, types.SimpleNamespace(record=noted.append))
-  (record,) = made.records
-  assert (record.step, record.sent_bytes, record.train_loss) == (3, 6e6, 1.5)
-  assert record.samples_per_s == 32.0 and made._losses == []
-  assert noted == ([record] if first else [])
-  lines = capsys.readouterr().out.splitlines()
-  assert [x.split("  ")[0] for x in lines] == (["step 3/6"] if first else [])
