@@ -26,7 +26,7 @@ def test_packets_wait_for_both_links_and_a_full_queue_drops_them():
 
 
 _TRIP = """
-import os, socket, threading, time
+import os, socket, statistics, threading, time
 host = int(os.environ["JDIST_PROCESS"])
 if host == 0:
   server = socket.create_server(("10.77.0.1", 5000))
@@ -50,7 +50,7 @@ else:
     ask.sendall(b"x"); ask.recv(1)
     trips.append(time.monotonic() - began)
     time.sleep(0.2)
-  print("longest", max(trips), flush=True)
+  print("middle", statistics.median(trips), flush=True)
   os._exit(0)
 """
 
@@ -59,12 +59,14 @@ def test_small_message_waits_in_the_queue_of_a_bulk():
   """One second at most of a queue, and less than a tenth of it without."""
   if not test_slow_network.can() or not user_wire.possible():
     pytest.skip("needs root, network namespaces, tun devices, Python 3.12")
-  longest = []
+  # Not the longest: a full queue may drop the small message, too, and TCP sends
+  # it again a second later.
+  middle = []
   for queue in ((), ("--queue-ms", "1000")):
     done = test_slow_network.run(
       "--hosts", "2", "--rate", "10mbit", "--timeout-s", "60", *queue, "--",
       sys.executable, "-c", _TRIP, timeout_s=120,
     )  # fmt: skip
-    assert "longest" in done.stdout, done.stderr
-    longest.append(float(done.stdout.split()[-1]))
-  assert longest[0] < 0.3 < longest[1] < 2.0, longest
+    assert "middle" in done.stdout, done.stderr
+    middle.append(float(done.stdout.split()[-1]))
+  assert middle[0] < 0.3 < middle[1] < 2.0, middle
