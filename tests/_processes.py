@@ -66,7 +66,7 @@ def run(
   *args: Any,
   num_processes: int,
   devices_per_process: int = 1,
-  timeout_s: float = 300.0,
+  timeout_s: float = 600.0,
   join: bool = True,
 ) -> list[Any]:
   """Runs `function(*args)` in each of several processes.

@@ -44,6 +44,7 @@ import jax
 import pytest
 
 from jdist import collectives
+from jdist.storage import lease
 from tests import _thinned
 
 collectives.make_cpu_devices(8)
@@ -75,3 +76,19 @@ gc.set_threshold(50_000, 20, 20)
 def _frozen_leftovers():
   yield
   gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _released_leases():
+  """Ends the threads of leases, which last as long as a run's process."""
+  claimed, claim = [], lease.Lease.claim
+
+  def noted(held):
+    claim(held)
+    claimed.append(held)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(lease.Lease, "claim", noted)
+    yield
+  for held in claimed:
+    held.release()

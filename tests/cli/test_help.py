@@ -117,7 +117,7 @@ def test_module_and_entry_point_are_the_same():
     env=os.environ | {"PYTHONPATH": str(_ROOT)},
     capture_output=True,
     text=True,
-    timeout=60,
+    timeout=300,
   )
   assert done.returncode == 0
   assert done.stdout.startswith("jdist ")

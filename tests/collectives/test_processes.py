@@ -1,5 +1,8 @@
 """Workers in real processes communicate by gloo on the loopback."""
 
+import time
+import types
+
 import pytest
 
 from tests import _processes
@@ -139,14 +142,16 @@ def fail_in_one():
   import jax
 
   assert jax.process_index() == 0, "the second process fails"
-  time.sleep(60)
+  time.sleep(1000)
 
 
-def sleep():
+def sleep(note):
+  import pathlib
   import time
 
   print("asleep", flush=True)
-  time.sleep(60)
+  pathlib.Path(note).touch()
+  time.sleep(1000)
 
 
 @pytest.fixture(scope="module")
@@ -178,11 +183,17 @@ def test_worker_may_span_processes(four):
 
 def test_process_that_fails_ends_the_others_and_shows_why():
   with pytest.raises(_processes.ProcessesError, match="the second process"):
-    _processes.run(fail_in_one, num_processes=2, timeout_s=50)
+    _processes.run(fail_in_one, num_processes=2)
 
 
-def test_processes_that_hang_are_killed_and_named():
+def test_processes_that_hang_are_killed_and_named(tmp_path, monkeypatch):
+  note = tmp_path / "asleep"
+  # Its time is over once it sleeps.
+  clock = types.SimpleNamespace(
+    monotonic=lambda: 2.0 * note.exists(), sleep=time.sleep
+  )
+  monkeypatch.setattr(_processes, "time", clock)
   with pytest.raises(
     _processes.ProcessesError, match=r"Processes \[0\] still ran(.|\n)*asleep"
   ):
-    _processes.run(sleep, num_processes=1, timeout_s=1, join=False)
+    _processes.run(sleep, str(note), num_processes=1, timeout_s=1, join=False)

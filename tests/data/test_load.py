@@ -4,7 +4,7 @@ import json
 import pathlib
 import subprocess
 import sys
-import time
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -162,11 +162,14 @@ def test_dataset_prints_without_its_pixels():
 
 
 @pytest.mark.parametrize("name", TFDS_NAMES)
-def test_missing_set_names_the_command_within_a_second(name, empty_machine):
-  start_s = time.monotonic()
+def test_missing_set_names_the_command_at_once(
+  name, empty_machine, monkeypatch
+):
+  """Importing what decodes it takes seconds."""
+  for module in ("tensorflow_datasets", "tensorflow", "array_record", "PIL"):
+    monkeypatch.setitem(sys.modules, module, None)
   with pytest.raises(FileNotFoundError) as error:
     data.load(name)
-  assert time.monotonic() - start_s < 1
   assert f"python -m jdist.data prepare {name}" in str(error.value)
   assert str(empty_machine / "tfds") in str(error.value)
 
@@ -251,8 +254,12 @@ def test_cache_that_cannot_be_written_does_not_end_the_run(
 
 def test_write_that_fails_leaves_nothing_behind(fake_mnist, monkeypatch):
   path, _ = fake_mnist
+  write = sealed_json.write_whole
 
-  def write_whole(path, data):
+  def write_whole(path, *data):
+    # The lease of another test is renewed by a thread.
+    if threading.current_thread() is not threading.main_thread():
+      return write(path, *data)
     path.write_bytes(b"half")
     raise OSError("No space left on device")
 

@@ -132,7 +132,7 @@ def test_leaving_an_own_loop_ends_its_thread():
   states = iter(loop)
   next(states)
   states.close()
-  assert ended.wait(10.0)
+  assert ended.wait(60.0)
 
 
 @pytest.mark.parametrize("calls", [0, 2])

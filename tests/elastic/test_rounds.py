@@ -38,10 +38,10 @@ def _deadline():
   """Ends a test whose run does not, with what it was doing."""
 
   def late(number, frame):
-    raise TimeoutError("The run has not ended within 60 s.")
+    raise TimeoutError("The run has not ended within 300 s.")
 
   before = signal.signal(signal.SIGALRM, late)
-  signal.alarm(60)
+  signal.alarm(300)
   yield
   signal.alarm(0)
   signal.signal(signal.SIGALRM, before)
@@ -261,7 +261,7 @@ def in_turn(found, failed, back):
           raise RuntimeError("The power has failed.")
         back.set()
       elif header["version"] >= 6:
-        back.wait(20.0)
+        back.wait(100.0)
       return super().compute(header)
 
   def own(channel, name):
@@ -329,7 +329,7 @@ def test_survivors_go_on_without_a_worker_that_is_lost_for_good(way):
   class Waiting(Samples):
     def batch(self, worker, start, count, *, size=None):
       # Without it, the survivors could end the run between two losses.
-      assert start < 2 * 4 * EACH or gone.wait(30.0)
+      assert start < 2 * 4 * EACH or gone.wait(100.0)
       return super().batch(worker, start, count, size=size)
 
   def own(channel, name):

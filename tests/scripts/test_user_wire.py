@@ -37,8 +37,12 @@ if host == 0:
   threading.Thread(target=sink, daemon=True).start()
   while second.recv(1): second.sendall(b"x")
 else:
-  time.sleep(1.0)
-  bulk = socket.create_connection(("10.77.0.1", 5000))
+  while True:  # The server may start later.
+    try:
+      bulk = socket.create_connection(("10.77.0.1", 5000))
+      break
+    except ConnectionRefusedError:
+      time.sleep(0.1)
   ask = socket.create_connection(("10.77.0.1", 5000))
   ask.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
   def fill():

@@ -41,7 +41,7 @@ def hello(found):
 
 
 def pull(live):
-  return live[0].pull("a", live[1][-1]).result(timeout=5.0)[0]
+  return live[0].pull("a", live[1][-1]).result(timeout=60.0)[0]
 
 
 def push(live, task, first=0, **more):
@@ -162,7 +162,7 @@ def run_to(marks, **options):
   found = server.LiveServer(server.ASP(), server.EmptyServer(), plan)
   before_s = found.status()["now_s"]
   found.start()
-  end = time.monotonic() + 5.0
+  end = time.monotonic() + 60.0
   while not found.status()["finished"]:
     assert time.monotonic() < end, found.status()
     time.sleep(0.01)
@@ -212,15 +212,15 @@ def test_machine_is_as_fast_as_it_is_when_its_task_begins(monkeypatch):
   slow = cluster.Node("a", slowdowns=(cluster.Slowdown(110.0, 0.5),))
   pace = server.Pace(slow, cluster.Profile(seconds_per_sample=1.0))
   loop = server.WorkerLoop(None, "a", server.EmptyWorker(), depth=2, pace=pace)
-  slept = []
-  monkeypatch.setattr(time, "sleep", slept.append)
+  slept, start_s = [], 70.0
+  clock = types.SimpleNamespace(monotonic=lambda: start_s, sleep=slept.append)
+  monkeypatch.setattr(_worker_loop, "time", clock)
   header = {"samples": 20, "passes": 1, "push_plan": 0, "pull_plan": 0}
   header |= {"now_s": 100.0}
   for waited_s in (0.0, 20.0):
-    start_s = time.monotonic()
     loop._wait(header, start_s - waited_s, start_s)
   # Ten seconds of work before the slowdown, or none.
-  assert slept == pytest.approx([10.0 + 20.0, 40.0], abs=2.0)
+  assert slept == pytest.approx([10.0 + 20.0, 40.0])
 
 
 def test_task_under_way_is_dropped_with_the_membership_of_its_worker():
@@ -234,9 +234,9 @@ def test_task_under_way_is_dropped_with_the_membership_of_its_worker():
   )
   life = found.push({"kind": "hello", "worker": name})["life"]
   found.start()
-  assert found.pull(name, life).result(timeout=5.0)[0]["kind"] == "rejoin"
+  assert found.pull(name, life).result(timeout=60.0)[0]["kind"] == "rejoin"
   following = found.pull(name, life)
   with pytest.raises(TimeoutError):
     following.result(timeout=0.2)
   found.stop()
-  assert following.result(timeout=5.0)[0]["kind"] == "stop"
+  assert following.result(timeout=60.0)[0]["kind"] == "stop"

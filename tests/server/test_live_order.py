@@ -115,15 +115,15 @@ def push(found, life, task):
 def test_busy_seconds_of_all_messages_are_summed(counted):
   found, life = counted
   for _ in range(3):
-    header, _ = found.pull("a", life).result(timeout=5.0)
+    header, _ = found.pull("a", life).result(timeout=60.0)
     assert push(found, life, header["task"]) == {}
-  found.pull("a", life).result(timeout=5.0)
-  assert 0.06 <= found.summary()["server_busy_s"] < 5.0
+  found.pull("a", life).result(timeout=60.0)
+  assert 0.06 <= found.summary()["server_busy_s"] < 60.0
 
 
 def test_pushes_of_a_lost_process_are_refused_at_once(counted):
   found, life = counted
-  header, _ = found.pull("a", life).result(timeout=5.0)
+  header, _ = found.pull("a", life).result(timeout=60.0)
   found.lost("a")
   assert push(found, life, header["task"]) == {"refused": "stale"}
 
@@ -151,4 +151,4 @@ def test_checkpoint_waits_for_the_members_that_are_here_alone(tmp_path):
   assert words == {"a": ["task", "save"], "b": ["task"]}
   assert not done.done()
   handle("state", "a", np.zeros(1, np.uint8))
-  assert done.result(timeout=5.0) == 0
+  assert done.result(timeout=60.0) == 0

@@ -19,6 +19,9 @@ from jdist.server.runtime import (
   _delivery,
   _engine,
   _envelope,
+  _live_server,
+  _live_session,
+  _server_core,
   _worker_loop,
 )
 from jdist.storage import hashes, sealed_json
@@ -28,6 +31,27 @@ pytest.importorskip("simpy")
 
 NAMES = ("a", "b")
 BSP = server.BSP(batches=server.FixedBatches(4))
+WAIT_S = 60.0  # For what comes at once, on a busy machine.
+
+
+class Clock:
+  """The clock of servers, which stands still until it is told."""
+
+  time_ns = staticmethod(time.time_ns)
+
+  def __init__(self):
+    self.now_s = 0.0
+
+  def monotonic(self):
+    return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  found = Clock()
+  for module in (_live_server, _server_core):
+    monkeypatch.setattr(module, "time", found)
+  return found
 
 
 def asleep(name, seconds=0.0):
@@ -99,7 +123,7 @@ class Hand:
 
   def pull(self, name):
     future = self.server.pull(name, self.lives[name])
-    return future.result(timeout=5.0)[0]
+    return future.result(timeout=WAIT_S)[0]
 
   def push(self, name, task, payload=None, **more):
     header = {
@@ -114,7 +138,7 @@ class Hand:
     return self.server.push(header)
 
   def until(self, condition):
-    end = time.monotonic() + 5.0
+    end = time.monotonic() + WAIT_S
     while not condition(self.server):
       assert time.monotonic() < end, self.server.status()
       time.sleep(0.005)
@@ -179,14 +203,17 @@ def test_push_of_an_earlier_connection_is_refused(hand):
   assert by.push("a", task, life=old) == {"refused": "stale"}
 
 
-def test_hanging_worker_leaves_at_its_timeout_and_joins_again(hand):
+def test_hanging_worker_leaves_at_its_timeout_and_joins_again(hand, clock):
   by = hand(server.BSP(batches=server.FixedBatches(4), timeout_s=1.0))
   by.pull("a")
   task = by.pull("b")["task"]
-  start = time.monotonic()
+  clock.now_s = 0.5
   by.push("a", 0)
+  clock.now_s = 0.9
+  by.until(lambda x: x.status()["pushed"] == ["a"] and x._core.now_s == 0.9)
+  assert by.server.status()["updates"] == 0
+  clock.now_s = 1.1
   assert by.pull("a")["version"] == 1
-  assert 0.1 < time.monotonic() - start < 10.0
   # It wakes up, and the server refuses its old gradient.
   assert by.pull("b")["kind"] == "rejoin"
   by.push("b", task)
@@ -262,7 +289,7 @@ def test_a_checkpoint_is_made_when_asked_for(hand, tmp_path):
   for name in NAMES:
     assert by.pull(name)["kind"] == "save"
     by.word("state", name)
-  asks.join(timeout=5.0)
+  asks.join(timeout=WAIT_S)
   assert found == [1] and [x.name for x in tmp_path.glob("update_*")] == [
     "update_0000000001"
   ]
@@ -340,14 +367,18 @@ def test_messages_take_the_time_of_their_links(hand):
   assert time.monotonic() - start >= 0.4
 
 
-def test_push_under_way_is_dropped_with_its_worker(hand):
+def test_push_under_way_is_dropped_with_its_worker(hand, clock):
   machines = cluster.workers([1.0, 1.0], link=cluster.Link(8e3))
   first, second = machines.names
   by = hand(BSP, names=machines.names, machines=machines)
+  by.until(lambda x: x._core.began)
+  clock.now_s = 1.0
   by.pull(first), by.pull(second)
   by.push(first, 0)
   by.server.lost(first)
   by.push(second, 1)  # It arrives behind the other one.
+  by.until(lambda x: x.status()["here"] == [second] and x._inbox.empty())
+  clock.now_s = 2.0
   by.until(lambda x: x.status()["updates"] == 1)
   assert by.server.summary()["discarded"] == {}
 
@@ -379,10 +410,17 @@ def test_threaded_run_ends_at_its_updates():
   assert result.events == []
 
 
-def test_threaded_run_ends_after_its_seconds():
-  result = run(BSP, 0.4, "seconds", every=0.2)
+def test_threaded_run_ends_after_its_seconds(clock, monkeypatch):
+  push = server.EmptyServer.push
+
+  def pushed(*given):
+    clock.now_s += 1 / 64
+    return push(*given)
+
+  monkeypatch.setattr(server.EmptyServer, "push", pushed)
+  result = run(BSP, 0.5, "seconds", every=0.25)
   first, last = result.records
-  assert 0.2 <= first.train_s < 0.4 <= last.train_s
+  assert 0.25 <= first.train_s < 0.5 <= last.train_s
   assert last.step > first.step > 0
 
 
@@ -399,7 +437,7 @@ def test_worker_sends_its_state_when_it_is_asked():
     def pull(self, worker, life):
       if (header := next(asked, None)) is None:
         with contextlib.suppress(queue.Empty):
-          states.append(sent.get(timeout=5.0))
+          states.append(sent.get(timeout=WAIT_S))
         header = {"kind": "stop"}
       return header, none
 
@@ -444,7 +482,7 @@ def test_worker_that_never_returns_ends_the_run():
     raise RuntimeError("There is no disk.")
 
   with pytest.raises(RuntimeError, match="There is no disk"):
-    run(BSP, 5.0, "seconds", works={"b": work})
+    run(BSP, WAIT_S, "seconds", works={"b": work})
 
 
 class Killed(server.ThreadEngine):
@@ -511,8 +549,16 @@ def test_server_may_be_lost_again_while_it_restarts(losses, tmp_path):
   assert kinds == ["lost"] * losses + ["back"]
 
 
-def test_run_ends_if_a_worker_never_connects():
+def test_run_ends_if_a_worker_never_connects(monkeypatch):
   ended, engine = threading.Event(), server.ThreadEngine()
+  now_s = [0.0]
+
+  def sleep(seconds):
+    time.sleep(seconds)
+    now_s[0] += seconds * bool(events)  # Not before "a" has connected.
+
+  clock = types.SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep)
+  monkeypatch.setattr(_live_session, "time", clock)
 
   def work(channel):
     server.WorkerLoop(channel, "a", server.EmptyWorker(), depth=1).run()
@@ -523,7 +569,7 @@ def test_run_ends_if_a_worker_never_connects():
       _live_runs.run(
         engine,
         lambda plan: server.LiveServer(BSP, server.EmptyServer(100), plan),
-        {"a": work, "b": lambda channel: ended.wait(10)},
+        {"a": work, "b": lambda channel: ended.wait(WAIT_S)},
         4,
         "samples",
         startup_s=0.2,
@@ -592,7 +638,7 @@ def test_threads_of_an_earlier_run_are_not_reported_to_the_next_one():
   engine, heard, end = server.ThreadEngine(), [], threading.Event()
   engine.on_lost(lambda *told: heard.append(("first", *told)))
   engine.spawn("a", lambda channel: None)
-  engine.spawn("b", lambda channel: end.wait(10.0))
+  engine.spawn("b", lambda channel: end.wait(WAIT_S))
   engine._threads["a"].join()
   engine.poll()
   assert [x[:2] for x in heard] == [("first", "a")]
@@ -781,14 +827,15 @@ def paced(name, learner=None):
 def test_paced_worker_ends_when_its_machine_would(monkeypatch):
   header = {"samples": 1, "passes": 1, "push_plan": 1, "pull_plan": 1}
   header |= {"now_s": 100.0}
-  slept = []
-  monkeypatch.setattr(time, "sleep", slept.append)
-  loop, now_s = paced("a"), time.monotonic()
+  slept, now_s = [], 70.0
+  clock = types.SimpleNamespace(monotonic=lambda: now_s, sleep=slept.append)
+  monkeypatch.setattr(_worker_loop, "time", clock)
+  loop = paced("a")
   # A sample and two messages that are encoded, twice.
   assert loop._wait(header, now_s, now_s) == 0.0
-  assert slept == [pytest.approx(42.0, abs=1.0)]
+  assert slept == [pytest.approx(42.0)]
   late_s = loop._wait(header, now_s - 50.0, now_s - 50.0)
-  assert late_s == pytest.approx(8.0, abs=1.0) and len(slept) == 1
+  assert late_s == pytest.approx(8.0) and len(slept) == 1
   # Machines vary for themselves.
   assert loop._random.random() != paced("b")._random.random()
 
@@ -802,8 +849,10 @@ def test_push_says_how_long_its_task_waited(monkeypatch):
   monkeypatch.setattr(loop._learner, "receive", lambda *given: None)
   monkeypatch.setattr(loop._learner, "compute", lambda header: ({}, None))
   header = {"task": 0, "push_plan": 0, "samples": 1}
-  loop._do(session, header, None, time.monotonic() - 5.0)
-  assert sent[0]["waited_s"] == pytest.approx(5.0, abs=1.0)
+  clock = types.SimpleNamespace(monotonic=lambda: 70.0)
+  monkeypatch.setattr(_worker_loop, "time", clock)
+  loop._do(session, header, None, 65.0)
+  assert sent[0]["waited_s"] == 5.0
 
 
 def test_session_keeps_its_first_generation_until_it_rejoins():

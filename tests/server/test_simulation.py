@@ -513,9 +513,9 @@ def test_speed_at_which_the_clock_stands_still_is_refused():
 def test_cluster_of_many_machines_is_checked_at_once():
   """Comparing all pairs of names took 20 s for 20,000 of them."""
   found = cluster.workers([1.0] * 20_000)
-  begin = time.perf_counter()
+  begin = time.process_time()
   assert cluster.Cluster(found.nodes).names[-1] == "worker19999"
-  assert time.perf_counter() - begin < 5.0
+  assert time.process_time() - begin < 5.0
 
 
 @pytest.mark.parametrize("collects", [True, False])

@@ -89,15 +89,18 @@ def _check(method, moments, tmp_path, steps):
   arguments = ("tests.training._killed", tmp_path / "never", method, steps)
   # To its end first: the others find its compiled programs.
   never = _finish(_start(*arguments))
-  folder = tmp_path / "killed"
 
   def start():
     return _start("tests.training._killed", folder, method, steps)
 
-  killed = _kill(start, folder, moments)
-  assert killed == len(moments), "it ended before it could be killed"
-  resumed_at = max(p.stem for p in folder.glob("*.json"))
-  assert resumed_at < f"step_{steps:08d}"
+  # On a busy machine it may end before it could be killed.
+  for attempt in range(5):
+    folder = tmp_path / f"killed{attempt}"
+    killed = _kill(start, folder, moments)
+    ended = (folder / f"step_{steps:08d}.json").exists()
+    if killed == len(moments) and not ended:
+      break
+  assert killed == len(moments) and not ended
   told = _finish(start())
   assert told.startswith("hash ")
   assert told == never

@@ -145,7 +145,7 @@ def results(request, tmp_path_factory):
   folder = tmp_path_factory.mktemp("processes")
   processes = _processes.run(
     train, names, dtypes, _STEPS, every_way, str(folder), num_processes=number,
-    devices_per_process=4 // number, timeout_s=240,
+    devices_per_process=4 // number,
   )  # fmt: skip
   with jax.numpy_dtype_promotion("standard"):
     one = train(names, dtypes, _STEPS, every_way, None)

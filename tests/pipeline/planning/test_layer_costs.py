@@ -117,7 +117,7 @@ def test_timed_layers_run_in_order():
   )
   counted = pipeline.layer_costs(_mlp().layers, batch, source="lowered")
   for timed, each in zip(found, counted, strict=True):
-    assert 0 < timed.forward_s < 1 and 0 < timed.backward_s < 1
+    assert 0 < timed.forward_s < 60 and 0 < timed.backward_s < 60
     assert timed.weight_s <= timed.backward_s
     assert timed.saved_bytes == each.saved_bytes
 

@@ -18,7 +18,7 @@ def in_threads(number, work, **options):
       addresses,
       TOKEN,
       listener=listeners[device],
-      connect_s=20,
+      connect_s=60,
       **{"timeout_s": 60, **options},
     ) as peers:
       return work(peers)

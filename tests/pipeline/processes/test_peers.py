@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jdist import channel, pipeline
+from jdist.channel import _connection
 from jdist.pipeline.processes import _peers
 from tests.pipeline.processes._threads import in_threads, TOKEN
 
@@ -57,26 +58,29 @@ def test_messages_with_one_tag_keep_the_order_of_sending():
   assert in_threads(2, work)[1] == [0, 1, 2, 3]
 
 
-def test_send_returns_before_the_message_is_received():
+def test_send_returns_before_the_array_is_computed(monkeypatch):
   # The array is larger than any socket's buffer.
   big = np.zeros(32 << 20, np.uint8)
-  seconds = []
+  sent, computed = threading.Barrier(2, timeout=60), threading.Event()
+  bytes_of = _peers._bytes
+
+  def wait_for(x):
+    assert computed.wait(60)
+    return bytes_of(x)
+
+  monkeypatch.setattr(_peers, "_bytes", wait_for)
 
   def work(peers):
-    if peers.device == 0:
-      begin = time.monotonic()
-      peers.send(1, _TAG, [big])
-      seconds.append(time.monotonic() - begin)
-      peers.receive(1, _TAG, [big])
-    else:
-      peers.send(0, _TAG, [big])
-      peers.receive(0, _TAG, [big])
+    other = 1 - peers.device
+    peers.send(other, _TAG, [big])
+    sent.wait()
+    computed.set()
+    peers.receive(other, _TAG, [big])
 
   in_threads(2, work)
-  assert seconds[0] < 0.1
 
 
-def _connect(device, addresses, token, listener, connect_s=10.0):
+def _connect(device, addresses, token, listener, connect_s=60.0):
   return pipeline.connect(
     device, addresses, token, listener=listener, connect_s=connect_s
   )
@@ -86,14 +90,21 @@ def test_wrong_token_raises():
   listener = channel.listen()
   addresses = [listener.getsockname()[:2], ("127.0.0.1", 1)]
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    called = pool.submit(_connect, 0, addresses, "right", listener, 2.0)
+    called = pool.submit(_connect, 0, addresses, "right", listener)
     with pytest.raises(
       PermissionError, match=r"Device 0 at .* another secret.*JDIST_SECRET"
     ):
       _connect(1, addresses, "wrong", channel.listen())
     # The called process keeps waiting for one that knows the token.
-    with pytest.raises(TimeoutError, match=r"Devices \[1\] have not connected"):
-      called.result()
+    with _connect(1, addresses, "right", channel.listen()), called.result():
+      pass
+
+
+def test_missing_process_is_named():
+  listener = channel.listen()
+  addresses = [listener.getsockname()[:2], ("127.0.0.1", 1)]
+  with pytest.raises(TimeoutError, match=r"Devices \[1\] have not connected"):
+    _connect(0, addresses, TOKEN, listener, 0.05)
 
 
 def test_stranger_does_not_disturb_the_connection():
@@ -139,11 +150,12 @@ def test_addresses_are_learned_from_the_first_process(monkeypatch):
 
 
 @pytest.mark.parametrize("words", [b"jdc1", b""])
-def test_slow_strangers_do_not_delay_the_connection(words):
+def test_slow_strangers_do_not_delay_the_connection(words, monkeypatch):
   """A byte now and then, or none, must not hold the loop that accepts."""
+  # For longer than the others wait.
+  monkeypatch.setattr(_connection, "_PATIENCE_S", 600.0)
   listeners = [channel.listen() for _ in range(2)]
   addresses = [x.getsockname()[:2] for x in listeners]
-  begin = time.monotonic()
   with contextlib.ExitStack() as stack:
     for _ in range(100):
       slow = stack.enter_context(socket.create_connection(addresses[0]))
@@ -154,7 +166,6 @@ def test_slow_strangers_do_not_delay_the_connection(words):
     ]
     for future in futures:
       stack.enter_context(future.result())
-  assert time.monotonic() - begin < 5
 
 
 def test_swapped_addresses_raise():
@@ -162,10 +173,15 @@ def test_swapped_addresses_raise():
   addresses = [x.getsockname()[:2] for x in listeners]
   swapped = [addresses[1], addresses[0], addresses[2]]
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    pool.submit(_connect, 0, addresses, TOKEN, listeners[0], 2.0)
-    pool.submit(_connect, 1, addresses, TOKEN, listeners[1], 2.0)
+    called = [
+      pool.submit(_connect, i, addresses, TOKEN, listeners[i]) for i in range(2)
+    ]
     with pytest.raises(PermissionError, match=r"Device 0 at .* another secret"):
-      _connect(2, swapped, TOKEN, listeners[2], 2.0)
+      _connect(2, swapped, TOKEN, listeners[2])
+    # The others wait for one that has the right addresses.
+    with _connect(2, addresses, TOKEN, channel.listen()):
+      for each in called:
+        each.result().close()
 
 
 def test_second_process_of_a_number_is_turned_away():
@@ -177,7 +193,7 @@ def test_second_process_of_a_number_is_turned_away():
   ):
     first = pool.submit(_connect, 0, addresses, TOKEN, listeners[0])
     identity = channel.Identity("", TOKEN.encode())
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
 
     def call(device):
       made = channel.call(
@@ -188,7 +204,7 @@ def test_second_process_of_a_number_is_turned_away():
 
     same = [call(0) for _ in range(2)]
     # Only one of them is closed: that whose thread came second.
-    (closed,), _, _ = select.select([x.socket for x in same], [], [], 10)
+    (closed,), _, _ = select.select([x.socket for x in same], [], [], 60)
     kept, other = sorted(same, key=lambda x: x.socket is closed)
     assert other.receive(until) is None
     second = pool.submit(_connect, 1, addresses, TOKEN, listeners[1])
@@ -208,7 +224,7 @@ def test_receive_raises_at_once_if_the_sender_has_ended():
       peers.receive(1, _TAG, [np.zeros(2)])
     return time.monotonic() - begin
 
-  assert in_threads(2, work)[0] < 5
+  assert in_threads(2, work)[0] < 30  # Of 60.
 
 
 def test_message_is_received_after_its_sender_has_ended():
@@ -227,7 +243,7 @@ def test_timeout_names_the_missing_message():
 
   def work(peers):
     if peers.device == 1:
-      done.wait(20)
+      done.wait(60)
       return
     with pytest.raises(TimeoutError, match=r"0\.2 s for device 1: output"):
       peers.receive(1, _TAG, [np.zeros(2)])

@@ -29,14 +29,14 @@ def _process(peers, devices):
 
 def _run(device, addresses, listener, answers, trained, folder):
   with pipeline.connect(
-    device, addresses, "a secret", listener=listener, timeout_s=60
+    device, addresses, "a secret", listener=listener, timeout_s=300
   ) as peers:
     process = _process(peers, 2)
     state = process.init_state(optax.sgd(0.1))
     state, metrics = process.run(state, _batches())
     process.save(folder, state)
     if device == 1:
-      trained.wait(60)
+      trained.wait(300)
       os._exit(1)  # Like a kill, it closes nothing in order.
     answers.put([x["loss"] for x in metrics])
     trained.set()
@@ -72,7 +72,7 @@ def test_killed_process_ends_the_other_and_both_resume(tmp_path):
   for worker, listener in zip(workers, listeners, strict=True):
     worker.start()
     listener.close()
-  losses, reason = [answers.get(timeout=120) for _ in range(2)]
+  losses, reason = [answers.get(timeout=300) for _ in range(2)]
   for worker in workers:
     worker.join(60)
   assert "Device 1 of the pipeline is gone" in reason

@@ -41,10 +41,41 @@ def test_hanging_step_ends_the_process_with_a_message(notebook):
   assert "lock.acquire" in done.stderr or "most recent call" in done.stderr
 
 
-def test_beats_keep_the_process_alive_and_leaving_ends_the_thread():
+class _Clock:
+  """A clock that stands still until it is told, and notes who has looked."""
+
+  def __init__(self):
+    self.now_s, self._seen = 0.0, threading.Condition()
+    self._seen_s = 0.0
+
+  def monotonic(self):
+    if threading.current_thread().name == "jdist-watchdog":
+      with self._seen:
+        self._seen_s = self.now_s
+        self._seen.notify()
+    return self.now_s
+
+  def go_on(self, seconds):
+    """Returns once the watchdog has looked at the new time."""
+    with self._seen:
+      self.now_s += seconds
+      assert self._seen.wait_for(lambda: self._seen_s == self.now_s, 60)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  """A clock on which no process is ended, as it would be this one."""
+  ended, found = [], _Clock()
+  monkeypatch.setattr(_watchdog, "time", found)
+  monkeypatch.setattr(_watchdog.Watchdog, "_end", lambda self: ended.append(1))
+  yield found
+  assert not ended
+
+
+def test_beats_keep_the_process_alive_and_leaving_ends_the_thread(clock):
   with _watchdog.Watchdog(0.4) as watchdog:
-    for _ in range(4):
-      time.sleep(0.2)
+    for _ in range(8):
+      clock.go_on(0.15)
       watchdog.beat()
     assert "jdist-watchdog" in {t.name for t in threading.enumerate()}
   assert "jdist-watchdog" not in {t.name for t in threading.enumerate()}
@@ -150,10 +181,11 @@ def test_two_suspensions_after_one_beat_add_up():
   assert _ended_at_s([0.0], [1.0, 11.0, 21.0, 22.0, 23.0]) == 22.0
 
 
-def test_patience_makes_one_deadline_longer():
+def test_patience_makes_one_deadline_longer(clock):
   with _watchdog.Watchdog(0.2) as watchdog:
     watchdog.beat("compiling", patience=100.0)
-    time.sleep(0.5)
+    for _ in range(10):
+      clock.go_on(0.05)
 
 
 def test_without_a_limit_there_is_no_thread():
