@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
 import types
 
 import pytest
@@ -81,10 +79,17 @@ def test_one_of_many_runs_gets_an_empty_directory(start):
 
 
 @pytest.fixture
-def quick(monkeypatch):
-  monkeypatch.setattr(lease, "_PATIENCE_S", 0.6)
-  monkeypatch.setattr(lease, "_SETTLE_S", 0.2)
-  monkeypatch.setattr(lease, "_BEAT_S", 0.1)
+def clock(monkeypatch):
+  """Time that passes while a run waits for a lease, and others do `then`."""
+  found = types.SimpleNamespace(now_s=0.0, then=lambda seconds: None)
+
+  def sleep(seconds):
+    found.now_s += seconds
+    found.then(seconds)
+
+  found.monotonic, found.sleep = lambda: found.now_s, sleep
+  monkeypatch.setattr(lease, "time", found)
+  return found
 
 
 def test_leases_of_one_run_are_renewed_at_the_same_time(tmp_path, monkeypatch):
@@ -106,50 +111,37 @@ def _elsewhere(folder, beat):
   (folder / "lease.json").write_text(json.dumps(entry))
 
 
-def test_silent_run_of_another_machine_loses_its_lease(quick, tmp_path):
+def test_silent_run_of_another_machine_loses_its_lease(clock, tmp_path):
   _elsewhere(tmp_path, 7)
   os.utime(tmp_path / "lease.json", (2**32, 2**32))  # Its clock is ahead.
-  begin = time.monotonic()
   found = lease.Lease(tmp_path, "two")
   found.claim()
-  assert time.monotonic() - begin > 0.6
+  waited_s = lease._PATIENCE_S + lease._SETTLE_S
+  assert clock.now_s == pytest.approx(waited_s, abs=0.2)
   found.check()
   found.release()
 
 
-def test_run_of_another_machine_keeps_its_lease(monkeypatch, tmp_path):
-  monkeypatch.setattr(lease, "_PATIENCE_S", 60.0)  # It ends with a beat.
-  _elsewhere(tmp_path, 0)
-  ended = threading.Event()
+def test_run_of_another_machine_keeps_its_lease(clock, tmp_path):
+  def renew(seconds):
+    if seconds < lease._SETTLE_S:
+      _elsewhere(tmp_path, clock.now_s // lease._BEAT_S)
 
-  def renew():
-    beat = 0
-    while not ended.wait(0.1):
-      beat += 1
-      _elsewhere(tmp_path, beat)
-
-  thread = threading.Thread(target=renew)
-  thread.start()
-  try:
-    with pytest.raises(ValueError, match="is in use by run one"):
-      lease.Lease(tmp_path, "two").claim()
-  finally:
-    ended.set()
-    thread.join()
+  clock.then = renew
+  renew(0.0)
+  with pytest.raises(ValueError, match="is in use by run one"):
+    lease.Lease(tmp_path, "two").claim()
+  assert clock.now_s == pytest.approx(lease._BEAT_S, abs=0.2)
 
 
-def test_last_of_two_runs_that_find_a_dead_one_has_its_lease(
-  quick, monkeypatch, tmp_path
-):
+def test_last_of_two_runs_that_find_a_dead_one_has_its_lease(clock, tmp_path):
   (tmp_path / "lease.json").write_text("{}")
-  others, sleep = [lambda: _elsewhere(tmp_path, 0)], time.sleep
 
   def settle(seconds):
-    if others and seconds == lease._SETTLE_S:
-      others.pop()()
-    sleep(seconds)
+    if seconds == lease._SETTLE_S:
+      _elsewhere(tmp_path, 0)
 
-  monkeypatch.setattr(lease.time, "sleep", settle)
+  clock.then = settle
   with pytest.raises(ValueError, match="is in use by run one"):
     lease.Lease(tmp_path, "two").claim()
   assert json.loads((tmp_path / "lease.json").read_text())["run"] == "one"
@@ -172,16 +164,17 @@ def test_suspended_run_notices_that_it_has_lost_the_lease(
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "[" * 10_000])
-def test_unreadable_lease_is_one_of_a_dead_run(content, quick, tmp_path):
+def test_unreadable_lease_is_one_of_a_dead_run(content, clock, tmp_path):
   (tmp_path / "lease.json").write_text(content)
   found = lease.Lease(tmp_path, "two")
   found.claim()
   found.release()
 
 
-def test_living_run_of_an_unknown_machine_beats(quick, monkeypatch, tmp_path):
+def test_living_run_of_an_unknown_machine_beats(monkeypatch, tmp_path):
   """Nothing but the beat says that such a run lives, as in a container."""
   monkeypatch.setattr(lease, "_PATIENCE_S", 60.0)
+  monkeypatch.setattr(lease, "_BEAT_S", 0.1)
   monkeypatch.setattr(lease, "_machine", lambda: "")
   found = lease.Lease(tmp_path, "one")
   found.claim()
