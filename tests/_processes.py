@@ -26,6 +26,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jdist import channel
+
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _POLL_S = 0.05
 _TAIL_CHARACTERS = 3000
@@ -108,7 +110,7 @@ def run(
             subprocess.Popen(
               command,
               cwd=_ROOT,
-              env=environment(),
+              env=environment() | {channel.RUN_DIRECTORY: folder_name},
               stdin=subprocess.DEVNULL,
               stdout=log,
               stderr=subprocess.STDOUT,

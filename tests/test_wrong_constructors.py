@@ -4,7 +4,9 @@ The law and the table are those of `test_wrong_calls`; these doors cost so
 little that each argument meets every wrong value in the default set.
 """
 
+import atexit
 import pathlib
+import shutil
 import tempfile
 
 import jax
@@ -56,6 +58,7 @@ CONFIG = {"dataset": "digits", "model": "mlp", "batch_size": 4}
 MEASURED = comparison.summarize([RECORD])
 ROW = MEASURED | {"method": "ssgd", "workers": 2, "seed": 0, "config": CONFIG}
 FOLDER = pathlib.Path(tempfile.mkdtemp(prefix="jdist-doors-"))
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 
 def loss_fn(outputs, batch):

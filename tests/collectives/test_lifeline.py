@@ -8,11 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
 
-from jdist import collectives, training
+from jdist import channel, collectives, training
 from jdist.collectives.processes import _lifeline
 from tests import _processes
 
@@ -87,7 +88,8 @@ for line in sys.stdin:
 class _Team:
   """Processes that are killed in the end."""
 
-  def __init__(self, folder):
+  def __init__(self, folder, sockets):
+    self._sockets = sockets
     self.port = _processes.free_port()
     self.all = []
     self._script = folder / "process.py"
@@ -102,7 +104,9 @@ class _Team:
         address or f"127.0.0.1:{self.port}", str(of), str(number),
         str(timeout_s), facts,
       ],
-      env=os.environ | {"JDIST_SECRET": "a secret"} | environment,
+      env=os.environ
+      | {"JDIST_SECRET": "a secret", channel.RUN_DIRECTORY: self._sockets}
+      | environment,
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
@@ -121,11 +125,13 @@ class _Team:
 
 @pytest.fixture
 def team(tmp_path):
-  found = _Team(tmp_path)
-  yield found
-  for process in found.all:
-    process.kill()
-    process.communicate()
+  # Of a short name, as a socket's must be.
+  with tempfile.TemporaryDirectory() as sockets:
+    found = _Team(tmp_path, sockets)
+    yield found
+    for process in found.all:
+      process.kill()
+      process.communicate()
 
 
 def _tell(process, word):
