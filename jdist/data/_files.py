@@ -53,15 +53,13 @@ def _read(path: pathlib.Path, size: int | None, stamps: Any) -> Any:
     )
   # The splits are views of one array: the test split stands at its end.
   order, cut = np.argsort(held_out, kind="stable"), -held_out.sum()
-  if inputs is None:
-    inputs = _decode([stamps[i][0] for i in order], size)
-  else:
-    inputs = inputs[order]
+  inputs = _decode(stamps, order, size) if inputs is None else inputs[order]
   known, labels = inputs[:cut], labels[order].astype(np.int32)
   if known.dtype == np.uint8:
     mean, std = _prepare.measure(known)
   else:
-    mean, std = known.mean((0, 1, 2)), known.std((0, 1, 2))
+    # NumPy sums rows one after the other, in which float32 loses digits.
+    mean, std = (f((0, 1, 2), np.float64) for f in (known.mean, known.std))
   same = mean.tolist(), np.where(std > 0, std, 1).tolist()
   return {
     split: Dataset(path.stem, split, x, y, len(classes), *map(tuple, same))
@@ -71,10 +69,10 @@ def _read(path: pathlib.Path, size: int | None, stamps: Any) -> Any:
   }  # fmt: skip
 
 
-def _decode(files: list[pathlib.Path], size: int | None) -> np.ndarray:
+def _decode(stamps: Any, order: np.ndarray, size: int | None) -> np.ndarray:
   pil = checks.import_extra("PIL.Image", "data")
-  shape: tuple[int, ...] = ()
-  images = None
+  files = [stamps[i][0] for i in order]
+  images: Any = None
   for row, file in enumerate(files):
     try:
       with pil.open(file) as image:
@@ -85,17 +83,16 @@ def _decode(files: list[pathlib.Path], size: int | None) -> np.ndarray:
           )
         own = (*image.size[::-1], 3) if size is None else (size, size, 3)
         if images is None:
-          shape, images = own, np.empty((len(files), *own), np.uint8)
-        if own != shape:
+          images = np.empty((len(files), *own), np.uint8)
+        if own != images.shape[1:]:
           raise ValueError(
             f"`size` (`--image-size`) must be given for images of different "
             f"sizes: {file} has {own[1]}x{own[0]} pixels, and {files[0]} "
-            f"{shape[1]}x{shape[0]}."
+            f"{images.shape[2]}x{images.shape[1]}."
           )
-        images[row] = _prepare.pixels(image, shape, size)
+        images[row] = _prepare.pixels(image, own, size)
     except OSError as error:
       raise ValueError(f"{file} must be an image: {error}.") from None
-  assert images is not None
   return images
 
 
@@ -124,13 +121,15 @@ def _read_table(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
       f"a text in each row, got {', '.join(columns) or 'no other names'}."
     )
   for name, x in columns.items():
-    most = np.finfo(np.float32).max
-    numbers = x.size and x.dtype.kind in "biuf" and np.abs(x).max() <= most
+    most = float(np.finfo(np.float32).max) if x.dtype.kind == "f" else 2**24
+    numbers = x.size and x.dtype.kind in "biuf"
+    numbers = numbers and max(-float(x.min()), float(x.max())) <= most
     if x.shape[:1] != labels.shape or not numbers:
       raise ValueError(
         f"The column {name} of {path} must have a finite float32, or an array "
-        f"of them, for each of the {len(labels)} labels, got "
-        f"{x.dtype} {list(x.shape)}{'' if numbers else ' with others'}."
+        f"of them, for each of the {len(labels)} labels, got {x.dtype} "
+        f"{list(x.shape)}{'' if numbers else ' with others'}. Divide integers "
+        "above 2**24, which float32 would round."
       )
   first, *more = columns.values()
   if not more and first.ndim in (3, 4):

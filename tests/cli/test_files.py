@@ -79,6 +79,17 @@ def test_columns_are_numbers_and_a_label(kind, tmp_path):
   np.testing.assert_allclose(normal[..., 0].std(), 1, rtol=1e-5)
 
 
+def test_mean_of_many_rows_is_exact(tmp_path):
+  # Sums of float32 row by row would be off by 175 deviations.
+  path, x = tmp_path / "mine.npy", np.arange(200_000)
+  rows = np.zeros(len(x), [("label", "i1"), ("a", "f4"), ("b", "f4")])
+  rows["a"], rows["b"] = 1e5 + x % 3, 1.0
+  np.save(path, rows)
+  train = data.load(path)
+  np.testing.assert_allclose(train.mean, [1e5 + 1, 1], rtol=1e-9)
+  np.testing.assert_allclose(train.std, [(2 / 3) ** 0.5, 1], rtol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["npz", "npy", "parquet"])
 def test_numbers_of_rows_that_pandas_writes_are_no_column(kind, tmp_path):
   path = tmp_path / f"mine.{kind}"
@@ -112,6 +123,8 @@ _BAD_TABLES = [
   ({"label": np.zeros(40, int)}, "must have columns"),
   (_rows(a=np.array(["z"] * 40)), "a of PATH must have a finite float32"),
   (_rows(a=np.full(40, -1e300)), "got float64 [40] with others"),
+  (_rows(a=np.full(40, 2**24 + 1)), "with others. Divide integers above 2**24"),
+  (_rows(a=np.full(40, -(2**63))), "got int64 [40] with others"),
   (_rows(a=np.ones((40, 0))), "got float64 [40, 0] with others"),
   (_rows(b=np.full(40, np.nan)), "got float64 [40] with others"),
   (_rows(b=np.ones(39)), "for each of the 40 labels, got float64 [39]"),
