@@ -294,11 +294,9 @@ def dgc(
     # A leaf of one dimension is too small to be worth its indices.
     return reducers.PerLeaf((reducers.Rule(largest, min_ndim=2),))
 
-  reducer = (
-    sparse(ratio)
-    if steps_per_phase is None
-    else reducers.warm_up(sparse, steps_per_phase, ratio)
-  )
+  reducer = sparse(ratio)
+  if steps_per_phase is not None:
+    reducer = reducers.warm_up(sparse, steps_per_phase, ratio)
   # Momenta accumulate in front of the choice of entries, so that an entry that
   # waits several steps keeps the momentum it would have had (section 3.1).
   feedback = reducers.MomentumCorrection(momentum, nesterov)
@@ -342,13 +340,10 @@ def demo(
   optimizer = checks.check_optimizer("optimizer", optimizer)
   # The sign is taken of the mean, which all workers have decoded alike.
   signs = optax.stateless(lambda mean, params: jax.tree.map(jnp.sign, mean))
-  return _compressed(
-    optax.chain(signs, optimizer),
-    axis,
-    codecs.DCTTopK(chunk, k),
-    # A momentum that loses the part it sends is a decayed residual.
-    reducers.ErrorFeedback(decay),
-  )
+  chain = optax.chain(signs, optimizer)
+  # A momentum that loses the part it sends is a decayed residual.
+  feedback = reducers.ErrorFeedback(decay)
+  return _compressed(chain, axis, codecs.DCTTopK(chunk, k), feedback)
 
 
 def _compressed(

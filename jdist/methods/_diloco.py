@@ -182,7 +182,7 @@ def muloco(
 
   Args:
     learning_rate: The rate of Muon, and of Adam, which replaces Muon for leaves
-      that are not matrices; a number or a schedule of the local step.
+      that are no matrices; a number or a schedule of the local step.
     interval: H; the paper's value is 30.
     outer_learning_rate: The rate of the outer Nesterov momentum.
     outer_momentum: The outer Nesterov momentum.
@@ -201,16 +201,19 @@ def muloco(
   learning_rate = checks.check_rate("learning_rate", learning_rate)
   checks.check_continuous("momentum", momentum, high=1.0, open_high=True)
   weight_decay = checks.check_continuous("weight_decay", weight_decay)
+
   # Muon's updates are orthogonal matrices, without large entries, so that two
-  # bits of a round's progress lose little.
+  # bits of a round's progress lose little. It divides by the sides of matrices.
+  matrix = optax.contrib.MuonDimensionNumbers()
   inner = _leniently(
     optax.contrib.muon(
-      learning_rate,
-      beta=momentum,
-      weight_decay=weight_decay,
+      learning_rate, beta=momentum, weight_decay=weight_decay,
       adam_weight_decay=weight_decay,
+      muon_weight_dimension_numbers=lambda params: jax.tree.map(
+        lambda x: matrix if x.ndim == 2 and x.size else None, params
+      ),
     )
-  )
+  )  # fmt: skip
   codec = codecs.Quantize(bits, 256, "min_max")
   return diloco(
     inner, interval, outer_learning_rate, outer_momentum, axis=axis,

@@ -1,5 +1,6 @@
 """Outer optimizers: of few bytes, and fragment by fragment."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,6 +86,21 @@ def test_sparse_loco_converges_with_sparse_progress():
   sparse = methods.sparse_loco(SGD, 4, 0.25, axis="worker", chunk=64)
   found, start = distances(sparse)
   assert found < 0.1 * start
+
+
+def test_empty_matrices_stand_beside_those_of_muloco():
+  # Optax's Muon would divide by their height.
+  optimizer = methods.muloco(0.1, 2, axis=None)
+  params = {"matrix": jnp.eye(2), "empty": jnp.zeros((0, 2))}
+  state = jax.eval_shape(optimizer.init, params)
+  # Muon has the matrix, and Adam the rest.
+  muon, adam = (
+    state.inner.inner_states[x].inner_state[0] for x in ("muon", "adam")
+  )
+  assert jax.tree.leaves(muon.mu) == [jax.ShapeDtypeStruct((2, 2), jnp.float32)]
+  assert [x.shape for x in jax.tree.leaves(adam.mu)] == [(0, 2)]
+  found, _ = jax.eval_shape(optimizer.update, params, state, params)
+  chex.assert_trees_all_equal_shapes(found, params)
 
 
 @pytest.mark.parametrize("make", [methods.sparse_loco, methods.muloco])
