@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen, nnx, traverse_util
 
 from jdist import checks, signatures, states
@@ -90,8 +91,8 @@ def functional(
   parameter, and every other variable is state, including random keys. A Linen
   module's "params" are the parameters, other collections and the keys that it
   is bound to the state. An Equinox module, or another callable tree, is mapped
-  over the samples by `jax.vmap`; its arrays of floats, each once, are the
-  parameters, named by their paths. With `train=False` it runs in
+  over the samples by `jax.vmap`; its finite arrays of floats, of NumPy too, are
+  the parameters, each once, named by their paths. With `train=False` it runs in
   `eqx.nn.inference_mode`, and without a `key` unless it requires one.
 
   A module is told by `train`, `training`, `is_training`, `deterministic`,
@@ -235,7 +236,10 @@ def _tree(module: Any, given: tuple[Any, ...], seed: int) -> _Network:
   ends, names = list[str](), dict[int, str]()
   for path, x in jax.tree_util.tree_leaves_with_path(module):
     ends.append(jax.tree_util.keystr(path[-1:]))
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact):
+    # As `eqx.is_inexact_array`, but infinities, as of a mask, are constants.
+    known = isinstance(x, jax.Array | np.ndarray | np.generic)
+    floats = known and jnp.issubdtype(x.dtype, jnp.inexact)
+    if floats and not states.exceptions(x):
       names.setdefault(id(x), jax.tree_util.keystr(path))
   axis = dict(zip(ends, leaves, strict=True)).get(".axis_name")
   held, held_form = jax.tree.flatten(given)
@@ -254,7 +258,6 @@ def _tree(module: Any, given: tuple[Any, ...], seed: int) -> _Network:
     before = jax.tree.unflatten(held_form, [state[n] for n in numbers])
     new = dict(state)
     flags = {x: options.pop(x) for x in [*options] if x in _FLAGS}
-    options = {name: x for name, x in options.items() if x is not None}
     if "rngs" in state and (train or required):
       key, after = jax.random.split(state["rngs"]["key"])
       options["key"] = jax.random.split(key, len(images))
@@ -272,7 +275,8 @@ def _tree(module: Any, given: tuple[Any, ...], seed: int) -> _Network:
 
   keys = {"rngs": {"key": jax.random.key(seed)}} if keyed else {}
   state = keys | dict(zip(numbers, held, strict=True))
-  return {names[id(x)]: x for x in leaves if id(x) in names}, state, run
+  first = {names[id(x)]: jnp.asarray(x) for x in leaves if id(x) in names}
+  return first, state, run
 
 
 _Path = tuple[Any, ...]
@@ -284,8 +288,7 @@ def _to_dict(variables: Any, paths: tuple[_Path, ...]) -> dict[str, Any]:
   Variables that the call has created, such as recorded intermediates, are left
   out: the state's structure must not change.
   """
-  flat = nnx.to_flat_state(variables)
-  values = dict(zip(flat.paths, flat.leaves, strict=True))
+  values = dict(nnx.to_flat_state(variables))
   return traverse_util.unflatten_dict(
     {tuple(map(str, path)): values[path].get_value() for path in paths}
   )

@@ -73,8 +73,7 @@ def init_state(
   if infinite := states.exceptions(params):
     raise ValueError(
       f"`params` must be finite, got an infinity in {infinite.named[0][0]!r}. "
-      "Keep constants, such as masks, in `model_state`; in an Equinox module, "
-      "as NumPy arrays."
+      "Keep constants, such as masks, out of them, in `model_state`."
     )
   model_state = {} if model_state is None else model_state
   found = states.exceptions(model_state, laws)

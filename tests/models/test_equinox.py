@@ -134,6 +134,33 @@ def test_workers_average_statistics_and_drop_units_of_their_own():
   np.testing.assert_allclose(var[0], var[1], rtol=1e-6)
 
 
+class Numbers(eqx.Module):
+  """Holds arrays of NumPy, which Equinox trains, and a mask."""
+
+  scale: np.ndarray
+  shift: np.float32
+  mask: object
+  count: np.ndarray
+
+  def __call__(self, x):
+    shown = jnp.where(jnp.isinf(self.mask), 0, x)
+    return jnp.sum(shown * self.scale + self.shift * jnp.float32(self.count))
+
+
+def test_arrays_of_numpy_are_trained_as_equinox_does():
+  mask = np.float32([0, 0, 0, -np.inf])
+  module = Numbers(_X[0], np.float32(2), jnp.asarray(mask), np.arange(4))
+  for held in (module, eqx.tree_at(lambda m: m.mask, module, mask)):
+    model = models.functional(held)
+    grads = jax.grad(
+      lambda p, model=model: model.apply(p, {}, _X, train=True)[0].sum()
+    )(model.params)
+    wanted = eqx.filter_grad(lambda m: jax.vmap(m)(_X).sum())(held)
+    assert grads.keys() == {".scale", ".shift"}
+    for name, found in grads.items():
+      np.testing.assert_allclose(found, getattr(wanted, name[1:]), rtol=1e-6)
+
+
 def test_mask_goes_to_each_sample_of_a_module_that_takes_it():
   model = models.functional(Masked())
   mask = np.array([1, 1, 0, 0, 0, 0], np.float32)
