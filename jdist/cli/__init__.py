@@ -111,6 +111,8 @@ def _status(words: list[str]) -> tuple[int, str]:
     print(f"jdist {_version.__version__}")
     return 0, ""
   try:
+    if wrong := [x for x in words if x != x.encode(errors="ignore").decode()]:
+      raise ValueError(f"names must be UTF-8, got {wrong[0]!r}. Rename it.")
     words = _expand(words)
     if words[0] not in _COMMANDS:
       raise ValueError(

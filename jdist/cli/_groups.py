@@ -147,7 +147,9 @@ class BudgetOptions:
   optimizer: Literal["sgd", "adamw"] = option("sgd", "worker_optimizer")
   """Optimizer of each worker; sgd uses Nesterov momentum."""
 
-  momentum: float = option(0.9, within="[0, 1)", needs=("optimizer", "sgd"))
+  momentum: float = option(
+    0.9, "worker_optimizer", "mu", within="[0, 1)", needs=("optimizer", "sgd")
+  )
   """Momentum of sgd; 0 disables it."""
 
   weight_decay: float = option(0.0, within=NOT_NEGATIVE)

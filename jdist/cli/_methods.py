@@ -49,8 +49,9 @@ def takes(options: _groups.Common, name: str) -> set[str]:
   rule = options.interval_policy
   if (method.interval_policy if rule == "method" else rule) == "growth":
     found.add("growth")
-  if not method.own_momentum:
+  if not method.own_momentum and {"optimizer", "inner"} & found:
     found.add("worker_optimizer")
+  found |= {"mu"} if "momentum" in method.from_run else set()
   if "compression" in found:
     found |= of_compression(options)
   if _is_late(method, options):
@@ -188,13 +189,10 @@ def _is_late(method: methods.Method, options: _groups.MethodOptions) -> bool:
 def _overlap(
   method: methods.Method, options: _groups.MethodOptions
 ) -> transforms.Delayed:
-  own = transforms.Delayed() if method.late is None else method.late
-  return dataclasses.replace(
-    own,
-    steps=own.steps if options.delay_steps is None else options.delay_steps,
-    carry=own.carry if options.carry is None else options.carry,
-    stream=transforms.Stream() if options.stream else None,
-  )
+  given: dict[str, Any] = {"steps": options.delay_steps, "carry": options.carry}
+  given["stream"] = transforms.Stream() if options.stream else None
+  chosen = {x: value for x, value in given.items() if value is not None}
+  return dataclasses.replace(method.late or transforms.Delayed(), **chosen)
 
 
 def outer_optimizer(
@@ -263,12 +261,10 @@ def optimizer_of(
   rate = run.learning_rate
   if options.optimizer == "adamw" and not plain:
     return optax.adamw(rate, weight_decay=options.weight_decay)
-  momentum = 0.0 if plain else options.momentum
+  momentum, decay = 0.0 if plain else options.momentum, options.weight_decay
   return optax.chain(
     optax.trace(momentum, nesterov=True) if momentum else optax.identity(),
-    optax.add_decayed_weights(options.weight_decay)
-    if options.weight_decay
-    else optax.identity(),
+    optax.add_decayed_weights(decay) if decay else optax.identity(),
     optax.scale_by_learning_rate(rate),
   )
 

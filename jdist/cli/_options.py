@@ -123,6 +123,8 @@ def load(option: str, name: str, kind: str) -> Any:
   try:
     found = importlib.import_module(module)
     if kind == "a module" and not attribute:
+      if getattr(found, "__file__", "") is None:
+        raise ImportError("it is a folder without `__init__.py`")
       return found
     return getattr(found, attribute)
   except (TypeError, *_UNUSABLE) as error:  # It may be a relative name.

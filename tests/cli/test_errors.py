@@ -149,6 +149,12 @@ _BAD = [
   ),
   ("train --method diloco --feedback error", "`--codec` must be given with"),
   ("train --optimizer adamw --momentum 0.5", "`--momentum` must be left out"),
+  ("train --method demo --momentum 0.5", "`--momentum` must be left out for d"),
+  (
+    "train --method muloco --optimizer adamw --learning-rate 0.1",
+    "`--optimizer` must be left out for muloco, which does not use it",
+  ),
+  ("bytes --model caf\udce9", "must be UTF-8, got 'caf\\udce9'. Rename"),
   (
     "train --method dgc --optimizer adamw",
     "`--optimizer` must be left out for dgc, which does not use it",

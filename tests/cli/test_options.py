@@ -317,6 +317,7 @@ def test_values_of_several_are_each_within_the_range():
 # The arguments of factories that options fill, and what makes others use them.
 _FILLS = {
   "optimizer": ("worker_optimizer", None), "interval": ("interval", None),
+  "momentum": ("worker_optimizer mu", None),
   "interval_policy": ("interval", None),
   "growth_start": ("growth", "--interval-policy growth"),
   "overlap": ("overlap", None),

@@ -85,7 +85,8 @@ def folder(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, "path", [x for x in sys.path if x])
   yield tmp_path
-  for name in ("outside", "outside_parts", "powers_of_two", "test_powers"):
+  names = "outside", "outside_parts", "powers_of_two", "test_powers", "hollow"
+  for name in names:
     sys.modules.pop(name, None)
 
 
@@ -228,6 +229,13 @@ def test_package_of_the_page_has_a_codec_for_every_command(
 )
 def test_what_is_no_part_is_refused(words, told, folder, refusal):
   assert told in refusal(f"train {words}")
+
+
+def test_folder_without_code_is_no_module(folder, refusal, monkeypatch):
+  (folder / "hollow").mkdir()
+  monkeypatch.syspath_prepend(str(folder))
+  told = refusal("train --import hollow")
+  assert "got 'hollow': it is a folder without `__init__.py`." in told
 
 
 def test_error_inside_a_part_keeps_its_traceback(folder, capsys):
