@@ -77,7 +77,10 @@ class CheckpointDirectory:
 
     def checked(target: pathlib.Path) -> int:
       step = int(target.name.removeprefix("step_"))
-      hashes.check_files(target, self.read(step)["files"])
+      found = self.read(step)
+      if (saved := found.get("step")) != step:
+        raise hashes.DamagedError(target, f"is of step {saved}")
+      hashes.check_files(target, found["files"])
       return step
 
     steps = self.steps()
@@ -145,7 +148,5 @@ def check_same_run(
 
 def _differ(there: Any, here: Any) -> bool:
   """Returns whether values differ; a NaN is equal to a NaN here."""
-  if there == here:
-    return False
-  one, other = (json.dumps(x, sort_keys=True) for x in (there, here))
-  return one != other
+  texts = {json.dumps(x, sort_keys=True) for x in (there, here)}
+  return there != here and len(texts) > 1

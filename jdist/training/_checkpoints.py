@@ -277,11 +277,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         undamaged one has another model, optimizer or number of workers.
     """
     self.wait()
-    step = (
-      self._directory.newest_whole()
-      if self._is_first
-      else _checkpoint_directory.NOTHING
-    )
+    step = _checkpoint_directory.NOTHING
+    if self._is_first:
+      step = self._directory.newest_whole()
     # One process decides, as others may see the shared disk a moment later.
     if jax.process_count() > 1:
       collectives.agree("the checkpoint", {})

@@ -476,13 +476,25 @@ def test_one_bool_stands_for_a_subtree(tmp_path):
   assert found == [False, True]
 
 
+def test_renamed_checkpoint_is_no_later_step(tmp_path):
+  # Later saves would never be found again.
+  directory = _checkpoint_directory.CheckpointDirectory(tmp_path)
+  for step in (2, 4):
+    directory.target(step).mkdir(parents=True)
+    directory.complete(step, {"step": step})
+  for path in tmp_path.glob("step_00000004*"):
+    path.rename(tmp_path / path.name.replace("4", "9"))
+  with pytest.warns(UserWarning, match="step_00000009 is of step 4"):
+    assert directory.newest_whole() == 2
+
+
 def test_forgotten_checkpoint_does_not_count_and_is_tidied(tmp_path):
   """It is forgotten before it is written again, which may be interrupted."""
   directory = _checkpoint_directory.CheckpointDirectory(tmp_path)
   for step in (2, 4):
     directory.target(step).mkdir(parents=True)
     (directory.target(step) / "arrays").write_text(f"{step}")
-    directory.complete(step, {})
+    directory.complete(step, {"step": step})
   (tmp_path / "notes.txt").write_text("a user's own")
   assert directory.steps() == [4, 2] and directory.newest_whole() == 4
   for _ in range(2):

@@ -53,7 +53,7 @@ def save_stages(
     )
   for stage in part.own:
     target = _folder(directory, state.step, stage)
-    body = {"what": _WHAT, "stages": _names(part)}
+    body = {"what": _WHAT, "stages": _names(part), "step": state.step}
     array_files.save_arrays(target, _part(state, stage), body)
   # An earlier step may be removed only when all processes have this one: if one
   # is killed before, the others must still have a step in common with it.
@@ -113,8 +113,7 @@ def restore_stages(
 
 
 def _steps(directory: str | os.PathLike[str]) -> list[int]:
-  folder = array_files.folder(directory)
-  return list(numbered_files.find(folder, "step_"))
+  return list(numbered_files.find(array_files.folder(directory), "step_"))
 
 
 def _is_whole(
@@ -126,6 +125,8 @@ def _is_whole(
     target = _folder(directory, step, stage)
     try:
       _, body = array_files.load_arrays(target, what=_WHAT)
+      if (saved := body.get("step", step)) != step:
+        raise hashes.DamagedError(target, f"is of step {saved}")
     except FileNotFoundError:
       return False
     except hashes.DamagedError as error:
@@ -152,8 +153,7 @@ def _names(part: _device_part.DevicePart) -> list[str]:
 def _folder(
   directory: str | os.PathLike[str], step: int, stage: int
 ) -> pathlib.Path:
-  whole = array_files.folder(directory)
-  return whole / f"step_{step:08d}" / f"stage_{stage:03d}"
+  return array_files.folder(directory) / f"step_{step:08d}/stage_{stage:03d}"
 
 
 def _part(state: _device_part.ProcessState, stage: int) -> dict[str, PyTree]:

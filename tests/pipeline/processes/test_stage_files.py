@@ -200,6 +200,16 @@ def test_process_without_files_does_not_begin_anew(tmp_path):
     in_threads(2, work)
 
 
+def test_renamed_step_is_no_later_one(tmp_path):
+  process = _alone()
+  state = process.init_state(_optimizer())
+  for step in (1, 2):
+    process.save(tmp_path, state._replace(step=step))
+  (tmp_path / "step_00000002").rename(tmp_path / "step_00000003")
+  with pytest.warns(UserWarning, match="stage_000 is of step 2"):
+    assert process.restore(tmp_path, _optimizer()).step == 1
+
+
 def test_restored_run_replaces_a_later_step_that_is_damaged(tmp_path):
   process = _alone()
   state = process.init_state(_optimizer())
