@@ -62,11 +62,10 @@ class Chain:
     nodes = {node.name: node for node in machines.nodes}
     # The search looks machines up many thousand times.
     self.node = nodes.__getitem__
+    again = float(self.footprint.recompute)
     sums = [
       [
-        x.compute_s
-        + (x.forward_s if self.footprint.recompute else 0.0)
-        + x.update_s / num_microbatches,
+        x.compute_s + again * x.forward_s + x.update_s / num_microbatches,
         x.parameter_bytes,
         x.saved_bytes,
       ]
@@ -280,7 +279,8 @@ class Chain:
   def explain(self, nodes: Sequence[str]) -> ValueError:
     """Returns the error that no partition fits into the machines' memory."""
     found = self._least(nodes, self._fits)
-    assert found is not None
+    if found is None:
+      return ValueError("`costs` must need finite bytes, got inf. Take fewer.")
     cuts = found[1]
     stages = make_stages(self.costs, cuts, self.footprint)
     needs = stage_bytes(stages, self.footprint)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jdist import cluster, models, pipeline
@@ -38,6 +39,13 @@ def part(costs=_COSTS, **change):
   return pipeline.partition(costs, _TWO, **change)
 
 
+def endless():
+  costs = [pipeline.LayerCost(x, 1.0, parameter_bytes=1e308) for x in "ab"]
+  nodes = tuple(cluster.Node(x, memory_bytes=1e9) for x in "ab")
+  with np.errstate(over="ignore"):
+    pipeline.partition(costs, cluster.Cluster(nodes))
+
+
 def even(number):
   return pipeline.partition(_COSTS, cluster.workers([1.0] * number))
 
@@ -72,6 +80,7 @@ def windows(number):
     "1 for pipedream alone",
   ),
   ("optimizer_copies", lambda: plan(optimizer_copies=-1.0), "in [0, inf]"),
+  ("costs", endless, "need finite bytes, got inf"),
   ("optimizer_copies", lambda: footprint(optimizer_copies=-5), "in [0, inf]"),
   (
     "evaluations",
