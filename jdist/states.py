@@ -19,6 +19,7 @@ The law of a leaf states how workers treat it:
     constant   equal on all workers; it may be infinite, as a mask is
 """
 
+import collections
 import dataclasses
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -208,8 +209,7 @@ def find_laws(
   >>> find_laws({"key": jax.random.key(0), "mean": jnp.zeros(2)}, "statistic")
   {'key': 'random', 'mean': 'statistic'}
   """
-  if floats not in LAWS:
-    checks.check_choice("floats", floats, LAWS)
+  checks.check_choice("floats", floats, LAWS)
   found: list[Law] = list(_walk(tree, None, "", floats))
   if laws != ():
     checks.check_type("laws", laws, Laws, "of `states.exceptions`")
@@ -221,11 +221,8 @@ def find_laws(
 
 def evaluated_field(kind: type) -> str | None:
   """Returns the field of a state's class by which parameters are evaluated."""
-  if kind.__name__ == "ScheduleFreeState" and "b1" in getattr(
-    kind, "_fields", ()
-  ):
-    return "z"
-  return getattr(kind, "evaluates", None)
+  schedule_free = kind.__name__ == "ScheduleFreeState" and hasattr(kind, "b1")
+  return "z" if schedule_free else getattr(kind, "evaluates", None)
 
 
 def is_key(x: Any) -> bool:
@@ -304,10 +301,9 @@ def _walk(
   )
   kind: Any = type(x)
   fields = field_laws(kind)
-  if fields is not None:
-    unknown = None
+  unknown = unknown if fields is None else None
   shared = kind.shared if is_declared(kind) else ()
-  equal = equal or getattr(kind, "averages", False) is True
+  equal, chain = equal or _is_mean(x), kind in (tuple, collections.OrderedDict)
   for path, child in children:
     if not path:
       found = _law_of(x, law, name, unknown or floats)
@@ -316,8 +312,12 @@ def _walk(
     key = jax.tree_util.keystr(path, simple=True, separator=".")
     own = (fields or {}).get(key, law)
     yield from _walk(child, own, key, floats, unknown, equal or key in shared)
-    mean = getattr(type(child), "averages", False) is True
-    equal = equal or (kind is tuple and mean)
+    parts = jax.tree.leaves(child, is_leaf=_is_mean) if chain else ()
+    equal = equal or any(map(_is_mean, parts))
+
+
+def _is_mean(state: Any) -> bool:
+  return getattr(type(state), "averages", False) is True
 
 
 def _law_of(x: Any, law: Any, name: str, floats: Any) -> Any:

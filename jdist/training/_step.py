@@ -219,7 +219,7 @@ def _check_communicates(
     raise ValueError(
       "`optimizer` must not skip a step of one worker alone around a mean, for "
       "which the others wait, nor go around it, as `optax.apply_if_finite`, "
-      "`conditionally_transform`, and `MultiSteps` with "
+      "`conditionally_transform`, `conditionally_mask`, and `MultiSteps` with "
       "`should_skip_update_fn` do. Put `transforms.skip_nonfinite(axis)` first "
       "into a chain instead, or the wrapper into the method."
     )
@@ -240,7 +240,7 @@ def _skips(state: PyTree) -> bool:
   if isinstance(state, optax.MultiStepsState):
     return bool(jax.tree.leaves(state.skip_state))
   kinds = optax.ApplyIfFiniteState | optax.ConditionallyTransformState
-  return isinstance(state, kinds)
+  return isinstance(state, kinds | optax.ConditionallyMaskState)
 
 
 def synchronize_statistics(

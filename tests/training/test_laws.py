@@ -324,3 +324,22 @@ def test_infinite_parameters_are_refused():
     training.init_state(
       workers, optax.sgd(0.1), {"mask": MASK, "w": np.ones(2, np.float32)}
     )
+
+
+@pytest.mark.parametrize("chain", [optax.chain, optax.named_chain])
+def test_noise_behind_a_method_is_equal_on_all_workers(chain):
+  # Noise of their own would drive the workers apart.
+  workers = jdist.workers(2, substrate="vmap")
+  parts = (
+    optax.add_noise(0.1, 0.5, 0),
+    jdist.ssgd(optax.sgd(0.1), axis=workers.axis),
+    optax.add_noise(0.1, 0.5, 0),
+  )
+  if chain is optax.named_chain:
+    parts = [*zip("abc", parts, strict=True)]
+  state = training.init_state(workers, chain(*parts), np.zeros(3, np.float32))
+  first, _, last = (
+    state.opt_state[x] for x in ("abc" if isinstance(parts, list) else range(3))
+  )
+  assert (first.rng_key[0] != first.rng_key[1]).any()
+  assert (last.rng_key[0] == last.rng_key[1]).all()

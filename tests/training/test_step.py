@@ -438,8 +438,14 @@ def test_control_and_pending_updates_say_when_statistics_are_averaged():
       x, 2, should_skip_update_fn=optax.skip_not_finite
     ),
     lambda x: optax.conditionally_transform(x, lambda step: step > 0),
+    lambda x: optax.conditionally_mask(x, lambda step: step > 0),
   ],
-  ids=["apply_if_finite", "MultiSteps", "conditionally_transform"],
+  ids=[
+    "apply_if_finite",
+    "MultiSteps",
+    "conditionally_transform",
+    "conditionally_mask",
+  ],
 )
 def test_wrapper_that_skips_a_worker_alone_is_refused(around, method):
   """On devices the others would wait for it; under vmap they drift apart."""
