@@ -280,16 +280,16 @@ class Chain:
     """Returns the error that no partition fits into the machines' memory."""
     found = self._least(nodes, self._fits)
     if found is None:
-      return ValueError("`costs` must need finite bytes, got inf. Take fewer.")
-    cuts = found[1]
-    stages = make_stages(self.costs, cuts, self.footprint)
+      rule = "`costs` must have a finite sum of bytes, got inf."
+      return ValueError(f"{rule} Give the bytes of each layer.")
+    stages = make_stages(self.costs, found[1], self.footprint)
     needs = stage_bytes(stages, self.footprint)
     limits = [self.node(name).memory_bytes for name in nodes]
     # Name the worst stage of the best partition by memory, or a single layer if
     # that alone is too large: then no cut helps.
     i = max(range(len(nodes)), key=lambda i: needs[i] / limits[i])
     what, need = f"stage {i} of {len(nodes)}, {stages[i].name!r},", needs[i]
-    edges = [0, *cuts, len(self.costs)]
+    edges = [0, *found[1], len(self.costs)]
     for j in range(edges[i], edges[i + 1]):
       layer = Pairs(np.array([j]), slice(j + 1, j + 2), nodes, i)
       alone = self._fits(layer)[0, 0]

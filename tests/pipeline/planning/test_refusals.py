@@ -80,7 +80,7 @@ def windows(number):
     "1 for pipedream alone",
   ),
   ("optimizer_copies", lambda: plan(optimizer_copies=-1.0), "in [0, inf]"),
-  ("costs", endless, "need finite bytes, got inf"),
+  ("costs", endless, "a finite sum of bytes, got inf"),
   ("optimizer_copies", lambda: footprint(optimizer_copies=-5), "in [0, inf]"),
   (
     "evaluations",
