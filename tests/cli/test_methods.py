@@ -121,7 +121,7 @@ def test_used_options_follow_from_a_methods_arguments(method, given, used):
   }
   # Methods with a momentum of their own are built around plain SGD.
   plain = methods.registry[method].own_momentum
-  assert found == used | (set() if plain else {"optimizer"})
+  assert found == used | (set() if plain else {"optimizer", "momentum"})
 
 
 @pytest.mark.parametrize(
