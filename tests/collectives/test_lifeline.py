@@ -125,7 +125,7 @@ class _Team:
 
 @pytest.fixture
 def team(tmp_path):
-  # Of a short name, as a socket's must be.
+  # The path of a socket must be short.
   with tempfile.TemporaryDirectory() as sockets:
     found = _Team(tmp_path, sockets)
     yield found
