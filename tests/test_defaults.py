@@ -334,11 +334,11 @@ _OPTIONS = {
   _groups.StageOptions: {"table": "1f1b", "cuts": (), "delay_fix": "none"},
   _server_options.ProtocolOptions: {
     "parts": ("tasks", "pipeline", "bits"), "pipeline_from": 0.0,
-    "error_limit": 0.02, "peers": False,
+    "peers": False,
   },
   _server_options.ServerOptions: {
-    "elastic": False, "cpus_per_worker": 1.0, "gpus_per_worker": 0.0,
-    "paced": True, "shards": 1, "owned": False,
+    "error_limit": 0.02, "elastic": False, "cpus_per_worker": 1.0,
+    "gpus_per_worker": 0.0, "paced": True, "shards": 1, "owned": False,
   },
   _commands.Train: {
     "method": "msdpu", "learning_rate": 0.1, "seed": 0,

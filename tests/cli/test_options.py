@@ -22,9 +22,10 @@ _COMMANDS = [
 # Numbers whose rules depend on other options or on what they are given to,
 # which refuses them.
 _MEAN = "alpha batch_size bits carry delay_steps rank ratio"
-_SERVER = "ahead error_limit grace local_momentum quorum"
+_SERVER = "ahead grace quorum"
 _ELSEWHERE = {
-  "Train": f"{_MEAN} {_SERVER} chunks cuts gpus_per_worker window",
+  "Train": f"{_MEAN} {_SERVER} chunks cuts error_limit gpus_per_worker "
+  "local_momentum window",
   "Compare": _MEAN,
   "Overlap": "bits rank ratio",
   "Bytes": "bits cut rank ratio",
@@ -194,7 +195,7 @@ _TRAIN = {
   "stages": "table microbatches window chunks cuts late_from delay_fix runtime",
   "runtime processes": "edge_codec",
   "protocol": "bound splits buffer max_staleness backups parts pipeline_from "
-  "error_limit local_rate local_momentum fragments quorum grace ahead peers "
+  "fragments quorum grace ahead peers error_limit local_rate local_momentum "
   "cluster driver timeout_s shards owned",
   "driver ray": "address cpus_per_worker gpus_per_worker",
   "driver ray threads": "paced record",
@@ -205,7 +206,8 @@ _NEEDS = {
   "Advise": {"files": "image_size"},
   "Simulate": {
     "protocol": _TRAIN["protocol"].removesuffix(
-      " cluster driver timeout_s shards owned"
+      " error_limit local_rate local_momentum cluster driver timeout_s shards"
+      " owned"
     )
   },
   "Pipeline": {

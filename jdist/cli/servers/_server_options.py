@@ -51,17 +51,6 @@ class ProtocolOptions:
   computation, so that gradients are one update late. 0.5 keeps the accuracy
   where a pipeline from the beginning does not, see experiments/h_ps."""
 
-  error_limit: float = _option(0.02, "plans")
-  """Largest relative error of a tensor that h_ps sends with fewer bits."""
-
-  local_rate: float | None = _option(None, "local_step", within=NOT_NEGATIVE)
-  """Highest learning rate of the step by which a worker of h_ps anticipates the
-  server's next update, on the server's schedule; 0 for no such step (default:
-  the server's)."""
-
-  local_momentum: float | None = _option(None, "local_step")
-  """Momentum of that step (default: the server's)."""
-
   fragments: int | None = _option(None, "fragments", within=COUNT)
   """Parts of the parameters that decoupled_diloco pushes in turn; must divide
   the interval (default 1)."""
@@ -91,6 +80,17 @@ class ServerOptions(ProtocolOptions):
   protocol: _groups.Part = None
   """Train with a parameter server's protocol in place of a method: one of
   `jdist simulate --help`, or a class or function of your own."""
+
+  error_limit: float = _option(0.02, "plans")
+  """Largest relative error of a tensor that h_ps sends with fewer bits."""
+
+  local_rate: float | None = _option(None, "local_step", within=NOT_NEGATIVE)
+  """Highest learning rate of the step by which a worker of h_ps anticipates the
+  server's next update, on the server's schedule; 0 for no such step (default:
+  the server's)."""
+
+  local_momentum: float | None = _option(None, "local_step")
+  """Momentum of that step (default: the server's)."""
 
   elastic: bool = False
   """Train with `--method`, one with rounds, through a server by which workers
