@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
+from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jdist import checks, signatures
@@ -242,11 +243,9 @@ class Traffic:
     """
     sent = steps * self.bytes_per_step + rounds * self.bytes_per_round
     for phase in self.phases:
-      if phase.unit == "step":
-        times = phase.times(steps, after=after_steps)
-      else:
-        times = phase.times(rounds, after=after_rounds)
-      sent += times * self._bytes_of(phase=phase)
+      spans = {"step": (steps, after_steps), "round": (rounds, after_rounds)}
+      count, after = spans[phase.unit]
+      sent += phase.times(count, after=after) * self._bytes_of(phase=phase)
     return sent
 
   def _bytes_of(self, **place: Any) -> float:
@@ -296,18 +295,17 @@ def traffic(
     (*names, *inner),
     axis_types=(AxisType.Auto,) * (len(names) + len(inner)),
   )
-  traced = jax.make_jaxpr(
-    jax.shard_map(
-      step,
-      mesh=mesh,
-      in_specs=PartitionSpec(),
-      out_specs=PartitionSpec(),
-      axis_names=set(names),
-      check_vma=False,  # It is traced only, so that types do not matter.
-    )
-  )(*args)
+  sharded = jax.shard_map(
+    step,
+    mesh=mesh,
+    in_specs=PartitionSpec(),
+    out_specs=PartitionSpec(),
+    axis_names=set(names),
+    check_vma=False,  # It is traced only, so that types do not matter.
+  )
+  traced = _used(sharded, *args)
   sizes = dict(zip(names, shape, strict=True))
-  return Traffic(tuple(_walk(traced.jaxpr, sizes, _Place(), 1, inner, {})))
+  return Traffic(tuple(_walk(traced, sizes, _Place(), 1, inner, {})))
 
 
 def communicates(function: Callable[..., Any], *args: Any) -> bool:
@@ -327,7 +325,13 @@ def communicates(function: Callable[..., Any], *args: Any) -> bool:
   [True]
   """
   checks.check_function("function", function, "its arguments", len(args))
-  return _has_collective(jax.make_jaxpr(function)(*args).jaxpr)
+  return _has_collective(_used(function, *args))
+
+
+def _used(function: Callable[..., Any], *args: Any) -> Any:
+  """Traces what a compiled function runs: all that its results depend on."""
+  jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+  return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
 def _has_collective(jaxpr: Any) -> bool:

@@ -36,7 +36,8 @@ def make_step(
   Args:
     loss_fn: `(params, model_state, batch, key) -> loss, (model_state,
       metrics)`. The loss is a mean over the batch, and metrics are scalars.
-    optimizer: Any Optax chain. It is given `loss=`, and the same as `value=`.
+    optimizer: Any Optax chain. It is given `loss=`, and the same as `value=`;
+      without rounds that is the workers' mean, which is sent if it is used.
       With `transforms.update_first` a step begins with the previous update.
     axis: The workers' axis.
     accumulate: The number of micro-batches into which a batch is cut. Their
@@ -171,13 +172,16 @@ def make_update(
       given = {} if control is None else {"control": control}
       if not independent:
         _check_communicates(optimizer, axis, gradient, opt_state, params)
+      # Behind a mean workers must see one loss, which is sent if it is used.
+      alike = not independent and transforms.synchronized(opt_state) is True
+      value = collectives.mean(loss, axis) if alike else loss
       # An operation without an axis is an error in a team of several workers,
       # unless these are meant to be independent.
       with (
         collectives.team_of(None) if independent else contextlib.nullcontext()
       ):
         updates, opt_state = optimizer.update(
-          gradient.grads, opt_state, params, loss=loss, value=loss, **given
+          gradient.grads, opt_state, params, loss=loss, value=value, **given
         )
       params = transforms.apply_updates(params, updates, opt_state)
       model_state = synchronize_statistics(
@@ -212,7 +216,7 @@ def _check_communicates(
   params: PyTree,
 ) -> None:
   """Raises a ValueError for an optimizer that leaves several workers apart."""
-  if collectives.size(axis) == 1:
+  if (size := collectives.size(axis)) == 1:
     return
   parts = filter(_skips, jax.tree.leaves(opt_state, is_leaf=_skips))
   if any(map(transforms.averages, parts)):
@@ -231,7 +235,6 @@ def _check_communicates(
     return optimizer.update(grads, opt_state, params, loss=loss, value=loss)
 
   if not collectives.communicates(update, gradient.grads, gradient.loss):
-    size = collectives.size(axis)
     raise _train_state.silent_step_error("optimizer", size)
 
 
@@ -280,11 +283,10 @@ def synchronize_statistics(
   >>> first.tolist(), last.tolist()
   ([1.0, 3.0], [2.0, 2.0])
   """
-  if transforms.streams(opt_state) or transforms.update_pending(opt_state):
+  later = transforms.streams(opt_state) or transforms.update_pending(opt_state)
+  if later or not jax.tree.leaves(model_state):
     return model_state
   ends = None if control is None else control.round_ends
-  if not jax.tree.leaves(model_state):
-    return model_state
   together = transforms.synchronized(opt_state) if ends is None else ends
   if together is True:
     return transforms.mean_statistics(model_state, axis, laws=laws)

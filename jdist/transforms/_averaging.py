@@ -31,9 +31,8 @@ def average_gradients(
 
   As the first element of a chain it makes any Optax optimizer synchronous
   data-parallel training: the following transformations see the same numbers on
-  all workers, so parameters and state stay equal to the bit.  A loss is each
-  worker's own and passes through; for an optimizer that uses it take `ssgd`,
-  which passes the mean.
+  all workers, so parameters and state stay equal to the bit.  A loss passes
+  through; `training.make_step` gives the mean as `value`, as `ssgd` does.
 
   With a compression the mean takes fewer bytes.  All workers decode the same
   bytes, so that the result is still equal on all of them.  The state then is a
@@ -151,19 +150,14 @@ def with_mean_loss(
       extra_args["value_fn"] = functools.update_wrapper(refuse, asked)
 
     def update(**changed: Any) -> tuple[optax.Updates, PyTree]:
-      given = extra_args | changed
-      return optimizer.update(updates, state, params, **given)
+      return optimizer.update(updates, state, params, **(extra_args | changed))
 
-    def uses(name: str) -> bool:
-      loss = extra_args.get(name)
-      return loss is not None and _depends(lambda x: update(**{name: x}), loss)
-
-    if uses("grad"):
+    grad = extra_args.get("grad")
+    if grad is not None and _depends(lambda x: update(grad=x), grad):
       _refuse("grad")
-    # An all-reduce that nothing uses would still be counted as traffic and
-    # waited for, so that only a loss which reaches the outputs is averaged.
-    used = {name: extra_args[name] for name in LOSSES if uses(name)}
-    return update(**collectives.mean(used, axis)) if used else update()
+    # The mean of a loss that nothing uses is no part of the compiled program.
+    losses = {name: extra_args[name] for name in LOSSES if name in extra_args}
+    return update(**{k: collectives.mean(x, axis) for k, x in losses.items()})
 
   return optax.GradientTransformationExtraArgs(optimizer.init, update_fn)
 

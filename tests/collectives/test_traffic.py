@@ -145,6 +145,9 @@ def test_scan_counts_its_length():
   assert found == Collective("all-reduce", 40, 8, count=5)
 
 
+_swapped = jax.jit(lambda x, y: (y, x))
+
+
 @pytest.mark.parametrize(
   ("step", "depths"),
   [
@@ -157,8 +160,12 @@ def test_scan_counts_its_length():
       ),
       [1, 2],
     ),
-    (lambda x: jax.lax.psum(jax.jit(lambda x, y: y)(_sum(x), x), AXIS), [1, 1]),
+    (
+      lambda x: [jax.lax.psum(z, AXIS) for z in _swapped(_sum(x), x)],
+      [1, 1, 2],
+    ),
     (lambda x: [jax.lax.psum(y, AXIS) for y in jax.jit(_pair)(x)], [1, 2, 1]),
+    (lambda x: (_sum(x), x)[1], []),  # No compiled program sends it.
   ],
 )  # fmt: skip
 def test_depth_counts_collectives_on_the_longest_way_of_data(step, depths):

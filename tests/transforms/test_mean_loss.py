@@ -9,7 +9,7 @@ import optax
 import optax.contrib
 import pytest
 
-from jdist import collectives, methods, reducers, transforms
+from jdist import collectives, methods, reducers, training, transforms
 from tests import _refusals, _thinned
 from tests.transforms import _reducers
 
@@ -94,6 +94,24 @@ def pull_by(name):
     return jax.tree.map(jnp.add, updates, own), state
 
   return optax.GradientTransformationExtraArgs(lambda w: (), update)
+
+
+@pytest.mark.parametrize(
+  "behind", [optax.contrib.reduce_on_plateau(0.5, patience=1), pull_by("value")]
+)
+def test_step_gives_the_mean_loss_behind_a_mean(behind):
+  workers = collectives.workers(2, substrate="vmap")
+  optimizer = optax.chain(methods.ssgd(optax.sgd(0.1), axis="worker"), behind)
+
+  def loss_fn(w, model_state, batch, key):
+    return jnp.sum(w * batch), (model_state, {})
+
+  step = workers.jit(training.make_step(loss_fn, optimizer, axis="worker"))
+  state = training.init_state(workers, optimizer, jnp.ones(2))
+  for batch in ([[1.0, 1.0], [3.0, 0.0]], [[4.0, 0.0], [-5.0, 1.0]]):
+    state, metrics = step(state, jnp.array(batch))
+  np.testing.assert_array_equal(state.params[0], state.params[1])
+  assert metrics["loss"][0] != metrics["loss"][1]  # Each worker's own.
 
 
 def searched(make, inner, axis="worker", **changed):
