@@ -157,7 +157,10 @@ def listening(pid: int) -> list[tuple[str, int]]:
         rows[words[9]] = socket.inet_ntop(family, packed), int(port, 16)
   found = []
   for each in [pid, *descendants(pid)]:
-    for path in pathlib.Path(f"/proc/{each}/fd").iterdir():
+    paths = []
+    with contextlib.suppress(FileNotFoundError):  # It has ended since.
+      paths = list(pathlib.Path(f"/proc/{each}/fd").iterdir())
+    for path in paths:
       with contextlib.suppress(OSError):
         inode = path.readlink().name.removeprefix("socket:[").rstrip("]")
         found += [rows[inode]] if inode in rows else []
@@ -168,8 +171,9 @@ def descendants(pid: int) -> list[int]:
   """Returns the processes that a process and those below it have started."""
   found = []
   for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
-    for child in map(int, path.read_text().split()):
-      found += [child, *descendants(child)]
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+      for child in map(int, path.read_text().split()):
+        found += [child, *descendants(child)]
   return found
 
 

@@ -28,7 +28,9 @@ def connections() -> list[dict[str, Any]]:
     users = re.findall(r'"([^"]+)",pid=(\d+)', line)
     if not users or near[0] == far[0]:
       continue
-    title = pathlib.Path(f"/proc/{users[0][1]}/cmdline").read_bytes()
+    title = b""
+    with contextlib.suppress(OSError):  # It has ended since, but sent bytes.
+      title = pathlib.Path(f"/proc/{users[0][1]}/cmdline").read_bytes()
     sent, received = (
       int((re.findall(rf"bytes_{x}:(\d+)", line) or [0])[0])
       for x in ("acked", "received")

@@ -1,6 +1,8 @@
 """Runs of one process listen at no address, while they train."""
 
+import os
 import pathlib
+import socket
 import subprocess
 import sys
 import time
@@ -53,3 +55,17 @@ def test_run_of_one_process_listens_nowhere(words, tmp_path):
     process.kill()
     process.communicate()
   assert found == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_process_that_ends_meanwhile_listens_nowhere(monkeypatch):
+  """A run asks git for its commit, in a process that ends at once."""
+  process = subprocess.Popen([sys.executable, "-c", ""])
+  process.wait()
+  ended = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+  with monkeypatch.context() as patch:
+    patch.setattr(pathlib.Path, "glob", lambda *_: [ended])
+    assert _processes.descendants(os.getpid()) == []
+  monkeypatch.setattr(_processes, "descendants", lambda _: [process.pid])
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    assert server.getsockname() in _processes.listening(os.getpid())

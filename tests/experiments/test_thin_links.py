@@ -51,3 +51,15 @@ def test_rounds_of_peers_are_compared_with_the_servers(monkeypatch):
   # Bytes of a round: to one of four workers, and all of the server's host.
   assert cells[1][7:10] == ["2.00", "3.00", "0.50"]
   assert [x[10] for x in cells] == ["yes", "yes", "**no**"]
+
+
+def test_bytes_of_a_process_that_has_ended_since_are_counted(monkeypatch):
+  nodes = _loading.load("thin_nodes", "thin_links/nodes.py", monkeypatch)
+  # No process has this number: Linux has at most 2**22.
+  line = (
+    '0 0 10.0.0.2:5 10.0.0.1:6 users:(("a",pid=9999999,fd=3)) bytes_acked:7'
+  )
+  monkeypatch.setattr(nodes, "_told", lambda *_: line)
+  assert nodes.connections() == [
+    {"process": "", "near": 5, "far": 6, "sent": 7, "received": 0}
+  ]
