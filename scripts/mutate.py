@@ -24,6 +24,7 @@ Python 3.12 or newer is needed for `--map`.
 import argparse
 import ast
 import collections
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -34,6 +35,7 @@ import pathlib
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -309,17 +311,21 @@ def verdict(
   try:
     process.start()
     process.join(limit_s)
-    if process.is_alive():
-      process.kill()
-      process.join()
-    # A mutant that hangs is killed: a test that ends it would fail.
-    return "killed" if process.exitcode else "survived"
   finally:
+    if process.pid is not None:
+      process.kill()
+      # With all that its tests have started, which would run on.
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+      process.join()
     path.write_text(text)
+  # A mutant that hangs is killed: a test that ends it would fail.
+  return "killed" if process.exitcode else "survived"
 
 
 def _run_tests(folder: pathlib.Path, tests: list[str]) -> None:
   """Ends this process with the status of tests in a copy of the library."""
+  os.setpgid(0, 0)  # A group of its own.
   import pytest
 
   os.chdir(folder)

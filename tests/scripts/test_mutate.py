@@ -1,7 +1,10 @@
 """Mutants of a small file: what is changed, and by which tests it is tried."""
 
 import importlib.util
+import os
 import pathlib
+import select
+import subprocess
 import sys
 
 _PATH = pathlib.Path(__file__).parents[2] / "scripts" / "mutate.py"
@@ -60,3 +63,36 @@ def test_default_is_tried_by_the_tests_of_its_function():
   }
   assert mutate.tests_of(mutant, seen, 100.0) == ["fast", "slow"]
   assert mutate.tests_of(mutant, seen, 2.0) == ["fast"]
+
+
+_LEAVES_A_PROCESS = """
+import subprocess
+
+
+def test_fails():
+  subprocess.Popen(["sleep", "100"], pass_fds=[{held}])
+  assert False
+"""
+_VERDICT = """
+import pathlib, sys
+import mutate
+mutant = next(mutate.mutants("mean.py", pathlib.Path("mean.py").read_text()))
+print(mutate.verdict(mutant, pathlib.Path.cwd(), ["test_mean.py"], 100.0))
+"""
+
+
+def test_what_tests_of_a_mutant_have_started_ends_with_them(tmp_path):
+  ends, held = os.pipe()
+  (tmp_path / "mean.py").write_text(_TEXT)
+  (tmp_path / "test_mean.py").write_text(_LEAVES_A_PROCESS.format(held=held))
+  told = subprocess.run(
+    [sys.executable, "-c", _VERDICT], cwd=tmp_path, pass_fds=[held],
+    env=os.environ | {"PYTHONPATH": str(_PATH.parent)}, check=True,
+    capture_output=True, text=True,
+  )  # fmt: skip
+  os.close(held)
+  assert told.stdout == "killed\n"
+  assert (tmp_path / "mean.py").read_text() == _TEXT
+  # The pipe ends when no process holds it.
+  with open(ends, "rb") as pipe:
+    assert select.select([pipe], [], [], 50)[0]
