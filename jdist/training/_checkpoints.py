@@ -89,8 +89,15 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         checkpoint is refused.
     """
     self._orbax = checks.import_extra("orbax.checkpoint", "checkpoints")
+    name = os.fspath(directory)
+    url = name.partition("/")[0].endswith(":")
+    if url or name != name.encode(errors="ignore").decode():
+      raise ValueError(
+        "`directory` must be a local folder whose path is UTF-8, got "
+        f"{name!r}. Mount a bucket, or rename the folder."
+      )
     self._directory = _checkpoint_directory.CheckpointDirectory(
-      pathlib.Path(directory).absolute()
+      pathlib.Path(name).absolute()
     )
     self._lease = lease.Lease(self._directory.path, channel.run_id())
     self._workers = workers
@@ -158,10 +165,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     for number, (name, leaf, once) in enumerate(
       zip(names, leaves, flags, strict=True)
     ):
-      shape, dtype = list(leaf.shape), str(leaf.dtype)
-      entries.append(
-        {"name": name, "shared": once, "shape": shape, "dtype": dtype}
-      )
+      form = {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+      entries.append({"name": name, "shared": once} | form)
       # Orbax refuses arrays without elements.
       if leaf.size:
         arrays[f"{number:05d}"] = self._to_save(states.key_words(leaf), once)
@@ -307,14 +312,10 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
       template = template(step)
     names, leaves = _named(template)
     self._check_fits(manifest, names, leaves)
-    return Restored(
-      step,
-      jax.tree.unflatten(
-        jax.tree.structure(template),
-        self._read(self._directory.target(step), manifest["leaves"], leaves),
-      ),
-      manifest["metadata"],
-    )
+    target = self._directory.target(step)
+    values = self._read(target, manifest["leaves"], leaves)
+    state = jax.tree.unflatten(jax.tree.structure(template), values)
+    return Restored(step, state, manifest["metadata"])
 
   def _check_fits(
     self, manifest: dict[str, Any], names: list[str], leaves: list[jax.Array]
@@ -385,8 +386,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     It is on the disk, but only `restore` finds out whether it is damaged.
     """
     self.wait()
-    steps = self._directory.steps()
-    return steps[0] if steps else None
+    return next(iter(self._directory.steps()), None)
 
   def wait(self) -> None:
     """Waits until all files are on the disk, and raises errors of writes."""

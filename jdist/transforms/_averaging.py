@@ -183,7 +183,5 @@ def _depends(update: Callable[[PyTree], PyTree], loss: PyTree) -> bool:
   False
   """
   traced = jax.make_jaxpr(update)(loss).jaxpr
-  used = list(traced.outvars)
-  for equation in traced.eqns:
-    used += equation.invars
+  used = [*traced.outvars, *(x for e in traced.eqns for x in e.invars)]
   return any(one is given for one in used for given in traced.invars)

@@ -1,5 +1,6 @@
 """Refusals of steps, losses and runs: an argument and its rule."""
 
+import pathlib
 import tempfile
 import types
 
@@ -60,6 +61,10 @@ def evaluator(batches):
 def kept(number):
   with tempfile.TemporaryDirectory() as folder:
     return training.Checkpoints(folder, _tiny.team("none"), keep=number)
+
+
+def opened(folder):
+  return training.Checkpoints(folder, _tiny.team("none"))
 
 
 def save(step, **options):
@@ -129,6 +134,13 @@ def updated(gradient):
 
 
 @_refusals.table(
+  ("directory", lambda: opened("gs://bucket/run"), "must be a local folder"),
+  (
+    "directory",
+    lambda: opened(pathlib.Path("s3://bucket")),
+    "must be a local folder",
+  ),
+  ("directory", lambda: opened("run\udcff"), "whose path is UTF-8"),
   ("batches", lambda: fit([]), "a function of an int"),
   ("batches(step)", lambda: fit(lambda start: [1]), "an iterator of batches"),
   (

@@ -12,6 +12,14 @@ from tests import _refusals
 from tests.transforms import _reducers
 
 SGD = optax.sgd(0.1)
+
+
+def needing(updates, state, params=None, **given):
+  """As that of Optax's Sophia, which takes a function of the caller."""
+  raise ValueError("obj_fn must be provided.")
+
+
+NEEDING = optax.GradientTransformationExtraArgs(lambda w: (), needing)
 RATES = optax.cosine_decay_schedule(0.1, 100)
 
 
@@ -69,6 +77,11 @@ def msdpu(optimizer=SGD, interval=2, learning_rate=RATES, **others):
     "rule",
     lambda: step(local(interval=1, rule=optax.lookahead(SGD, 2, 0.5))),
     "an optimizer that needs neither pairs of parameters",
+  ),
+  (
+    "inner",
+    lambda: step(local(inner=NEEDING)),
+    "its update fails: obj_fn must be provided.",
   ),
   ("interval", lambda: local(interval=0), "an int >= 1"),
   ("interval", lambda: local(interval=True), "an int >= 1"),

@@ -315,17 +315,18 @@ def lenient(
   ) -> tuple[PyTree, PyTree]:
     try:
       found = optimizer.update(updates, state, params, **extra_args)
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
       # `optax.contrib.sam`, for instance, takes one, and no others.
       for name in extra_args:
         if f"unexpected keyword argument '{name}'" in str(error):
           left = {k: x for k, x in extra_args.items() if k != name}
           return update(updates, state, params, **left)
-      if not re.search("required keyword-only|attribute '?fast", str(error)):
+      needs = r"required keyword-only|attribute '?fast|^\w+ must be provided"
+      if not re.search(needs, reason := str(error).rstrip(".")):
         raise
       raise ValueError(
         f"`{argument}` must be an optimizer that needs neither pairs of "
-        f"parameters nor arguments of its own, but its update fails: {error}."
+        f"parameters nor arguments of its own, but its update fails: {reason}."
       ) from error
     like = updates if params is None else params
     if layout(found) != layout((like, state)):
