@@ -72,7 +72,7 @@ def test_three_counts_agree():
       sys.executable, "-m", "jdist", "bytes", "--model", "mlp",
       "--workers", "4", "--methods",
       "ssgd", "qsgd", "powersgd", "local_sgd", "sparse_loco",
-      "dgc", "mp2", "--warmup-steps", "100", "--steps", "600", "--cut", "1",
+      "dgc", "mp2", "--warmup-steps", "100", "--cut", "1",
     ],
     env=_processes.environment(), capture_output=True, text=True, timeout=600,
   )  # fmt: skip
