@@ -443,6 +443,14 @@ def test_messages_take_the_median_of_turns(monkeypatch):
   assert found.exposed_s("ssgd") == pytest.approx(0.1 + 0.5 * 3 / 12)
 
 
+def test_seconds_of_a_call_are_the_mean_of_all_calls(monkeypatch):
+  times = iter([10.0, 12.0])
+  monkeypatch.setattr(_advise.time, "perf_counter", lambda: next(times))
+  calls = []
+  assert _advise._seconds(calls.append, ("given",), 4) == 0.5
+  assert calls == ["given"] * 4
+
+
 def test_best_method_has_the_shortest_median_step():
   """And not the one whose slow steps are the shortest."""
   base, steady = ([x] * 3 for x in (1.0, 0.12))

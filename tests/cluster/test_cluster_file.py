@@ -122,6 +122,26 @@ WRONG = {
   ),
   "links of a number": ("links = 3\nnodes = []", "`links` must be .*, got 3"),
   "nodes of a text": ('nodes = "a"', "`nodes` must be .*, got 'a'"),
+  "slow-downs of one table": (
+    FILE.replace("[{ start_s = 60", "{ start_s = 60").replace("5 }]", "5 }"),
+    "`slowdowns` must be a list of tables, got {",
+  ),
+  "an outage of a number": (
+    FILE.replace("[{ start_s = 120, end_s = 150 }, ", "[3, "),
+    "`outages` must be a table, got 3",
+  ),
+  "one end of a link": (
+    FILE.replace('["slow", "switch"]', '["slow"]'),
+    r"`between` of .* number 2 must be two names, got \['slow'\]",
+  ),
+  "ends of a link in one text": (
+    FILE.replace('["slow", "switch"]', '"up"'),
+    "`between` of .* number 2 must be two names, got 'up'",
+  ),
+  "a number as an end": (
+    FILE.replace('["slow", "switch"]', '["slow", 7]'),
+    "`between` of .* number 2 must be names, got 7",
+  ),
   "jitter beyond all": (FILE.replace("0.1", "1e308"), "`jitter` must be at mo"),
   "no name": ("[[nodes]]\ncount = 2", "number 1 must have a `name`"),
   "no bandwidth": (

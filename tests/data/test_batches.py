@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import pickle
+import sys
 import threading
 import time
 
@@ -165,6 +166,16 @@ def test_iterating_gives_the_steps_in_order(start_step):
       batch = next(iterator)
       np.testing.assert_array_equal(batch["image"], batches[step]["image"])
       np.testing.assert_array_equal(batch["label"], batches[step]["label"])
+
+
+def test_iterating_without_grain_gives_the_same_steps(monkeypatch):
+  monkeypatch.setitem(sys.modules, "grain", None)
+  batches = data.Batches(numbered(50), 4, 3, seed=1)
+  iterator = batches.iterate(7)
+  for step in range(7, 30):
+    np.testing.assert_array_equal(
+      next(iterator)["image"], batches[step]["image"]
+    )
 
 
 def test_prefetching_is_bounded():

@@ -401,3 +401,8 @@ def test_module_that_needs_more_than_inputs_is_refused(kind):
     module = module.bind({})
   with _refusals.refused("module", "got Stateful of x, state and state=None"):
     models.functional(module)
+
+
+def test_linen_module_without_its_variables_is_refused():
+  with _refusals.refused("module", "bound to its variables"):
+    models.functional(Fields())

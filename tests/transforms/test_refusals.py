@@ -377,6 +377,17 @@ def test_update_of_another_form_raises(wrong, holder):
     jax.eval_shape(optimizer.update, w, state, w)
 
 
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_update_without_parameters_raises(holder):
+  own = optax.GradientTransformation(lambda params: (), lambda g, state: g)
+  name = {"inner": holder, "rule": holder, "fragments": "inner"}
+  name = name.get(holder, "optimizer")
+  with pytest.raises(
+    ValueError, match=f"`{name}.update` must be a function of"
+  ):
+    HOLDERS[holder](own)
+
+
 # With what stands for the gradient of an integer in JAX.
 EXACTLY = reducers.Compression(reducers.Exact())
 OF_FLOATS = {

@@ -174,3 +174,14 @@ def test_a_team_refuses_what_it_cannot_do():
   batches = small.batches(1, 3, _training.MICRO * _COUNT)
   with _refusals.refused("batches", "for each of 2 workers, got an array"):
     _train("ssgd", "equal", batches, made)
+
+
+def test_clipping_over_all_stages_of_a_team_is_refused(monkeypatch):
+  clipped = lambda axis: optax.chain(  # noqa: E731
+    optax.clip_by_global_norm(1.0), jdist.ssgd(_sgd(), axis=axis)
+  )
+  monkeypatch.setitem(_METHODS, "clipped", clipped)
+  made = pipeline.make_table("1f1b", 2, _COUNT)
+  batches = small.batches(1, _WORKERS, _training.MICRO * _COUNT)
+  with _refusals.refused("optimizer", "see the leaves of one stage only"):
+    _train("clipped", "equal", batches, made)

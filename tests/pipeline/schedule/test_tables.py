@@ -320,6 +320,11 @@ _TABLE = pipeline.make_table("1f1b", 2, 2)
   ("num_microbatches", lambda: pipeline.make_table("pipedream", 4, 0), "must"),
   ("num_microbatches", lambda: pipeline.make_table("2bw", 2, "x"), "must"),
   ("num_stages", lambda: pipeline.make_table("2bw", {"x": 1}, 2), "must"),
+  (
+    "times",
+    lambda: pipeline.zb_v([pipeline.StageTimes()] * 3, 4),
+    "two stages for each device in a V, got 3",
+  ),
   ("max_live", lambda: pipeline.ours(4, 4, max_live=[2]), "each of the 4"),
   ("max_live", lambda: pipeline.ours(4, 4, max_live=2), "must"),
   (
