@@ -25,6 +25,15 @@ def pair():
   bare.close()
 
 
+def test_address_of_version_6_is_listened_at():
+  try:
+    listening = channel.listen("::1")
+  except OSError:
+    pytest.skip("this machine has no ::1")
+  with listening:
+    assert listening.family == socket.AF_INET6
+
+
 def frame(magic=b"jdc1", words=2, size=0):
   return struct.pack("<4sIQ", magic, words, size)
 

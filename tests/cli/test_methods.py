@@ -151,6 +151,17 @@ def test_options_reach_the_method(name, options):
   assert transforms.streams(state) == options.stream
 
 
+@pytest.mark.parametrize("name", ["diloco", "msdpu", "streaming_diloco"])
+def test_outer_optimizer_is_the_methods_own_unless_one_is_named(name):
+  method = methods.registry[name]
+  own = {"outer_learning_rate": 0.3} if name != "msdpu" else {}
+  found = _methods._arguments(method, _commands.Train(**own))
+  assert found.items() >= own.items() and "rule" not in found
+  named = _commands.Train(outer="adam", outer_learning_rate=0.3)
+  found = _methods._arguments(method, named)
+  assert "rule" in found and "outer_learning_rate" not in found
+
+
 @pytest.mark.parametrize("given", [{}, {"learning_rate": 0.3, "momentum": 0.5}])
 @pytest.mark.parametrize("outer", [None, "sgd", "momentum", "nesterov", "adam"])
 def test_outer_optimizer_has_the_defaults_of_the_help(outer, given):

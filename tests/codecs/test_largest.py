@@ -101,6 +101,21 @@ def test_sampled_threshold_keeps_its_bounds(name, k):
     assert (indices[used:] == LENGTH - 1).all()
 
 
+@pytest.mark.parametrize(
+  ("k", "at_least", "rank"), [(200, 160, 210.0), (200, None, 276.0)]
+)
+def test_guess_aims_between_the_bounds(monkeypatch, k, at_least, rank):
+  # With another guess the same entries are found, in more passes.
+  asked = []
+  guess = _largest._guess
+  monkeypatch.setattr(
+    _largest, "_guess", lambda x, *more: asked.append(more) or guess(x, *more)
+  )
+  x = jax.ShapeDtypeStruct((1, LENGTH), jnp.float32)
+  jax.eval_shape(lambda x: _largest.largest(x, k, at_least=at_least), x)
+  assert asked == [(rank, 0.01)]
+
+
 @hypothesis.settings(max_examples=15)
 @hypothesis.given(st.integers(0, 10**6), st.sampled_from([3, 130]))
 def test_largest_are_exact_with_ties_and_any_magnitudes(seed, k):

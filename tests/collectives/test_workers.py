@@ -445,3 +445,23 @@ def test_shardings_name_the_workers_axis_first():
     (PartitionSpec("fsdp", None), PartitionSpec("worker", "fsdp")),
   ):
     assert team.sharding(spec) == NamedSharding(team.mesh, wanted)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_parts_vary_over_workers_where_the_step_tracks_it(checked):
+  # Otherwise branches of a conditional in the step have different types.
+  mesh, split = mesh_2x2(), PartitionSpec("fsdp")
+
+  def step(x):
+    twice = collectives.map_shards(
+      lambda x: 2 * x, ["fsdp"], in_specs=(split,), out_specs=split
+    )(x)
+    return jax.lax.cond(x[0] > 0, lambda: twice, lambda: x)
+
+  with jax.set_mesh(mesh):
+    run = jax.shard_map(
+      step, in_specs=PartitionSpec("worker"), out_specs=PartitionSpec("worker"),
+      axis_names={"worker"}, check_vma=checked,
+    )  # fmt: skip
+    found = jax.jit(run)(jnp.array([1.0, 2.0, -1.0, 2.0]))
+  np.testing.assert_array_equal(found, [2.0, 4.0, -1.0, 2.0])
