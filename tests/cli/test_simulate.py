@@ -77,6 +77,19 @@ def test_samples_and_seconds_limit_a_simulation(file, tmp_path):
     assert 0.8 * limit < row[key] <= limit
 
 
+def test_seed_draws_the_jitter(tmp_path):
+  path = tmp_path / "jitter.toml"
+  path.write_text(FILE.replace("speed = 8.0", "speed = 8.0\njitter = 0.5"))
+  times = []
+  for number, seed in enumerate((0, 0, 1)):
+    output = tmp_path / f"out{number}"
+    command = f"simulate {path} --protocols asp --updates 20 --seed {seed}"
+    assert cli.main([*command.split(), "--output", str(output)]) == 0
+    row = json.loads((output / "rows.jsonl").read_text())
+    times.append(row["virtual_s"])
+  assert times[0] == times[1] != times[2]
+
+
 def test_h_ps_pipelines_after_a_share_of_the_run(file, tmp_path):
   """By updates, or by samples: 40 rounds of 3 workers' 32."""
   for limit in ("--updates 40", "--samples 3840"):
