@@ -51,6 +51,14 @@ def test_fair_links_give_each_an_equal_part():
   assert arrivals(two("fair"), messages) == [4, 3, 2]
 
 
+def test_trace_shows_each_message_once_until_its_last_byte():
+  # The first message would have ended at second 2, had it been alone.
+  trace = cluster.Trace()
+  arrivals(two("fair"), [(0, "a", "b", 2), (1, "a", "b", 2)], trace)
+  spans = [(x.resource, x.start_s, x.end_s) for x in trace]
+  assert spans == [("a->b", 0, 3), ("a->b", 1, 4)]
+
+
 @pytest.mark.parametrize("sharing", ["first_come", "fair"])
 def test_message_flows_over_all_links_at_once(sharing):
   links = {

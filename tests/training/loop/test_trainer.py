@@ -549,9 +549,10 @@ def test_checkpoints_that_would_not_be_written_are_refused(monkeypatch):
 
 
 def test_records_of_a_later_state_are_refused(monkeypatch):
-  record = training.Record(4, 4, 0.0, 1.0, {}, 1.0, 1.0)
+  # The state of this run is of step 0, as the first record is.
+  records = [training.Record(x, x, 0.0, 1.0, {}, 1.0, 1.0) for x in (0, 4)]
   with _refusals.refused("continues[-1].step", "got 4. Give the records that"):
-    _Fake(monkeypatch).fit(6, continues=[record])
+    _Fake(monkeypatch).fit(6, continues=records)
 
 
 def test_step_without_loss_or_rounds_raises():
