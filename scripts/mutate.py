@@ -50,6 +50,7 @@ XLA_FLAGS = (
   "--xla_cpu_parallel_codegen_split_count=1"
 )
 _OUTPUT = "output.txt"
+_STATING = re.compile(r"tests/(cli/test_options|test_\w+)\.py")
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
   ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
   ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult,
@@ -253,7 +254,15 @@ def tests_of(
     name
     for name, run in found.items()
     if set(mutant.lines) & set(run["lines"].get(mutant.path, ()))
-  ] or [name for name, run in found.items() if mutant.path in run["lines"]]
+  ]
+  if not names:
+    # The line runs when the module is imported. Defaults and ranges are stated
+    # by tests that may run no line of it.
+    names = [
+      name
+      for name, run in found.items()
+      if mutant.path in run["lines"] or _STATING.fullmatch(name)
+    ]
   names.sort(key=lambda name: found[name]["seconds"])
   sums = itertools.accumulate(found[name]["seconds"] for name in names)
   # At least one: the slowest test may be the only one.
