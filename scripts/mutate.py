@@ -12,11 +12,12 @@ end, and survives otherwise: either a test is missing, or nothing that the
 library promises depends on that line.
 
 `--map` runs the tests of some folders and notes which file of tests comes
-through which line; a mutant is tried by these files, the fastest first.  With
-`--near N` no map is needed: a mutant is tried by the doctests of its file and
-the N files of its room's tests whose names have most words of its own.  Each
-verdict is a row of `--results`: what has one is not tried again, so a run that
-was interrupted continues.  A changed line is another mutant.
+through which line; a mutant is tried by these files, those of its own room and
+the fastest first.  With `--near N` no map is needed: a mutant is tried by the
+doctests of its file and the N files of its room's tests whose names have most
+words of its own.  Each verdict is a row of `--results`: what has one is not
+tried again, so a run that was interrupted continues.  A changed line is another
+mutant.
 
 Python 3.12 or newer is needed for `--map`.
 """
@@ -249,7 +250,7 @@ class Recorder:
 def tests_of(
   mutant: Mutant, found: dict[str, Any], budget_s: float
 ) -> list[str]:
-  """Returns files of tests that run a mutant, the fastest first."""
+  """Returns files of tests that run a mutant: its room's, the fastest first."""
   names = [
     name
     for name, run in found.items()
@@ -263,7 +264,8 @@ def tests_of(
       for name, run in found.items()
       if mutant.path in run["lines"] or _STATING.fullmatch(name)
     ]
-  names.sort(key=lambda name: found[name]["seconds"])
+  room = str(pathlib.Path("tests", *pathlib.Path(mutant.path).parts[1:2]))
+  names.sort(key=lambda x: (not x.startswith(room), found[x]["seconds"]))
   sums = itertools.accumulate(found[name]["seconds"] for name in names)
   # At least one: the slowest test may be the only one.
   return [
@@ -390,7 +392,7 @@ def main() -> None:
   parser.add_argument("--limit-s", type=float, default=900.0)
   parser.add_argument(
     "--tests-s", type=float, default=600.0,
-    help="seconds of tests for a mutant, the fastest files first",
+    help="seconds of tests for a mutant, as they were when the map was made",
   )  # fmt: skip
   parser.add_argument("--near", type=int, help="files of tests, without a map")
   parser.add_argument("--list", action="store_true", help="run nothing")
