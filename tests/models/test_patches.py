@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from jdist import models
-from jdist.models import _patches
+from jdist.models import _layers, _patches
 
 
 def _draw(*shape, dtype=jnp.float32):
@@ -125,3 +125,10 @@ def test_halving_is_max_pooling(size, padding):
 def test_equal_maxima_share_the_gradient():
   gradient = jax.grad(lambda x: _patches.halve(x)[0, 0, 0, 0])
   np.testing.assert_array_equal(gradient(jnp.ones((1, 2, 2, 1))), 0.25)
+
+
+@pytest.mark.parametrize("channels", [8, 9])
+def test_images_of_at_most_eight_channels_are_convolved_as_patches(channels):
+  layer = _layers.conv(channels, 2, 3, rngs=nnx.Rngs(0))
+  of_patches = layer.conv_general_dilated is _patches.convolve
+  assert of_patches == (channels == 8)
