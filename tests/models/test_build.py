@@ -497,3 +497,16 @@ def test_importing_models_loads_no_extra():
   )
   loaded = set(result.stdout.split())
   assert not loaded & {"sklearn", "grain", "tensorflow_datasets", "jdist.data"}
+
+
+@pytest.mark.parametrize("size, left", [(32, 32), (96, 24)])
+def test_first_pool_is_left_out_for_small_images(size, left):
+  model = models.build(
+    "resnet18", input_shape=(size, size, 3), num_classes=10, width=8,
+    norm="none", abstract=True,
+  )  # fmt: skip
+  x = jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)
+  first = model.layers[0]
+  apply = functools.partial(first.apply, train=True)
+  y, _ = jax.eval_shape(apply, first.params, first.state, x)
+  assert y.shape == (1, left, left, 8)

@@ -35,6 +35,12 @@ def compress(reducer=LARGEST, feedback=None, **options):
   return reducers.Compression(reducer, feedback, **options)
 
 
+def reduce_integers(reducer):
+  tree = {"w": jnp.zeros(8)}
+  state = reducer.init(tree, None)
+  return reducer.reduce(COUNTED, state, jax.random.key(0), None)
+
+
 def scheduled(*phases):
   return reducers.Scheduled(phases)
 
@@ -143,6 +149,12 @@ _SCALED = codecs.RandomK(0.1)
     "keep no state",
   ),
   ("['n'][0]", lambda: ROUND.init(COUNTED, None), "PerLeaf"),
+  ("['n'][0]", lambda: reduce_integers(ROUND), "PerLeaf"),
+  (
+    "['n'][0]",
+    lambda: reduce_integers(carry(small.Rounded(), wire="gather")),
+    "PerLeaf",
+  ),
   (
     "['n'][0]",
     lambda: carry(small.Rounded(), wire="gather").init(COUNTED, None),

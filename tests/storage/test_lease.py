@@ -134,6 +134,17 @@ def test_run_of_another_machine_keeps_its_lease(clock, tmp_path):
   assert clock.now_s == pytest.approx(lease._BEAT_S, abs=0.2)
 
 
+def test_next_process_of_a_run_takes_over_its_lease(monkeypatch, tmp_path):
+  # Otherwise others would find the process before it, which has ended.
+  monkeypatch.setattr(lease, "_BEAT_S", 600.0)
+  _elsewhere(tmp_path, 1)
+  found = lease.Lease(tmp_path, "one")
+  found.claim()
+  entry = json.loads((tmp_path / "lease.json").read_text())
+  assert (entry["run"], entry["process"]) == ("one", os.getpid())
+  found.release()
+
+
 def test_last_of_two_runs_that_find_a_dead_one_has_its_lease(clock, tmp_path):
   (tmp_path / "lease.json").write_text("{}")
 
