@@ -50,6 +50,24 @@ def test_bubbles_match_the_formulas(stages, microbatches):
     assert times.utilisation == pytest.approx((1.0,) * stages), name
 
 
+def test_trace_names_messages_by_their_actions():
+  link = {("n0", "n1"): cluster.Link(8.0)}
+  machines = cluster.Cluster(
+    (cluster.Node("n0"), cluster.Node("n1")), cluster.Topology(link), "n0"
+  )
+  table = pipeline.make_table("1f1b", 2, 1)
+  costs = [_Cost("stage", 1.0, 2.0, output_bytes=3.0)] * 2
+  sent = [
+    (x.resource, x.name, x.kind, x.start_s, x.end_s)
+    for x in _simulate(table, costs, machines).trace
+    if "->" in x.resource
+  ]
+  assert sent == [
+    ("n0->n1", "F0/0", "activation", 1.0, 4.0),
+    ("n1->n0", "B0/1", "gradient", 7.0, 10.0),
+  ]
+
+
 def test_slow_device_and_slow_down_lengthen_the_run():
   table = pipeline.make_table("ours", 4, 8, num_iterations=20)
   assert _simulate(table).iteration_s == pytest.approx(24.0)

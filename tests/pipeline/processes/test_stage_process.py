@@ -12,6 +12,7 @@ from jdist import channel, models, pipeline, transforms
 from jdist.pipeline.processes import _device_part, _segment
 from jdist.pipeline.runtime import _stages
 from jdist.pipeline.schedule import _table
+from tests import _refusals
 from tests.pipeline.processes._threads import in_threads
 from tests.pipeline.runtime import _small_models as small
 from tests.pipeline.runtime import _training
@@ -375,6 +376,18 @@ def test_stages_of_a_device_have_no_barrier_where_iterations_overlap(
     _device_part.check_barriers(table, 2, "`clip_norm`")
   flushed = pipeline.make_table("interleaved", 2, 2)
   _device_part.check_barriers(flushed, 2, "`clip_norm`")
+
+
+def test_optimizers_that_a_process_cannot_run_raise():
+  table = pipeline.make_table("zb_v", 1, 2)
+  with pytest.raises(ValueError, match="`clip_norm` must be left out where"):
+    _training.process(small.layers(), table, clip_norm=0.5)
+  process = _training.process(small.layers(), table)
+  clipped = optax.chain(optax.clip_by_global_norm(0.5), _momentum())
+  with pytest.raises(ValueError, match="by all leaves must be left out where"):
+    process.init_state(clipped)
+  with _refusals.refused("optimizer", "an Optax transformation, for instance"):
+    process.init_state("sgd")
 
 
 def test_passes_that_may_read_other_versions_run_the_stage_again():
