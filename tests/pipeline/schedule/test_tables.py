@@ -316,6 +316,11 @@ _TABLE = pipeline.make_table("1f1b", 2, 2)
   ("name", lambda: pipeline.make_table("dapple", 2, 2), "'naive'"),
   ("num_stages", lambda: pipeline.make_table("1f1b", 0, 2), "an int"),
   ("num_microbatches", lambda: pipeline.make_table("gpipe", 2, 0), "must"),
+  (
+    "num_iterations",
+    lambda: pipeline.make_table("1f1b", 2, 2, num_iterations=0),
+    "an int",
+  ),
   ("num_microbatches", lambda: pipeline.make_table("paci", 4, 0), "must"),
   ("num_microbatches", lambda: pipeline.make_table("pipedream", 4, 0), "must"),
   ("num_microbatches", lambda: pipeline.make_table("2bw", 2, "x"), "must"),
