@@ -237,6 +237,21 @@ def test_shortcut_without_parameters_takes_every_second_pixel():
   assert not y[..., 2].any()
 
 
+@pytest.mark.parametrize("bottleneck", [False, True])
+def test_stride_of_a_block_is_that_of_its_first_window_of_three(bottleneck):
+  block = _resnet._Block(
+    8, 4, bottleneck=bottleneck, strides=2, norm="none", num_groups=1,
+    shortcut_size=None, num_blocks=1, rngs=nnx.Rngs(0),
+  )  # fmt: skip
+  convs = [getattr(block, name) for name in block.names]
+  found = [(x.kernel_size, x.strides) for x in convs]
+  one, three = (1, 1), (3, 3)
+  assert found == (
+    [(one, (1, 1)), (three, (2, 2)), (one, (1, 1))] if bottleneck
+    else [(three, (2, 2)), (three, (1, 1))]
+  )  # fmt: skip
+
+
 def test_odd_border_of_lenet_is_larger_below_and_to_the_right():
   padded = np.asarray(_lenet._pad_to_32(jnp.ones((1, 27, 29, 1))))[0, :, :, 0]
   rows, columns = np.nonzero(padded)
