@@ -310,7 +310,7 @@ def test_status_names_who_is_here_and_who_has_pushed():
   )
   made = object.__new__(server.LiveServer)
   made._lost, made._error = None, "none yet"
-  made._core = types.SimpleNamespace(
+  made._core = core = types.SimpleNamespace(
     boxes=boxes, delivery=delivery, marks=marks, wall_s=1.5, finished=False
   )
   assert made.status() == {
@@ -318,3 +318,7 @@ def test_status_names_who_is_here_and_who_has_pushed():
     "expelled": ["c"], "records": 3, "error": "none yet", "resumed": 2,
     "updates": 5, "samples": 40, "members": 2,
   }  # fmt: skip
+  # It has not begun.
+  core.delivery, marks.checkpoints.found = None, None
+  zeros = dict.fromkeys(("updates", "samples", "members"), 0)
+  assert made.status().items() >= (zeros | {"resumed": None}).items()

@@ -234,7 +234,9 @@ def test_first_pull_of_a_member_is_exact():
   end_round(20.0)
   # The first round was exact, and is measured: 9 s of messages.
   assert [x.pull_plan for x in replies] == [0, 0, 2, 2, 2, 2]
+  assert set(state.plans) == {"a", "b"}
   deliver(25.0, server.Leave("b"))
+  assert set(state.plans) == {"a"}
   deliver(25.0, server.Join("b"))
   deliver(25.0, server.Pull("b"))
   deliver(30.0, server.Push("a", replies[-2].task, 10, 1.0))
