@@ -142,8 +142,8 @@ class _Run:
       return transforms.evaluation_params(opt_state, params, kept, axis=axis)
 
     def update(params: Any, kept: Any) -> Any:
-      _, opt_state = optimizer.update(params, optimizer.init(params), params)
-      return training.synchronize_statistics(kept, opt_state, axis=axis)
+      found = optimizer.update(params, optimizer.init(params), params)
+      return found, training.synchronize_statistics(kept, found[1], axis=axis)
 
     self._drained = team.jit(drained)
     # Codecs see the leaves of one stage at a time.
