@@ -265,13 +265,13 @@ def traffic(
 ) -> Traffic:
   """Counts the collectives over the workers in one worker's step.
 
-  Collectives over other axes of the user's mesh are not counted; those over
-  the workers that run on each device of such an axis count for each.
+  Collectives over other axes of the user's mesh are not counted, nor are those
+  that no result depends on, which a compiled step has not; those over the
+  workers that run on each device of such an axis count for each.
 
   Args:
     step: One worker's step.
-    *args: Its arguments, arrays or `jax.ShapeDtypeStruct`, without a leading
-      axis of workers.  Nothing is computed.
+    *args: One worker's arguments or their `jax.ShapeDtypeStruct`s.
     axis: The axis of the step's collectives.
     num_workers: The number of machines, one a worker.
     inner_axes: The mesh's other axes, which a step's own `shard_map` may name,
