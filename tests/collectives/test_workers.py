@@ -7,10 +7,11 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jdist import collectives
+from jdist import collectives, transforms
 from tests import _processes
 from tests.profiling import _reading
 
@@ -465,3 +466,16 @@ def test_parts_vary_over_workers_where_the_step_tracks_it(checked):
     )  # fmt: skip
     found = jax.jit(run)(jnp.array([1.0, 2.0, -1.0, 2.0]))
   np.testing.assert_array_equal(found, [2.0, 4.0, -1.0, 2.0])
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_step_of_one_worker_may_leave_out_the_axis(num_workers):
+  team = collectives.workers(num_workers, substrate="vmap")
+  update = transforms.average_gradients(None).update
+  step = team.jit(lambda g: update(g, optax.EmptyState())[0])
+  rows = team.place(np.ones((num_workers, 3), np.float32))
+  if num_workers == 1:
+    np.testing.assert_array_equal(step(rows), rows)
+  else:
+    with pytest.raises(ValueError, match="`axis` must be 'worker' where sev"):
+      step(rows)

@@ -12,7 +12,7 @@ import pytest
 from jdist import codecs, collectives, methods, reducers, training, transforms
 from jdist.storage import sealed_json
 from jdist.training import comparison
-from jdist.training.loop import _programs, _record, _training_run
+from jdist.training.loop import _programs, _record, _trainer, _training_run
 from tests import _refusals
 from tests.training import _tiny
 
@@ -546,6 +546,17 @@ def test_numbers_below_one_raise(options, monkeypatch):
 def test_checkpoints_that_would_not_be_written_are_refused(monkeypatch):
   with _refusals.refused("checkpoint_every", "left out without `checkpoints`"):
     _Fake(monkeypatch).fit(3, checkpoint_every=2)
+
+
+@pytest.mark.parametrize("step", [None, 2])
+def test_diverged_state_is_not_saved(step):
+  run = types.SimpleNamespace(
+    step=3, read=lambda: None, is_finite=lambda: False
+  )
+  checkpoints = types.SimpleNamespace(latest_step=lambda: step)
+  stays = "there is no" if step is None else "the checkpoint of step 2 stays"
+  with pytest.warns(RuntimeWarning, match=f"step 3 is not finite .*: {stays}"):
+    assert not _trainer._save(run, checkpoints, None)
 
 
 def test_records_of_a_later_state_are_refused(monkeypatch):
