@@ -124,18 +124,20 @@ def _read_table(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
     most = float(np.finfo(np.float32).max) if x.dtype.kind == "f" else 2**24
     numbers = x.size and x.dtype.kind in "biuf"
     numbers = numbers and max(-float(x.min()), float(x.max())) <= most
+    if numbers and x.ndim and x.dtype.kind == "f" and x.itemsize > 4:
+      lost, span = abs(x - x.astype(np.float32)).max(0), np.ptp(x, 0)
+      numbers = not ((lost > span / 1000) & (span > 0)).any()
     if x.shape[:1] != labels.shape or not numbers:
       raise ValueError(
         f"The column {name} of {path} must have a finite float32, or an array "
         f"of them, for each of the {len(labels)} labels, got {x.dtype} "
         f"{list(x.shape)}{'' if numbers else ' with others'}. Divide integers "
-        "above 2**24, which float32 would round."
+        "above 2**24, and subtract a large mean: float32 would round them."
       )
   first, *more = columns.values()
   if not more and first.ndim in (3, 4):
-    inputs = first.reshape(*first.shape[:3], -1)
-    raw = inputs.dtype == np.uint8
-    return inputs if raw else inputs.astype(np.float32), labels
+    kind = np.uint8 if first.dtype == np.uint8 else np.float32
+    return first.reshape(*first.shape[:3], -1).astype(kind, copy=False), labels
   # A row is an image of one pixel, whose channels are the columns.
   rows = [x.reshape(len(x), -1).astype(np.float32) for x in (first, *more)]
   return np.concatenate(rows, 1)[:, None, None], labels

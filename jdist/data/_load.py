@@ -97,9 +97,8 @@ def load(
   # data of all of them.
   images.setflags(write=False)
   labels.setflags(write=False)
-  return Dataset(
-    name, split, images, labels, source.num_classes, tuple(mean), tuple(std)
-  )
+  known = source.num_classes, tuple(mean), tuple(std)
+  return Dataset(name, split, images, labels, *known)
 
 
 def _draw(split: str) -> tuple[np.ndarray, np.ndarray]:

@@ -93,7 +93,9 @@ def test_mean_of_many_rows_is_exact(tmp_path):
 @pytest.mark.parametrize("kind", ["npz", "npy", "parquet"])
 def test_numbers_of_rows_that_pandas_writes_are_no_column(kind, tmp_path):
   path = tmp_path / f"mine.{kind}"
-  _write_table(path, _rows(__index_level_0__=np.arange(40)))
+  # A constant is no offset, although float32 rounds it.
+  rows = _rows(__index_level_0__=np.arange(40), a=np.full(40, 0.1))
+  _write_table(path, rows)
   assert data.load(path).input_shape == (1, 1, 2)
 
 
@@ -124,6 +126,7 @@ _BAD_TABLES = [
   (_rows(a=np.array(["z"] * 40)), "a of PATH must have a finite float32"),
   (_rows(a=np.full(40, -1e300)), "got float64 [40] with others"),
   (_rows(a=np.full(40, 2**24 + 1)), "with others. Divide integers above 2**24"),
+  (_rows(a=1e9 + np.arange(40) / 8), "subtract a large mean"),
   (_rows(a=np.full(40, -(2**63))), "got int64 [40] with others"),
   (_rows(a=np.ones((40, 0))), "got float64 [40, 0] with others"),
   (_rows(b=np.full(40, np.nan)), "got float64 [40] with others"),
