@@ -401,6 +401,25 @@ def test_owners_residuals_move_to_the_feedback(name):
   assert transforms.drain(optimizer, state, params)[1] is state
 
 
+def test_residuals_between_rounds_are_brought_in_by_a_mean_of_their_own():
+  largest = reducers.compressed(codecs.TopK(k=1), wire="gather")
+  optimizer = transforms.local_steps(
+    optax.sgd(1.0), 1, axis=None,
+    compression=reducers.Compression(largest, reducers.ErrorFeedback()),
+  )  # fmt: skip
+  w = jnp.zeros(2)
+  updates, state = optimizer.update(jnp.array([2.0, 1.0]), optimizer.init(w), w)
+  w = jdist.apply_updates(w, updates, state)
+  np.testing.assert_array_equal(w, [-2.0, 0.0])
+  found, _ = transforms.drain(optimizer, state, w)
+  np.testing.assert_array_equal(found, w)
+  # The smaller entry is what the message of the round has left out.
+  found, state = transforms.drain(optimizer, state, w, residuals=True)
+  np.testing.assert_array_equal(found, [-2.0, -1.0])
+  found, _ = transforms.drain(optimizer, state, found, residuals=True)
+  np.testing.assert_array_equal(found, [-2.0, -1.0])
+
+
 BEGUN = {
   "round": functools.partial(transforms.local_steps, SGD, 5),
   "outer": functools.partial(
