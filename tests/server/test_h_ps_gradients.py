@@ -117,7 +117,7 @@ def test_parameters_of_a_worker_follow_the_server():
   codec = plans.pull[1]
   params = jax.random.normal(jax.random.key(0), (256,))
   held, state = jnp.zeros(256), codec.init(params)
-  encode = _gradient_messages.encode_pull(codec)
+  encode = _gradient_messages.encode_pull(codec, False)
   receive = _gradient_messages.receive_pull(codec)
   errors = []
   for _ in range(6):

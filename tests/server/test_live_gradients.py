@@ -179,3 +179,45 @@ def test_random_keys_in_a_model_state_travel_as_bytes():
   learner.apply(server.Apply((0,), (1.0,), (0,)))
   found = learner.model.model_state["key"]
   assert found.dtype == state["key"].dtype and (found != state["key"]).all()
+
+
+def test_prepared_pair_compiles_nothing_for_its_tasks():
+  def loss(params, state, batch, key):
+    del key
+    error = params["w"].sum() * batch["mask"].mean() - params["b"].sum()
+    return jax.numpy.square(error - 1.0), (state, {})
+
+  # No other test has leaves of these sizes, whose programs would be there.
+  params = {"b": jax.numpy.zeros(5), "w": jax.numpy.zeros((3, 37))}
+  bits = server.BitPlans(((32, 32), (16, 16), (8, 8)), (5, 111))
+  plans = server.message_plans(plans=bits)
+  learner = server.GradientServer(SGD, params, plans, workers=NAMES)
+  worker = server.GradientWorker(
+    loss, params, data.SampleStream(DIGITS, 2, seed=0), plans,
+    number=0, num_workers=2, sizes=[32],
+  )  # fmt: skip
+  learner.prepare()
+  worker.prepare()
+  compiled = []
+  jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _, fun_name="", **__: (
+      compiled.append(fun_name) if "backend_compile" in event else None
+    )
+  )
+  try:
+    for task, plan in enumerate((0, 1, 2, 2)):
+      reply = server.Reply(
+        "worker0", task, task, 32, push_plan=plan, pull_plan=plan
+      )
+      more, payload = learner.reply(reply)
+      payload = _gradient_messages.bytes_of(payload)
+      worker.receive({"pull_plan": plan}, payload)
+      header = {"push_plan": plan, "task": task, "version": task}
+      header |= {"pull_plan": None, "samples": 32, "more": more}
+      more, payload = worker.compute(header)
+      payload = _gradient_messages.bytes_of(payload)
+      learner.push(task, {"loss": float(more["loss"])}, payload)
+      learner.apply(server.Apply((task,), (1.0,), (0,)))
+  finally:
+    jax.monitoring.clear_event_listeners()
+  assert compiled == []

@@ -233,7 +233,7 @@ def all_finite(tree: PyTree) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=32)
-def encode_pull(codec: Codec, decoded: bool = False) -> Callable[..., Any]:
+def encode_pull(codec: Codec, decoded: bool) -> Callable[..., Any]:
   """Compiles `(params, held, state, model_state) -> message, state`.
 
   The message is the difference from the worker's parameters, or with `decoded`

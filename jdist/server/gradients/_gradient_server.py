@@ -278,10 +278,10 @@ class GradientServer(ServerLedger):
     for plan in range(len(self.plans.push)):
       pushed = self._empty_push(plan)
     for codec in self.plans.pull:
-      message, _ = _gradient_messages.encode_pull(codec)(
-        model.params, model.params, state, model.model_state
-      )
-      _gradient_messages.receive_pull(codec)(message, model.params)
+      encode = _gradient_messages.encode_pull(codec, self.decoded)
+      found, _ = encode(model.params, model.params, state, model.model_state)
+      if not self.decoded:
+        _gradient_messages.receive_pull(codec)(found, model.params)
     if self._compensation:
       pushed = pushed._replace(read=model.params)
     for width, factors in _merge.forms(self.num_workers):
