@@ -525,3 +525,11 @@ def test_first_pool_is_left_out_for_small_images(size, left):
   apply = functools.partial(first.apply, train=True)
   y, _ = jax.eval_shape(apply, first.params, first.state, x)
   assert y.shape == (1, left, left, 8)
+
+
+def test_alexnet_has_the_published_number_of_parameters():
+  # That of torchvision.s; the strides decide the size of the first dense layer.
+  model = models.build(
+    "alexnet", input_shape=(224, 224, 3), num_classes=1000, abstract=True
+  )
+  assert sum(x.size for x in jax.tree.leaves(model.params)) == 61_100_840
