@@ -325,7 +325,7 @@ def verdict(
   finally:
     if process.pid is not None:
       process.kill()
-      # With all that its tests have started, which would run on.
+      # What its tests have started would run on.
       with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
       process.join()
@@ -336,7 +336,7 @@ def verdict(
 
 def _run_tests(folder: pathlib.Path, tests: list[str]) -> None:
   """Ends this process with the status of tests in a copy of the library."""
-  os.setpgid(0, 0)  # A group of its own.
+  os.setpgid(0, 0)  # So `verdict` ends this group alone.
   import pytest
 
   os.chdir(folder)

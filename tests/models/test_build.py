@@ -528,7 +528,7 @@ def test_first_pool_is_left_out_for_small_images(size, left):
 
 
 def test_alexnet_has_the_published_number_of_parameters():
-  # That of torchvision.s; the strides decide the size of the first dense layer.
+  # It is torchvision's. The strides decide how large the first dense layer is.
   model = models.build(
     "alexnet", input_shape=(224, 224, 3), num_classes=1000, abstract=True
   )

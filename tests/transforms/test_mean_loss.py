@@ -111,7 +111,8 @@ def test_step_gives_the_mean_loss_behind_a_mean(behind):
   for batch in ([[1.0, 1.0], [3.0, 0.0]], [[4.0, 0.0], [-5.0, 1.0]]):
     state, metrics = step(state, jnp.array(batch))
   np.testing.assert_array_equal(state.params[0], state.params[1])
-  assert metrics["loss"][0] != metrics["loss"][1]  # Each worker's own.
+  # The loss that is reported is each worker's own.
+  assert metrics["loss"][0] != metrics["loss"][1]
 
 
 def searched(make, inner, axis="worker", **changed):
