@@ -325,7 +325,7 @@ def verdict(
   finally:
     if process.pid is not None:
       process.kill()
-      # What its tests have started would run on.
+      # Processes that its tests have started would run on.
       with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
       process.join()
