@@ -13,6 +13,7 @@ import sys
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
+import picture
 import problem
 import run
 import studies
@@ -32,6 +33,12 @@ _FLOAT32_PEERS = (
   "DDP", "averaging", "torchft Local SGD", "torchft DiLoCo",
   "torchft DiLoCo late",
 )  # fmt: skip
+
+
+def tuned_by_hosts(rows):
+  """Returns by the number of hosts what `tuned` returns."""
+  own = studies.group(rows, lambda x: x["config"]["hosts"])
+  return {hosts: tuned(mine) for hosts, mine in sorted(own.items())}
 
 
 def tuned(rows):
@@ -64,7 +71,7 @@ class Cell:
 
   Args:
     rows: The rows of `run.py measure` for it.
-    tuning: What `tuned` returns, for two hosts.
+    tuning: What `tuned` returns, for as many hosts.
   """
 
   def __init__(self, rows, tuning):
@@ -74,8 +81,20 @@ class Cell:
   @property
   def name(self):
     """The network in words."""
+    return f"{self.hosts}, {self.link}"
+
+  @property
+  def hosts(self):
+    """The number of hosts in words, and their share of a core if it is less."""
+    share = self.config.get("core_share", 1)
+    part = "" if share == 1 else f" of {share:g} core"
+    return f"{self.config['hosts']} hosts{part}"
+
+  @property
+  def link(self):
+    """The links, and the slow host if there is one, in words."""
     slow = "" if self.speed == 1 else f", one at {self.speed:g} of the speed"
-    return f"{self.config['hosts']} hosts, {self.mbit:g} Mbit/s{slow}"
+    return f"{self.mbit:g} Mbit/s{slow}"
 
   @property
   def mbit(self):
@@ -102,7 +121,7 @@ class Cell:
   def seconds(self, key):
     """Returns the seconds to the target; None if they are not known."""
     steps = mean_steps(self.tuning, key)
-    if steps is None or self.config["hosts"] != 2:
+    if steps is None:
       return None
     if key == ("PyTorch", "PowerSGD"):
       # The first steps are synchronous ones.
@@ -130,15 +149,17 @@ class Cell:
     return min(known, key=known.get) if known else None
 
 
-def cells(times, tuning):
-  """Returns the networks in their order."""
+def cells(times, tunings):
+  """Returns the networks in their order, by what `tuned_by_hosts` returns."""
   found = studies.group(
     times,
     lambda x: (
       x["config"]["hosts"], -x["config"]["speed"], x["config"]["mbit_per_s"]
     ),
   )  # fmt: skip
-  return [Cell(rows, tuning) for _, rows in sorted(found.items())]
+  return [
+    Cell(rows, tunings.get(key[0], {})) for key, rows in sorted(found.items())
+  ]
 
 
 def _met(holds):
@@ -255,19 +276,21 @@ def times_table(found):
 
 def short_table(found):
   """Returns the seconds to the target of each method, by network."""
-  two = [x for x in found if x.config["hosts"] == 2]
-  keys = dict.fromkeys(key for cell in two for key in cell.rows)
   lines = []
-  for key in keys:
-    if key[1] == "alone":
-      continue
+  for key in methods(found):
     cells_of = []
-    for cell in two:
+    for cell in found:
       seconds = cell.seconds(key) if key in cell.rows else None
       cells_of.append("-" if seconds is None else f"{seconds:.1f}")
     lines.append((*key, *cells_of))
-  titles = " | ".join(x.name.removeprefix("2 hosts, ") for x in two)
+  titles = " | ".join(x.name for x in found)
   return studies.table(f"framework | method | {titles}", lines)
+
+
+def methods(found):
+  """Returns the frameworks and methods of the cells."""
+  keys = dict.fromkeys(key for cell in found for key in cell.rows)
+  return [key for key in keys if key[1] != "alone"]
 
 
 def comparison(found):
@@ -292,16 +315,17 @@ def comparison(found):
   return studies.table(" | ".join(["network", *dict(families)]), lines)
 
 
-def steps_table(tuning):
+def steps_table(tunings):
   """Returns a line for each tuned method."""
   return studies.table(
-    "framework | method | rate | steps to the target, by seed | mean",
+    "hosts | framework | method | rate | steps to the target, by seed | mean",
     [
       (
-        *key, f"{x['rate']:g}",
+        hosts, *key, f"{x['rate']:g}",
         ", ".join("not reached" if y is None else str(y) for y in x["steps"]),
         f"{mean_steps(tuning, key):.1f}" if None not in x["steps"] else "-",
       )
+      for hosts, tuning in tunings.items()
       for key, x in tuning.items()
     ],
   )  # fmt: skip
@@ -310,21 +334,22 @@ def steps_table(tuning):
 def same_updates(rows):
   """Returns how far the accuracies of twins differ, as a list."""
   curves = {
-    (x["config"]["framework"], x["config"]["method"], x["seed"],
-     x["config"]["rate"]): x["curve"]
+    (x["config"]["framework"], x["config"]["method"], x["config"]["hosts"],
+     x["seed"], x["config"]["rate"]): x["curve"]
     for x in rows
   }  # fmt: skip
   lines = []
   for one, other in run.TWINS.items():
-    for (*key, seed, rate), curve in curves.items():
-      twin = curves.get((*other, seed, rate))
+    for (*key, hosts, seed, rate), curve in curves.items():
+      twin = curves.get((*other, hosts, seed, rate))
       if tuple(key) != one or twin is None:
         continue
       both = list(zip(curve, twin, strict=False))
       most = max(abs(a[1] - b[1]) for a, b in both)
       lines.append(
-        f"- {one[1]} of {one[0]} and {other[1]} of {other[0]}, one run at the "
-        f"same seed and rate: the target after {curve[-1][0]} and "
+        f"- {one[1]} of {one[0]} and {other[1]} of {other[0]}, one run of "
+        f"{hosts} hosts at the same seed and rate: the target after "
+        f"{curve[-1][0]} and "
         f"{twin[-1][0]} steps; the test accuracies of {len(both)} evaluations "
         f"differ by {100 * most:.1f} points at most."
       )
@@ -388,39 +413,6 @@ def setting(steps, times):
   )
 
 
-def draw(found, path):
-  """Draws the seconds to the target of all methods and networks of 2 hosts."""
-  two = [x for x in found if x.config["hosts"] == 2]
-  keys = [
-    key
-    for key in dict.fromkeys(key for cell in two for key in cell.rows)
-    if key[1] != "alone"
-  ]
-  colours = {"jdist": "#0072b2", "PyTorch": "#d55e00"}
-  with studies.picture(
-    path, 1, len(two), figsize=(3.0 * len(two) + 1.5, 4.6), sharex=True,
-    sharey=True,
-  ) as axes:  # fmt: skip
-    for panel, cell in zip(axes[0], two, strict=True):
-      for i, key in enumerate(reversed(keys)):
-        seconds = cell.seconds(key) if key in cell.rows else None
-        if seconds is not None:
-          panel.plot(seconds, i, "o", color=colours[key[0]])
-          panel.annotate(
-            f"{seconds:.1f}", (seconds, i), (6, 0), fontsize=7, va="center",
-            textcoords="offset points",
-          )  # fmt: skip
-      panel.set_xscale("log")
-      panel.set_xlim(2, 1000)
-      ticks = (2, 5, 10, 20, 50, 100, 200, 500)
-      panel.set_xticks(ticks, map(str, ticks), fontsize=8)
-      panel.set_xticks((), minor=True)
-      panel.set_title(cell.name.removeprefix("2 hosts, "), fontsize=9)
-      panel.set_xlabel("seconds to the target", fontsize=9)
-    labels = [f"{b}, {a}" for a, b in reversed(keys)]
-    axes[0][0].set_yticks(range(len(keys)), labels, fontsize=8)
-
-
 def main():
   """Writes the pages and draws the picture, by the rows."""
   steps, times, fed_avg, before = (
@@ -430,23 +422,26 @@ def main():
       run.STEPS.with_name("gather.jsonl"),
     )
   )  # fmt: skip
-  tuning = tuned(steps)
-  found = cells(times, tuning)
+  tunings = tuned_by_hosts(steps)
+  found = cells(times, tunings)
+  two = [x for x in found if x.config["hosts"] == 2]
   pages = {
     run.FOLDER / "README.md": {
       "verdict": f"{verdict(found)}\n{warm_up(found)}",
-      "seconds": short_table(found), "flower": flower(fed_avg, found),
+      "seconds": short_table(two), "flower": flower(fed_avg, found),
       "setting": setting(steps, times),
     },
     run.FOLDER / "TABLES.md": {
-      "times": times_table(found), "steps": steps_table(tuning),
+      "times": times_table(found), "steps": steps_table(tunings),
       "same": same_updates(steps), "exchange": exchange(before, found),
     },
     _COMPARISON: {
       "peers": comparison(found), "flower": flower(fed_avg, found)
     },
   }  # fmt: skip
-  studies.publish(pages, lambda: found and draw(found, _PICTURE))
+  studies.publish(
+    pages, lambda: found and picture.draw(found, methods(found), _PICTURE)
+  )
 
 
 if __name__ == "__main__":

@@ -305,8 +305,7 @@ def measure(options):
     for turn in turns:  # Compiles, and passes what a method does at first.
       turn.take(turn.longest)
       print("ready:", turn.framework, turn.method, flush=True)
-    # The last host is the slow one.
-    slow = [group.processes[-1].pid for group in found.values()]
+    share = core_share(options.hosts)
     for setting in options.settings:
       rate, _, speed = setting.partition("@")
       slow_network.change_rate(names, rate)
@@ -315,9 +314,16 @@ def measure(options):
         "speed": float(speed or 1), "repetitions": options.repetitions,
         "mbit_per_s": float(rate.removesuffix("mbit")),
       }  # fmt: skip
-      with contextlib.ExitStack() as quota:
-        if speed:
-          quota.enter_context(slow_network.cpu_quota(slow, float(speed)))
+      if share < 1:
+        config["core_share"] = share
+      with contextlib.ExitStack() as quotas:
+        for host in range(options.hosts):
+          # The last host is the slow one.
+          last = host == options.hosts - 1
+          quota = share * (config["speed"] if last else 1)
+          if quota < 1:
+            own = [group.processes[host].pid for group in found.values()]
+            quotas.enter_context(slow_network.cpu_quota(own, quota))
         rows = measure_setting(turns, config)
       training.append_rows(TIMES, rows)
       for row in rows:
@@ -329,6 +335,11 @@ def measure(options):
     if options.tune:  # With what is compiled already: no link changes it.
       slow_network.change_rate(names, "1000mbit")
       tune_all(options, found)
+
+
+def core_share(hosts):
+  """Returns each host's share of a core: they never use another one's."""
+  return min(1.0, (os.cpu_count() or 1) / hosts)
 
 
 def measure_setting(turns, config):

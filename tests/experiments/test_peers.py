@@ -24,9 +24,10 @@ def _time(framework, method, *step_s):
   }  # fmt: skip
 
 
-def _run(framework, method, seed, rate, *curve):
+def _run(framework, method, seed, rate, *curve, hosts=2):
   config = {
-    "framework": framework, "method": method, "rate": rate, "target": 0.9
+    "framework": framework, "method": method, "rate": rate, "target": 0.9,
+    "hosts": hosts,
   }  # fmt: skip
   return {"config": config, "seed": seed, "curve": [list(x) for x in curve]}
 
@@ -67,7 +68,7 @@ def test_seconds_are_steps_times_the_seconds_of_a_step(report):
       ("PyTorch", "averaging"): [30],
     }.items()
   }  # fmt: skip
-  (cell,) = report.cells(times, tuning)
+  (cell,) = report.cells(times, {2: tuning, 4: {}})
   # Its updates are those of DDP.
   assert cell.seconds(("jdist", "SSGD")) == 20 * 14
   assert cell.seconds(("jdist", "MSDPU streamed")) == 31 * 2.5
@@ -94,6 +95,33 @@ def test_seconds_are_steps_times_the_seconds_of_a_step(report):
   )
   (line,) = report.short_table([cell]).splitlines()[2:3]
   assert line == "| jdist | SSGD | 280.0 |"
+
+
+def test_hosts_with_less_than_a_core_are_named_and_tuned_alone(report):
+  times = [_time("jdist", "SSGD int4", 2.0), _time("jdist", "SSGD int4", 3.0)]
+  times[1]["config"] |= {"hosts": 4, "core_share": 0.5, "speed": 0.25}
+  runs = [
+    _run("jdist", "SSGD int4", seed, rate, (steps, 0.95), hosts=hosts)
+    for hosts, steps in ((4, 8), (2, 16))
+    for seed, rate in ((0, 0.1), (0, 0.2), (0, 0.4), (1, 0.2), (2, 0.2))
+  ]
+  # The middle rate ends more accurately than its neighbours.
+  for run in runs[:3:2] + runs[5:8:2]:
+    run["curve"][-1][1] = 0.92
+  tunings = report.tuned_by_hosts(runs)
+  assert list(tunings) == [2, 4]
+  two, four = report.cells(times, tunings)
+  assert two.name == "2 hosts, 100 Mbit/s"
+  assert four.name == (
+    "4 hosts of 0.5 core, 100 Mbit/s, one at 0.25 of the speed"
+  )
+  assert two.seconds(("jdist", "SSGD int4")) == 16 * 2
+  assert four.seconds(("jdist", "SSGD int4")) == 8 * 3
+
+
+def test_hosts_share_cores_evenly_when_there_are_more(report, monkeypatch):
+  monkeypatch.setattr(os, "cpu_count", lambda: 2)
+  assert [report.run.core_share(x) for x in (1, 2, 4)] == [1, 1, 0.5]
 
 
 def test_a_round_of_flower_is_said_beside_ours_and_with_the_load(report):
