@@ -1,10 +1,12 @@
 """Processes of a pipeline on this machine, and how busy it is otherwise."""
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jdist import channel, pipeline
@@ -89,6 +91,51 @@ def _run(
       answers.put((device, False, work(peers, *args)))
   except BaseException:
     answers.put((device, True, traceback.format_exc()))
+
+
+class OtherCore:
+  """A process that keeps a core busy while it is wanted.
+
+  Args:
+    make: A function of a module; it returns what the process repeats.
+    *args: Its arguments.
+  """
+
+  def __init__(
+    self, make: Callable[..., Callable[[], Any]], *args: Any
+  ) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    self._process = context.Process(
+      target=_repeat, args=(ready, make, args), daemon=True
+    )
+    self._process.start()
+    ready.wait()
+    self._signal(signal.SIGSTOP)
+
+  @contextlib.contextmanager
+  def busy(self) -> Iterator[None]:
+    """Keeps the core busy meanwhile."""
+    self._signal(signal.SIGCONT)
+    try:
+      yield
+    finally:
+      self._signal(signal.SIGSTOP)
+
+  def close(self) -> None:
+    """Ends the process."""
+    self._process.kill()
+    self._process.join()
+
+  def _signal(self, number: int) -> None:
+    os.kill(self._process.pid, number)
+
+
+def _repeat(ready: Any, make: Any, args: Any) -> None:
+  run = make(*args)
+  while True:
+    run()
+    ready.set()
 
 
 def busy_cores(seconds: float = 1.0) -> float:

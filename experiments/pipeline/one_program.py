@@ -8,7 +8,10 @@ The devices are virtual CPUs of this process, and `OneProgram.times` forecasts.
 `sleeping`: passes take given seconds; in a second line one device has 30 % of
 its speed.  `computing`: the stages multiply matrices, each in a loop, and the
 process keeps its memory; in each repeat `layer_costs` times the stages, one at
-a time, before all tables run.  On a
+a time, before all tables run: once while the other core has nothing to do, and
+once while it multiplies matrices as well.  Two cores of one processor share
+caches and power, so that each may be slower when both compute; a second
+forecast counts that for the seconds in which both devices do.  On a
 machine that others use a step is slow whenever they have one of its cores, so
 the least times of each third of the repeats are compared, and the thirds show
 the spread.  `split`: the processor's seconds of steps with split backward
@@ -19,6 +22,7 @@ memory of the one before.  Rows go to `results/one_program.jsonl`;
 `measured_report.py` prints them.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -270,6 +274,32 @@ def forecast_s(
   ).step_s
 
 
+def both_s(
+  config: Config,
+  pipe: pipeline.OneProgram,
+  costs: list[pipeline.LayerCost],
+) -> float:
+  """Returns the seconds of a step in which both of two devices compute."""
+  seconds = seconds_of(costs)
+  work_s = sum(
+    seconds(op, stage)
+    for op in (pipeline.Op.FORWARD, pipeline.Op.BACKWARD)
+    for stage in range(len(costs))
+  )
+  # A tick takes as long as the longer pass, so that what all ticks take less
+  # than all passes is when both compute.
+  ticks_s = pipe.times(seconds, 0.0, all_wait=True).step_s
+  return config.microbatches * work_s - ticks_s
+
+
+def make_products(config: Config) -> Callable[[], Any]:
+  """Returns what multiplies matrices, as the stages do."""
+  layer = timed_layers.looped("layer", config.width, config.turns)
+  x = np.ones((config.samples, config.width), np.float32)
+  run = jax.jit(lambda p: layer.apply(p, {}, x, train=True)[0])
+  return lambda: run(layer.params).block_until_ready()
+
+
 def compare(config: Config) -> list[dict[str, Any]]:
   """Returns a row for each table."""
   tables = make_tables(config)
@@ -280,18 +310,26 @@ def compare(config: Config) -> list[dict[str, Any]]:
   costs: dict[int, list[list[pipeline.LayerCost]]] = {
     table.num_stages: [] for table in tables
   }
+  beside: dict[int, list[list[pipeline.LayerCost]]] = {x: [] for x in costs}
   ticks: list[float] = []
   steps: list[list[float]] = [[] for _ in tables]
-  for _ in range(config.repeats):
+  with contextlib.ExitStack() as stack:
     if computes:
-      for number, own_costs in costs.items():
-        own_costs.append(timed_costs(config, number))
-      ticks.append(min(idle() for _ in range(9)))
-    for own, run in zip(steps, runs, strict=True):
-      own.append(min(run() for _ in range(config.steps)))
+      other = stack.enter_context(
+        contextlib.closing(launch.OtherCore(make_products, config))
+      )
+    for _ in range(config.repeats):
+      if computes:
+        for number, own_costs in costs.items():
+          own_costs.append(timed_costs(config, number))
+          with other.busy():
+            beside[number].append(timed_costs(config, number))
+        ticks.append(min(idle() for _ in range(9)))
+      for own, run in zip(steps, runs, strict=True):
+        own.append(min(run() for _ in range(config.steps)))
   rows, third = [], config.repeats // 3
   for pipe, own in zip(pipes, steps, strict=True):
-    pairs = []
+    pairs, shared, slower = [], [], []
     for i in range(0, config.repeats, third):
       part = slice(i, i + third)
       given: tuple[Any, float] = None, 0.0
@@ -299,18 +337,33 @@ def compare(config: Config) -> list[dict[str, Any]]:
         timed = costs[pipe.table.num_stages]
         given = least(timed[part]), min(ticks[part])
       pairs.append((min(own[part]), forecast_s(config, pipe, *given)))
+      if computes:
+        both = least(beside[pipe.table.num_stages][part])
+        slower.append(_sum_s(both) / _sum_s(given[0]))
+        more_s = (slower[-1] - 1) * both_s(config, pipe, given[0])
+        shared.append(pairs[-1][0] / (pairs[-1][1] + more_s))
     ratios = [a / b for a, b in pairs]
+    extra = {}
+    if computes:
+      extra = {
+        "shared_ratio": statistics.median(shared), "shared_ratios": shared,
+        "slower_beside": slower,
+      }  # fmt: skip
     rows.append(
       training.make_row(
         dataclasses.asdict(config), 0, table=pipe.table.name, step_s=own,
         tick_s=ticks, forecast_s=[x for _, x in pairs],
         ratio=statistics.median(ratios), spread=[min(ratios), max(ratios)],
-        load=os.getloadavg()[0],
+        load=os.getloadavg()[0], **extra,
       )
     )  # fmt: skip
-    values = (rows[-1]["ratio"], *rows[-1]["spread"])
+    values = (rows[-1]["ratio"], *rows[-1]["spread"], *shared, *slower)
     print(pipe.table.name, *(f"{x:.3f}" for x in values), flush=True)
   return rows
+
+
+def _sum_s(costs: list[pipeline.LayerCost]) -> float:
+  return sum(x.forward_s + x.backward_s for x in costs)
 
 
 def split(config: Config) -> list[dict[str, Any]]:
