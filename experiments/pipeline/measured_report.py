@@ -65,6 +65,16 @@ def every_table(rows: list[Row], ratio: str = "iteration_ratio") -> str:
   return studies.table(f"devices | {' | '.join(names)} | load", lines)
 
 
+def shared_table(rows: list[Row]) -> str:
+  """Returns `every_table` with a forecast in which cores slow each other."""
+  own = [row for row in rows if "shared_ratio" in row]
+  slower = [x for row in own for x in row["slower_beside"]]
+  return (
+    f"{every_table(own, 'shared_ratio')}\n\nBeside a busy core passes take "
+    f"{min(slower):.2f} to {max(slower):.2f} times as long."
+  )
+
+
 def _devices(row: Row) -> str:
   """Returns how fast the devices of a row are."""
   config = row["config"]
@@ -342,6 +352,7 @@ def main() -> None:
   one = training.read_rows(folder / "one_program.jsonl")
   whole = [row for row in one if row["config"]["kind"] != "split"]
   print(f"\n{every_table(whole, 'ratio')}")
+  print(f"\n{shared_table(one)}")
   split = [row for row in one if row["config"]["kind"] == "split"]
   print(f"\n{split_table(split)}")
   adaptive = training.read_rows(folder / "measured_adaptive.jsonl")
