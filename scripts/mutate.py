@@ -75,6 +75,7 @@ class Mutant:
     old: The source of the changed node.
     new: What replaces it.
     start: The first character of the node in the file.
+    imported: Whether the node runs when the module is imported.
   """
 
   path: str
@@ -84,6 +85,7 @@ class Mutant:
   old: str
   new: str
   start: int
+  imported: bool = False
 
   @property
   def name(self) -> str:
@@ -111,15 +113,19 @@ def mutants(path: str, text: str) -> Iterator[Mutant]:
     start = starts[node.lineno - 1] + node.col_offset
     end = starts[node.end_lineno - 1] + node.end_col_offset
     lines = range(node.lineno, node.end_lineno + 1)
+    imported = not function
     if function:
       # A default, as a decorator, runs when the module is imported.
       body: Any = function[-1]
       if node.lineno < body.body[0].lineno:
         lines = range(body.body[0].lineno, body.end_lineno + 1)
+        imported = True
     old = text[start:end]
     times[kind, old, new] += 1
     kind += f" {times[kind, old, new]}"
-    return Mutant(path, node.lineno, tuple(lines), kind, old, new, start)
+    return Mutant(
+      path, node.lineno, tuple(lines), kind, old, new, start, imported
+    )
 
   def visit(node: Any) -> Iterator[Mutant]:
     # What an error says is pinned by few words, and an annotation by mypy.
@@ -251,19 +257,18 @@ def tests_of(
   mutant: Mutant, found: dict[str, Any], budget_s: float
 ) -> list[str]:
   """Returns files of tests that run a mutant: its room's, the fastest first."""
+  lines = set(mutant.lines)
   names = [
     name
     for name, run in found.items()
-    if set(mutant.lines) & set(run["lines"].get(mutant.path, ()))
+    if lines & set(run["lines"].get(mutant.path, ()))
+    # Defaults and ranges are stated by tests that may run no line of the file.
+    or (mutant.imported and _STATING.fullmatch(name))
   ]
-  if not names:
-    # The line runs when the module is imported. Defaults and ranges are stated
-    # by tests that may run no line of it.
-    names = [
-      name
-      for name, run in found.items()
-      if mutant.path in run["lines"] or _STATING.fullmatch(name)
-    ]
+  if mutant.imported and all(map(_STATING.fullmatch, names)):
+    # No test that was noted has imported the module first.
+    also = [x for x in found if mutant.path in found[x]["lines"]]
+    names = list(dict.fromkeys(names + also))
   room = str(pathlib.Path("tests", *pathlib.Path(mutant.path).parts[1:2]))
   names.sort(key=lambda x: (not x.startswith(room), found[x]["seconds"]))
   sums = itertools.accumulate(found[name]["seconds"] for name in names)

@@ -54,15 +54,25 @@ def test_nearest_tests_have_most_words_of_a_path():
   assert len(others) == 2
 
 
-def test_default_is_tried_by_the_tests_of_its_function():
+def test_default_is_tried_by_tests_of_its_function_and_of_defaults():
   (mutant,) = (x for x in _changes().values() if x.new == "3")
   seen = {
     "slow": {"seconds": 9.0, "lines": {"mean.py": [7]}},
     "fast": {"seconds": 1.0, "lines": {"mean.py": [7, 8]}},
     "other": {"seconds": 0.1, "lines": {"mean.py": [1]}},
+    "tests/test_defaults.py": {"seconds": 0.5, "lines": {}},
   }
-  assert mutate.tests_of(mutant, seen, 100.0) == ["fast", "slow"]
-  assert mutate.tests_of(mutant, seen, 2.0) == ["fast"]
+  defaults = "tests/test_defaults.py"
+  assert mutate.tests_of(mutant, seen, 100.0) == [defaults, "fast", "slow"]
+  assert mutate.tests_of(mutant, seen, 2.0) == [defaults, "fast"]
+  # Only the first import of a module was noted.
+  for name in ("slow", "fast"):
+    seen[name]["lines"] = {}
+  assert mutate.tests_of(mutant, seen, 100.0) == [defaults, "other"]
+  (inside,) = (
+    x for x in _changes().values() if x.old == "round(total, ndigits=3)"
+  )
+  assert mutate.tests_of(inside, seen, 100.0) == []
 
 
 _LEAVES_A_PROCESS = """
