@@ -245,8 +245,7 @@ class Chain:
     works = np.diff(self.work[[0, *cuts, -1]])
     for name, work in zip(nodes, works, strict=True):
       busy[name] += float(work) / self.node(name).speed
-    busiest_s = self.routes.busiest_s(nodes, self.sent[list(cuts)])
-    return [*busy.values(), busiest_s]
+    return [*busy.values(), self.routes.busiest_s(nodes, self.sent[list(cuts)])]
 
   def plan(self, nodes: Sequence[str], cuts: Sequence[int]) -> Plan:
     """Returns a plan of given cuts; `Plan.bottleneck_s` counts every link."""
@@ -279,9 +278,10 @@ class Chain:
   def explain(self, nodes: Sequence[str]) -> ValueError:
     """Returns the error that no partition fits into the machines' memory."""
     found = self._least(nodes, self._fits)
-    if found is None:
-      rule = "`costs` must have a finite sum of bytes, got inf."
-      return ValueError(f"{rule} Give the bytes of each layer.")
+    slowest = min(self.node(name).speed for name in nodes)
+    if found is None or self.work[-1] / slowest == math.inf:
+      rule = "`costs` must have finite sums of seconds and bytes, got inf."
+      return ValueError(f"{rule} Give those of each layer.")
     stages = make_stages(self.costs, found[1], self.footprint)
     needs = stage_bytes(stages, self.footprint)
     limits = [self.node(name).memory_bytes for name in nodes]

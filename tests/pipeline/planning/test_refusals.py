@@ -39,9 +39,9 @@ def part(costs=_COSTS, **change):
   return pipeline.partition(costs, _TWO, **change)
 
 
-def endless():
-  costs = [pipeline.LayerCost(x, 1.0, parameter_bytes=1e308) for x in "ab"]
-  nodes = tuple(cluster.Node(x, memory_bytes=1e9) for x in "ab")
+def endless(speed=1.0, **change):
+  costs = [pipeline.LayerCost(x, **{"forward_s": 1.0, **change}) for x in "ab"]
+  nodes = tuple(cluster.Node(x, speed=speed, memory_bytes=1e9) for x in "ab")
   with np.errstate(over="ignore"):
     pipeline.partition(costs, cluster.Cluster(nodes))
 
@@ -80,7 +80,12 @@ def windows(number):
     "1 for pipedream alone",
   ),
   ("optimizer_copies", lambda: plan(optimizer_copies=-1.0), "in [0, inf]"),
-  ("costs", endless, "a finite sum of bytes, got inf"),
+  (
+    "costs",
+    lambda: endless(parameter_bytes=1e308),
+    "finite sums of seconds and bytes, got inf",
+  ),
+  ("costs", lambda: endless(1e-200, forward_s=1e200), "finite sums of seconds"),
   ("optimizer_copies", lambda: footprint(optimizer_copies=-5), "in [0, inf]"),
   (
     "evaluations",
