@@ -365,9 +365,9 @@ def check_arrays(
 
 
 def check_some(name: str, tree: Any) -> None:
-  """Raises a ValueError for a tree without arrays."""
-  if not jax.tree.leaves(tree):
-    raise ValueError(f"`{name}` must have an array, got {show(tree)}.")
+  """Raises a ValueError for a tree without arrays, or of empty ones alone."""
+  if not any(map(np.size, jax.tree.leaves(tree))):
+    raise ValueError(f"`{name}` must have a filled array, got {show(tree)}.")
 
 
 def check_bits(name: str, value: Any, leaf: str = "", of: str = "iu") -> None:

@@ -127,8 +127,7 @@ class Evaluator:
     These are the anchor, after all pending updates, and the workers' mean
     statistics, without the workers' dimension.
     """
-    both = self._prepare(state)
-    return jax.tree.map(self._workers.view, both)
+    return jax.tree.map(self._workers.view, self._prepare(state))
 
   def measure(
     self, params: PyTree, model_state: PyTree | None = None

@@ -173,8 +173,7 @@ def _accumulated(
         ),
         before, model_state,
       )  # fmt: skip
-    sums = jax.tree.map(jnp.add, sums, found)
-    return (model_state, sums), None
+    return (model_state, jax.tree.map(jnp.add, sums, found)), None
 
   parts = jax.tree.map(cut, batch)
   first = jax.tree.map(lambda x: x[0], parts)

@@ -62,6 +62,9 @@ def save_model(
   try:
     safetensors.save_file(arrays, partial, header)
     os.replace(partial, path)
+  except UnicodeEncodeError as error:
+    rule = "`params` must have names, and `metadata` texts, in UTF-8"
+    raise ValueError(f"{rule}, got {error.object!r}. Rename it.") from None
   except (OSError, failed) as error:
     pathlib.Path(partial).unlink(missing_ok=True)
     raise OSError(
@@ -107,9 +110,8 @@ def load_model(
     states.as_key(saved[name], like)
     for name, like in zip(named, likes, strict=True)
   ]
-  structure: Any = jax.tree.structure((params, state))
-  params, state = jax.tree.unflatten(structure, leaves)
-  return params, state
+  both: tuple[PyTree, PyTree] = params, state
+  return jax.tree.unflatten(jax.tree.structure(both), leaves)
 
 
 @signatures.checked

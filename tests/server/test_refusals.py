@@ -192,7 +192,7 @@ SCALED = codecs.RandomK(0.1, shared=False)
     lambda: server.fit_bit_plans(TREE, error_limit=0.0),
     "in (0, inf]",
   ),
-  ("gradient", lambda: server.fit_bit_plans({}), "have an array, got {}"),
+  ("gradient", lambda: server.fit_bit_plans({}), "have a filled array, got {}"),
   (
     "gradient",
     lambda: server.fit_bit_plans({"a": jnp.ones(2, complex)}),

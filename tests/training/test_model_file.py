@@ -89,6 +89,14 @@ def test_dtype_that_the_format_lacks_is_named(tmp_path):
     np.testing.assert_array_equal(found["a"], params["a"])
 
 
+def test_names_and_texts_that_are_no_utf_8_are_refused(tmp_path):
+  path, w = tmp_path / "m.safetensors", np.ones(2)
+  for params, metadata in (({"\ud800": w}, {}), ({"w": w}, {"a": "\ud800"})):
+    with _refusals.refused("params", "in UTF-8, got '"):
+      training.save_model(path, params, metadata=metadata)
+  assert not [*tmp_path.iterdir()]
+
+
 def test_file_of_8_bit_floats_is_named(tmp_path):
   """Other programs write them, and NumPy has no such dtypes."""
   path, w = tmp_path / "model.safetensors", np.ones(2, jnp.float8_e5m2)

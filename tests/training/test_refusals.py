@@ -253,7 +253,12 @@ def updated(gradient):
   ),
   ("keep", lambda: kept(0), "an int >= 1, got 0"),
   ("step", lambda: save(-1), "an int >= 0"),
-  ("state", lambda: kept(1).save(1, {"none": None}), "have an array, got"),
+  ("state", lambda: kept(1).save(1, {"none": None}), "have a filled array"),
+  (
+    "state",
+    lambda: kept(1).save(1, {"a": jnp.zeros((1, 0))}),
+    "have a filled array, got {'a'",
+  ),
   ("metadata", lambda: save(1, metadata={"a": jnp.ones(1)}), "a value of JSON"),
 )
 def test_invalid_arguments_raise(argument, call, rule):
@@ -301,7 +306,7 @@ MASK = np.ones(4, np.float32)
     lambda: loss_of(lambda p, s, x, train: ((x @ p)[None], s)),
     "for logits float32[1, 4, 5]",
   ),
-  ("params", lambda: init({}), "have an array, got {}"),
+  ("params", lambda: init({}), "have a filled array, got {}"),
   (
     "step",
     lambda: communicating(6),
