@@ -261,11 +261,12 @@ def _check_known(name: str, command: type[Any], words: list[str]) -> None:
 
 
 def _message(box: str) -> str:
-  """Returns tyro's message, without colours, frame and the help around it."""
+  """Returns tyro's message without colours, frame, help and types of unions."""
   plain = re.sub(r"\x1b\[[\d;]*m|[│╭╮╰╯]", "", box)
   # A title, the message and help; an ASCII terminal has a line of hyphens.
   parts = re.split("[─-]{4,}", plain)
   message = " ".join(" ".join(parts[1:2] or parts).split())
+  message = re.sub(r"no type matching .* - <class '\w+'>: ", "", message)
   return message if message.endswith(".") else f"{message}."
 
 

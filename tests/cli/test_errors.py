@@ -243,6 +243,7 @@ _BAD = [
     "`--workers` must be a multiple of the 3 processes, got 8",
   ),
   ("train --workers x", "--workers: invalid literal for int() with base 10"),
+  ("bytes --bits x", "--bits: invalid literal for int() with base 10: 'x'. `"),
   ("train --workers", "Missing value for argument '--workers'"),
   ("train --substrate tpu", "invalid choice 'tpu' for argument '--substrate'"),
   ("compare --seeds a", "Error parsing --seeds"),

@@ -231,5 +231,4 @@ def _balanced(
   costs = pipeline.layer_costs(
     layers, microbatch, inputs=inputs, source="lowered"
   )
-  machines = cluster.workers([1.0] * num_stages)
-  return pipeline.partition(costs, machines).cuts
+  return pipeline.partition(costs, cluster.workers([1.0] * num_stages)).cuts
