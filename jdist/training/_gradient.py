@@ -67,13 +67,14 @@ def make_gradient(
   arguments = "params, model_state, batch, key"
   checks.check_function("loss_fn", loss_fn, arguments, 4)
 
-  def checked(*given: Any) -> Any:
-    found = loss_fn(*given)
+  def checked(params: PyTree, before: PyTree, *given: Any) -> Any:
+    # A copy, since Equinox lets a program use a `State` only once.
+    found = loss_fn(params, jax.tree.map(lambda x: x, before), *given)
     match found:
       case tuple((loss, tuple((after, metrics)))):
         check_loss("loss_fn", loss, metrics)
         rule = "`loss_fn` must return `model_state` in its form"
-        checks.check_form(rule, after, given[1], exact=True)
+        checks.check_form(rule, after, before, exact=True)
         return found
     raise ValueError(
       "`loss_fn` must return `loss, (model_state, metrics)`, got "
@@ -147,8 +148,7 @@ def _accumulated(
   def weight(part: PyTree) -> jax.Array:
     # Without a mask weights are shares: they are 1, and change no bit, unless
     # labels are ignored.
-    size = 1 if masked else len(labels_of(part))
-    return num_samples(part) / size
+    return num_samples(part) / (1 if masked else len(labels_of(part)))
 
   def micro(carry: PyTree, xs: PyTree) -> tuple[PyTree, None]:
     before, sums = carry

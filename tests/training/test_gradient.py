@@ -1,6 +1,7 @@
 """A step's first half: gradients of batches with and without padding."""
 
 import chex
+import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,6 +127,29 @@ def mean_of_samples(params, model_state, batch, key):
   loss = (errors**2 * batch["mask"]).sum() / count
   state = {"mean": mean, "steps": model_state["steps"] + 1}
   return loss, (state, {"loss2": 2 * loss})
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_loss_may_use_a_state_up(accumulate):
+  """A `State` of Equinox can be read no more once a loss has set it."""
+  index = equinox.nn.StateIndex(jnp.array(0))
+
+  def loss_fn(params, model_state, batch, key):
+    del key
+    loss = training.masked_mean(params * batch["x"], batch["mask"])
+    return loss, (model_state.set(index, model_state.get(index) + 1), {})
+
+  team = collectives.workers(2, substrate="vmap")
+  optimizer = jdist.ssgd(optax.sgd(0.5), axis=team.axis)
+  start = equinox.nn.State([index])
+  state = training.init_state(team, optimizer, jnp.array(1.0), start)
+  step = training.make_step(
+    loss_fn, optimizer, axis=team.axis, accumulate=accumulate, weighted=True
+  )
+  batch = {"x": jnp.array([[1.0, 2.0], [3.0, 4.0]]), "mask": jnp.ones((2, 2))}
+  state, _ = team.jit(step)(state, batch)
+  assert state.model_state.get(index).tolist() == [accumulate] * 2
+  assert state.params.tolist() == [1.0 - 0.5 * 2.5] * 2
 
 
 def test_micro_batch_of_padding_leaves_no_nan():
