@@ -129,6 +129,11 @@ def test_tied_logits_use_token_embeddings():
   )(model.params)
   # Tokens that do not occur have gradients, too.
   assert np.all(np.any(np.asarray(jac["layer0_tokens"]["table"]) != 0, axis=1))
+  # They are those of a layer whose matrix is the table.
+  untied, table = build(num_layers=1), model.params["layer0_tokens"]["table"]
+  params = untied.params | model.params | {"layer3_dense": {"kernel": table.T}}
+  expected, _ = untied.apply(params, {}, tokens(1, 2), train=False)
+  np.testing.assert_allclose(applied(model)(tokens(1, 2)), expected, rtol=1e-5)
 
 
 def test_shorter_sequences_are_taken():

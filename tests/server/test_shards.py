@@ -230,6 +230,7 @@ def test_parts_that_are_late_wrong_or_gone():
     many.push(0, {"loss": 1.0, "wrong": "shape"}, None)
   assert error.value.reason == "shape"
   many.discard(0)
+  assert not many.tasks
   assert many.finite  # It is asked after the commands before.
   assert one.pull("x", 0).result(timeout=60)[0] == {"there": False}
   assert one.push(header, nothing) == {}  # Its task was taken back.
