@@ -139,6 +139,18 @@ def test_user_overrides_what_is_inferred():
   assert set(jax.tree.leaves(states.find_laws(tree, laws=whole))) == {"counter"}
 
 
+@pytest.mark.parametrize(
+  ("declared", "law"), [("moment", "random"), ("constant", "constant")]
+)
+def test_declared_key_is_random_unless_it_is_constant(declared, law):
+  @states.declare(laws={"noise": declared})
+  class Held(typing.NamedTuple):
+    noise: typing.Any
+
+  found = states.find_laws(Held({"key": KEY}))
+  assert found == Held({"key": law})
+
+
 def test_law_is_that_of_its_leaf_also_behind_equal_names():
   tree = {"a": {"b": np.ones(2)}, "a.b": np.zeros(2), "c": np.ones(2)}
   laws = states.exceptions(tree, {"c": "constant"})

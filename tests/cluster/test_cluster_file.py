@@ -174,6 +174,21 @@ def test_name_with_brackets_is_no_pattern(tmp_path):
   assert list(found.topology.links) == [("gpu[0]", "server")]
 
 
+@pytest.mark.parametrize("pattern", ["gpu?", "gpu[01]", "*u*"])
+def test_pattern_names_several_machines(tmp_path, pattern):
+  text = f"""
+  [[nodes]]
+  name = "gpu"
+  count = 2
+
+  [[links]]
+  between = ["{pattern}", "server"]
+  bandwidth_gbit_per_s = 1.0
+  """
+  found, _ = load(tmp_path, text)
+  assert list(found.topology.links) == [("gpu0", "server"), ("gpu1", "server")]
+
+
 def test_later_link_between_the_same_ends_counts(tmp_path):
   for ends in ('["a0", "switch"]', '["switch", "a0"]'):
     path = tmp_path / "cluster.toml"
