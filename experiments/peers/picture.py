@@ -22,7 +22,8 @@ def draw(found, keys, path):
     for row, (hosts, own) in zip(axes, rows, strict=True):
       for panel, cell in zip(row, own, strict=False):
         _draw_cell(panel, cell, keys)
-        panel.set_title(f"{hosts}, {cell.link}", fontsize=8)
+        title = f"{hosts}, {cell.link}".replace(", one", "\none")
+        panel.set_title(title, fontsize=8)
       labels = [f"{b}, {a}" for a, b in reversed(keys)]
       row[0].set_yticks(range(len(keys)), labels, fontsize=8)
     for panel in axes[-1]:
