@@ -160,7 +160,7 @@ class Simulation(_driver.Driver):
       events: Number of steps of the clock.
 
     Raises:
-      ValueError: If no limit is given, or a machine's memory does not hold a
+      ValueError: If no limit is finite, or a machine's memory does not hold a
         batch that the protocol gives out.
     """
     limits = {
@@ -168,13 +168,13 @@ class Simulation(_driver.Driver):
       "events": events,
     }  # fmt: skip
     given = {name: x for name, x in limits.items() if x is not None}
-    if not given:
-      raise ValueError(
-        "`updates`, `seconds`, `samples` or `events` must be given: a cluster "
-        "runs for ever."
-      )
     for name, limit in given.items():
       checks.check_continuous(name, limit)
+    if all(map(math.isinf, given.values())):
+      raise ValueError(
+        "`updates`, `seconds`, `samples` or `events` must be given and finite: "
+        "a cluster runs for ever."
+      )
     max_updates, max_s, max_samples, max_events = (
       given.get(name, math.inf) for name in limits
     )
