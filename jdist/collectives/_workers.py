@@ -23,7 +23,7 @@ from jdist.states import PyTree
 
 _UNSPLIT = PartitionSpec()
 # Words of JAX's errors for constraints where no axis of a mesh is automatic.
-_OF_CONSTRAINTS = ("with_sharding_constraint requires", "P.UNCONSTRAINED")
+_OF_CONSTRAINTS = ("constraint requires", "UNCONSTRAINED", "not found in mesh")
 
 
 @functools.lru_cache(64)
@@ -194,10 +194,10 @@ class Workers:
           # JAX's own words are about a mesh that the user has not made.
           if any(word in str(error) for word in _OF_CONSTRAINTS):
             raise ValueError(
-              "`step` must constrain shardings only on a mesh that has other "
-              f"axes than the workers', got {self.substrate!r} without any. "
-              "Write `if workers.inner_axes:` before "
-              "`jax.lax.with_sharding_constraint`."
+              "`step` must constrain shardings only by axes of the mesh other "
+              f"than the workers', got {self.substrate!r} with "
+              f"{[*self.inner_axes]}. Write `if workers.inner_axes:` in front, "
+              "or take Flax's boxes away by `flax.linen.unbox(params)`."
             ) from error
           raise
 

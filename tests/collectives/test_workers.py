@@ -304,12 +304,16 @@ def test_sharding_constraint_needs_an_axis_of_its_own(name):
   def step(x):
     return jax.lax.with_sharding_constraint(x, PartitionSpec())
 
+  named = PartitionSpec("model")
   x = team.place(np.ones((team.num_workers, 3), np.float32))
   if name in ("shard_map", "mesh_2x2"):
     np.testing.assert_array_equal(team.jit(step)(x), x)
   else:
     with pytest.raises(ValueError, match=r"if workers\.inner_axes"):
       team.jit(step)(x)
+  # The axis of a Flax model with partitions, for instance.
+  with pytest.raises(ValueError, match=r"axes of the mesh.*with \["):
+    team.jit(lambda x: jax.lax.with_sharding_constraint(x, named))(x)
   guarded = lambda x: step(x) if team.inner_axes else x  # noqa: E731
   np.testing.assert_array_equal(team.jit(guarded)(x), x)
 
