@@ -217,8 +217,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
       everywhere = jax.sharding.NamedSharding(
         self._workers.mesh, jax.sharding.PartitionSpec()
       )
-      first = jax.jit(lambda x: x[0], out_shardings=everywhere)
-      return np.asarray(first(leaf))
+      return np.asarray(jax.jit(lambda x: x[0], out_shardings=everywhere)(leaf))
     if once:
       return np.asarray(self._workers.view(leaf))
     return leaf if jax.process_count() > 1 else np.asarray(leaf)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jdist import channel, checks, signatures
-from jdist.storage import json_lines
+from jdist.storage import json_lines, sealed_json
 from jdist.training.loop import _record
 
 
@@ -50,10 +50,11 @@ def append_rows(
   since JSON has no other value for them.
 
   Raises:
-    OSError: If the rows cannot be written, for instance because the disk is
-      full.
+    OSError: If the rows cannot be written, as when the disk is full.
+    ValueError: If JSON cannot hold a value, for instance an array.
   """
-  json_lines.append(path, map(json_lines.plain, rows))
+  plain = [*map(json_lines.plain, rows)]
+  json_lines.append(path, sealed_json.check("rows", plain))
 
 
 @signatures.checked

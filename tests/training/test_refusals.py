@@ -253,6 +253,11 @@ def updated(gradient):
   ),
   ("keep", lambda: kept(0), "an int >= 1, got 0"),
   ("step", lambda: save(-1), "an int >= 0"),
+  (
+    "rows",
+    lambda: training.append_rows("nowhere", [{"loss": jnp.ones(())}]),
+    "a value of JSON",
+  ),
   ("state", lambda: kept(1).save(1, {"none": None}), "have a filled array"),
   (
     "state",
