@@ -28,8 +28,9 @@ def workload():
   )
 
 
-def costs(interval):
-  return advice.MethodCosts(interval, (1.0,), (0.0,), 8.0, 1, 0)
+def costs(interval=1, **change):
+  found = advice.MethodCosts(interval, (1.0,), (0.0,), 8.0, 1, 0)
+  return found._replace(**change)
 
 
 @_refusals.table(
@@ -40,7 +41,25 @@ def costs(interval):
   ("until_s", lambda: cluster.Trace(until_s=-1.0), "in [0, inf]"),
   ("costs", lambda: advice.Advice({"a": 3}, _LINK), "a dict"),
   ("link", lambda: advice.Advice({"a": costs(1)}, 1e9), "Link"),
-  ("costs", lambda: advice.Advice({"a": costs(0)}, _LINK), "interval >= 1"),
+  ("interval", lambda: advice.Advice({"a": costs(0)}, _LINK), "in [1, inf]"),
+  *(
+    (
+      name,
+      lambda name=name, x=x: advice.Advice({"a": costs(**{name: x})}, _LINK),
+      rule,
+    )
+    for name, x, rule in (
+      ("step_s", 1.0, "a list of seconds, got 1.0"),
+      ("step_s", (1.0, 0.0), "in (0, inf], got 0"),
+      ("round_bytes", math.inf, "a finite number, got inf"),
+      ("hidden_steps", -1, "in [0, inf], got -1"),
+    )
+  ),
+  (
+    "slowdowns",
+    lambda: advice.Advice({"a": costs(1)}, _LINK, (1.0, math.nan)),
+    "a finite number, got nan",
+  ),
   ("--steps", lambda: within("steps", 2**31, "[1, inf)"), "at least 1 and bel"),
   ("--epochs", lambda: within("epochs", math.inf, "(0, inf)"), "and finite"),
   ("--pending", lambda: within("pending", 1.1, "[0, 1]"), "in [0, 1]"),

@@ -195,8 +195,7 @@ def _gathered(
   rows = np.zeros((len(own), workers.num_workers), np.float32)
   # The mean of rows that have one entry each.
   rows[range(len(own)), own] = seconds * workers.num_workers
-  found = mean(workers.place(rows))
-  return np.asarray(found.addressable_shards[0].data)[0]
+  return np.asarray(mean(workers.place(rows)).addressable_shards[0].data)[0]
 
 
 class _Rounds:

@@ -65,14 +65,15 @@ class Advice:
 
   costs: Mapping[str, MethodCosts]
   link: cluster.Link
-  slowdowns: Sequence[float] = (1.0,)
+  slowdowns: Sequence[signatures.PositiveFloat] = (1.0,)
 
   def __post_init__(self) -> None:
-    if not all(x.interval >= 1 for x in self.costs.values()):
-      raise ValueError(
-        "`costs` must be of methods with an interval >= 1, got "
-        f"{dict(self.costs)}."
-      )
+    for own in self.costs.values():
+      checks.check_continuous("interval", own.interval, low=1.0)
+      for step_s in checks.check_list("step_s", own.step_s, "seconds"):
+        checks.check_number("step_s", step_s, open_low=True)
+      for name in own._fields[3:]:
+        checks.check_number(name, getattr(own, name))
 
   @property
   def slowdown(self) -> float:
@@ -92,9 +93,8 @@ class Advice:
   def exposed_s(self, name: str, link: cluster.Link | None = None) -> float:
     """Returns the seconds for which a mean step waits for messages."""
     own, link = self.costs[name], link or self.link
-    return (
-      max(0.0, own.send_s(link) - own.hidden_steps * self.step_s) / own.interval
-    )
+    left_s = own.send_s(link) - own.hidden_steps * self.step_s
+    return max(0.0, left_s) / own.interval
 
   def delay_steps(self, name: str) -> int:
     """Returns by how many steps a mean must be late to hide its messages.
