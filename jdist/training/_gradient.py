@@ -225,7 +225,8 @@ def labels_of(batch: PyTree) -> jax.Array:
       "`batch` must have the classes to predict, `label` or with `tokens` "
       f"`targets`, got {checks.show(batch)}."
     )
-  return batch["targets" if "tokens" in batch else "label"]
+  name = "targets" if "tokens" in batch else "label"
+  return checks.check_array(name, batch[name])
 
 
 def mask_of(batch: PyTree) -> Any:

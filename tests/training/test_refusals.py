@@ -254,6 +254,11 @@ def updated(gradient):
   ("keep", lambda: kept(0), "an int >= 1, got 0"),
   ("step", lambda: save(-1), "an int >= 0"),
   (
+    "label",
+    lambda: training.label_loss(jnp.ones((2, 3)), {"label": [1, 0]}),
+    "an array, got [1, 0]",
+  ),
+  (
     "rows",
     lambda: training.append_rows("nowhere", [{"loss": jnp.ones(())}]),
     "a value of JSON",
