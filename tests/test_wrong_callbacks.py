@@ -100,7 +100,7 @@ def resized():
     "a number, got 'a'",
   ),
   ("hidden_sizes", lambda: mlp("ab"), "a list of ints"),
-  ("params", lambda: training.save_model("model", None), "an array"),
+  ("params", lambda: training.save_model("model", None), "a filled array"),
   ("path's suffix", lambda: plot("x.what"), "'png'"),
 )
 def test_wrong_part_is_named(argument, call, rule, tmp_path, monkeypatch):
