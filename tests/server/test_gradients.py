@@ -293,6 +293,25 @@ def test_last_settled_task_is_the_latest_in_every_order():
     assert one.reply(server.Reply("a", 2, 0, 4))[0]["settled"] == 1
 
 
+def test_checkpoint_keeps_pushes_in_the_order_of_their_arrival():
+  found, resumed = (
+    server.GradientServer(
+      SGD, {"w": jnp.zeros(2)}, plans=server.message_plans(), workers=["a", "b"]
+    )
+    for _ in range(2)
+  )
+  for task, worker in enumerate("ab"):
+    found.reply(server.Reply(worker, task, 0, 4))
+  for task in (1, 0):
+    push = _merge.Pushed({"w": jnp.full(2, 1.0 + task)}, {})
+    found.push(task, {"loss": 5.0 + task}, push)
+  resumed.load(*found.save())
+  for task in (0, 1):
+    assert resumed._losses[task] == 5.0 + task
+    pushed = resumed._pushes[task].grads["w"]
+    np.testing.assert_array_equal(pushed, 1.0 + task)
+
+
 def test_messages_to_every_worker_draw_numbers_of_their_own():
   plans = server.message_plans(plans=server.BitPlans(((32,), (4,)), (256,)))
   names, pulls, pushes = ["a", "b", "c"], [], []
