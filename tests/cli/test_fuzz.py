@@ -7,6 +7,7 @@ import itertools
 import os
 import pathlib
 import tempfile
+import threading
 import warnings
 
 import hypothesis
@@ -98,12 +99,26 @@ _COMMANDS = st.one_of(
 )
 
 
-def _check(words):
+@pytest.fixture(scope="module")
+def terminal(pytestconfig):
+  """Standard error of the whole run, which still shows once pytest is ended."""
+  capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+  with capture.global_and_fixture_disabled():
+    descriptor = os.dup(2)
+  yield descriptor
+  os.close(descriptor)
+
+
+def _check(words, terminal):
   """Runs a command in a directory of its own, where it ends as it should."""
   before = os.getcwd()
   out, error = io.StringIO(), io.StringIO()
-  # A command that hangs ends the test with a traceback.
-  faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
+  # A command that hangs ends the test with its words and a traceback.
+  named = threading.Timer(
+    _LIMIT_S - 1, os.write, [terminal, f"\nstill runs: {words}\n".encode()]
+  )
+  named.start()
+  faulthandler.dump_traceback_later(_LIMIT_S, exit=True, file=terminal)
   try:
     with (
       tempfile.TemporaryDirectory() as folder,
@@ -117,6 +132,7 @@ def _check(words):
       os.chdir(before)
   finally:
     faulthandler.cancel_dump_traceback_later()
+    named.cancel()
     os.chdir(before)
   told = error.getvalue()
   assert status in _ENDS, (words, status, told)
@@ -141,17 +157,17 @@ _SETTINGS = {
 
 @hypothesis.settings(max_examples=8, **_SETTINGS)
 @hypothesis.given(st.lists(_option(_commands.Train), min_size=1, max_size=4))
-def test_random_bad_options_are_refused_in_one_line(options):
+def test_random_bad_options_are_refused_in_one_line(terminal, options):
   # The last option is always wrong, so nothing is trained.
   words = ["train", *_SMALL, *itertools.chain(*options), "--momentum", "2"]
-  assert _check(words) == 2
+  assert _check(words, terminal) == 2
 
 
 @pytest.mark.slow
 @hypothesis.settings(max_examples=300, **_SETTINGS)
 @hypothesis.given(_COMMANDS)
-def test_random_words_end_with_a_known_status(words):
-  status = _check(words)
+def test_random_words_end_with_a_known_status(terminal, words):
+  status = _check(words, terminal)
   log = os.environ.get("JDIST_FUZZ_LOG")
   if log:
     with pathlib.Path(log).open("a") as file:
