@@ -172,10 +172,10 @@ def _short(text):
 
 
 def _written(folder):
-  """Returns rows and the first events of timelines as text, a line each."""
+  """Returns the first rows and events of timelines as text, a line each."""
   lines = []
   if (rows := folder / "rows.jsonl").exists():
-    for row in map(json.loads, rows.read_text().splitlines()):
+    for row in map(json.loads, rows.read_text().splitlines()[:20]):
       kept = {k: x for k, x in row.items() if k not in _OF_THE_RUN}
       kept["config"] = {k: x for k, x in row["config"].items() if x is not None}
       lines += [f"{k}: {json.dumps(x)}" for k, x in kept.items()]
