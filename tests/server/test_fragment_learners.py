@@ -293,6 +293,12 @@ def test_compiling_leaves_the_feedback_as_it_was():
   chex.assert_trees_all_equal(learner._push_states, first)
 
 
+def test_whole_checkpoint_of_a_learner_that_has_not_begun():
+  again = runner()
+  again.load(*runner().save(whole=True))
+  assert again._state is None and not any(again._unmerged.values())
+
+
 def test_whole_checkpoint_continues_a_learner():
   learner = begun(runner())
   pushed(learner, 0)
