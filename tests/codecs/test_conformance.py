@@ -98,6 +98,8 @@ class Broken(codecs.Dense):
       return x * 2
     if self.law == "vmap":
       return _more_in_batches(x)
+    if self.law == "visible at the end" and x.ndim and x.size:
+      return x.at[..., -1].set(jnp.nan_to_num(x[..., -1]))
     return jnp.nan_to_num(x) if self.law == "visible" else x
 
 
@@ -108,6 +110,7 @@ class Broken(codecs.Dense):
     ("dtype", "bfloat16.* is .*float32"),
     ("finite", "entries of 3e38 stay finite: clip them"),
     ("visible", "nan stays visible"),
+    ("visible at the end", "nan stays visible"),
     ("vmap", "`vmap` gives the results of a loop"),
   ],
 )
