@@ -1,4 +1,4 @@
-"""What commands print and write, against what was read when it last changed.
+"""Commands print and write the same as when their output was last read.
 
 These commands compute without arrays, so that all of their output repeats:
 protocols on the virtual clock, pipelines' tables and plans, help texts and the
@@ -21,7 +21,7 @@ pytest.importorskip("simpy")
 pytest.importorskip("matplotlib")
 
 _FOLDER = pathlib.Path(__file__).parent / "printed"
-# What a row says of the machine and the code that made it.
+# These values of a row name the machine and the code that made it.
 _OF_THE_RUN = ("commit", "device", "versions", "run", "seed")
 _MACHINES = """
 server = "ps"
