@@ -45,6 +45,8 @@ class Form:
   loss: Callable[..., Any] | None = None
   around: Callable[[], Any] = contextlib.nullcontext
   tolerance: float = 1e-5
+  # `Trainer` warns of every shape of the batches but the first.
+  num_shapes: int = 1
 
   def loss_fn(self, params, state, batch, key):
     if self.loss is not None:
@@ -291,7 +293,7 @@ FORMS = {
   "standard promotion": Form(
     W, linear, around=functools.partial(jax.numpy_dtype_promotion, "standard")
   ),
-  "buckets of shapes": Form(W, linear, bucketed),
+  "buckets of shapes": Form(W, linear, bucketed, num_shapes=3),
   "a reused buffer": Form(W, linear, reused),
   "complex": Form(
     {"w": matrix() + 1j * matrix(1)}, linear, complex_rows, loss=complex_loss

@@ -1,6 +1,7 @@
 """Strangers' forms on every substrate, in `Trainer` and in an own loop."""
 
 import itertools
+import warnings
 
 import jax
 import numpy as np
@@ -34,11 +35,14 @@ def train(form, substrate, way, method, rows=lambda batch, team: batch):
   state = training.init_state(team, optimizer, form.params, form.state)
   if way == "Trainer":
     trainer = training.Trainer(team, step)
-    state, _ = trainer.fit(
-      state,
-      lambda start: map(form.batch, range(start, _plain.STEPS)),
-      _plain.STEPS,
-    )
+    with warnings.catch_warnings(record=True) as found:
+      warnings.filterwarnings("always", "Batch shape", RuntimeWarning)
+      state, _ = trainer.fit(
+        state,
+        lambda start: map(form.batch, range(start, _plain.STEPS)),
+        _plain.STEPS,
+      )
+    assert len(found) == form.num_shapes - 1
     return state.params
   program = team.jit(step, donate_argnums=0)
   for number in range(_plain.STEPS):
