@@ -227,6 +227,16 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
     "two under ['w'] in the params of 'layer0' and 'layer1'. Give each layer",
   ),
   (
+    "layers",  # Abstract parameters are tied by equal shapes, and no others.
+    lambda: pipeline.cut_layers(
+      _layers_with(
+        *({"w": jax.ShapeDtypeStruct((n,), jnp.float32)} for n in (2, 3))
+      ),
+      1,
+    ),
+    "two under ['w'] in the params of 'layer0' and 'layer1'",
+  ),
+  (
     "layers",
     lambda: pipeline.cut_layers(
       [models.Layer("a", {x: 1.0}, {}, lambda *_, **__: None) for x in "ab"],
