@@ -469,3 +469,28 @@ def test_wrapper_that_skips_a_worker_alone_is_refused(around, method):
   state = training.init_state(team, inside, _tiny.params())
   with jax.numpy_dtype_promotion("standard"):  # Optax multiplies by bools.
     jax.eval_shape(team.spmd(step), state, batch)
+
+
+def test_accumulation_around_a_method_steps_once_for_both_batches():
+  team = _tiny.team("vmap")
+  method = methods.ssgd(optax.sgd(0.1), axis=team.axis)
+  outside = optax.MultiSteps(method, 2)
+  step = training.make_step(_tiny.loss_fn, outside, axis=team.axis)
+  state = training.init_state(team, outside, _tiny.params())
+  batch = team.place(_tiny.batch(0, team.local_workers))
+  with jax.numpy_dtype_promotion("standard"):  # Optax multiplies by bools.
+    first, _ = team.jit(step)(state, batch)
+    second, _ = team.jit(step)(first, batch)
+  # Both batches are one, whose mean gradient is that of a step of its own.
+  step = training.make_step(_tiny.loss_fn, method, axis=team.axis)
+  alone, _ = team.jit(step)(
+    training.init_state(team, method, _tiny.params()), batch
+  )
+  begun, first, second, wanted = (
+    team.view(x.params) for x in (state, first, second, alone)
+  )
+  for name, value in wanted.items():
+    np.testing.assert_array_equal(first[name], begun[name])
+    # MultiSteps rounds the mean to the leaf's own dtype.
+    rtol = 2.0**-7 if value.dtype == jnp.bfloat16 else 1e-6
+    np.testing.assert_allclose(second[name], value, rtol=rtol)
