@@ -55,6 +55,8 @@ def _launch(folder, method, processes, steps):
 
 
 def _children(process):
+  if process.poll() is not None:  # Its files in /proc are gone.
+    return []
   listed = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
   return [int(pid) for pid in listed.read_text().split()]
 
