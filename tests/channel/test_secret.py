@@ -29,6 +29,16 @@ def test_secret_is_drawn_once_and_readable_by_its_owner_alone(home):
   assert [x.name for x in path.parent.iterdir()] == ["secret"]
 
 
+def test_secret_that_another_process_draws_meanwhile_counts(home, monkeypatch):
+  path = home / ".config" / "jdist" / "secret"
+  path.parent.mkdir(parents=True)
+  path.write_text("another's")
+  # It was not there yet when this process looked.
+  monkeypatch.setattr(type(path), "exists", lambda _: False)
+  assert channel.identity().secret == b"another's"
+  assert list(path.parent.iterdir()) == [path]
+
+
 def test_given_secret_and_run_id_are_used(home, monkeypatch):
   for name, value in channel.Identity("7", b"given").environment().items():
     monkeypatch.setenv(name, value)

@@ -121,7 +121,8 @@ def test_unusable_pushes_are_refused():
 
 
 def test_task_is_cut_into_batches_that_fit_in_memory():
-  # 33 samples in three batches of 11, padded to 16, give the whole's mean.
+  # 34 samples in three batches of 12 at most, padded to 16, give the whole's
+  # mean.
   sizes = []
 
   def loss(params, model_state, batch, key):
@@ -135,7 +136,7 @@ def test_task_is_cut_into_batches_that_fit_in_memory():
     )  # fmt: skip
     header = {
       "pull_plan": None, "push_plan": 0, "task": 3, "version": 0,
-      "samples": 33, "passes": passes, "more": {"start": 5, "settled": 0},
+      "samples": 34, "passes": passes, "more": {"start": 5, "settled": 0},
     }  # fmt: skip
     more, payload = worker.compute(header)
     found = _gradient_messages.bytes_of(payload)
@@ -143,7 +144,7 @@ def test_task_is_cut_into_batches_that_fit_in_memory():
 
   loss_of, whole = push(1, [64])
   del sizes[:]
-  loss_of_parts, parts = push(3, [8, 16])
+  loss_of_parts, parts = push(3, [11, 16])
   assert set(sizes) == {16}
   assert loss_of_parts == pytest.approx(loss_of, rel=1e-5)
   np.testing.assert_allclose(parts, whole, rtol=1e-4, atol=1e-6)
