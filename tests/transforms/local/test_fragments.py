@@ -111,6 +111,29 @@ def test_mix_of_1_trains_alone():
   assert state.clock.round == 2
 
 
+def test_one_fragment_has_the_rounds_of_local_steps():
+  rule = transforms.ControlVariates(0.1)
+  team = collectives.workers(2, substrate="vmap")
+  start, target = jnp.array([1.0, 2.0]), jnp.array([[3.0, 0.0], [4.0, 1.0]])
+
+  def run(optimizer):
+    w = team.replicate(start)
+    state = team.jit(optimizer.init)(w)
+
+    @team.jit
+    def step(w, state, target):
+      updates, state = optimizer.update(w * w - target, state, w)
+      return optax.apply_updates(w, updates), state
+
+    for _ in range(7):
+      w, state = step(w, state, target)
+    return np.asarray(w)
+
+  whole = transforms.local_steps(SGD, 3, axis=team.axis, rule=rule)
+  parts = transforms.fragment_steps(SGD, 3, 1, axis=team.axis, rule=rule)
+  np.testing.assert_allclose(run(parts), run(whole), rtol=1e-6)
+
+
 def test_counted_bytes_are_those_of_whole_rounds():
   # Fragments of 4 and 4 elements arrive 1 step after steps 2, 4, 6, 8, ...
   optimizer = methods.streaming_diloco(SGD, 4, 2, axis="worker")
