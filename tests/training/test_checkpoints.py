@@ -358,6 +358,21 @@ def test_other_metadata_raise_by_name(tmp_path):
   fit(4, rate=0.1, sizes=(1, 2))  # A tuple, which JSON does not have.
 
 
+def test_metadata_that_json_cannot_hold_are_refused_before_a_file_changes(
+  tmp_path,
+):
+  team = _tiny.team("vmap")
+  state = team.replicate(_tiny.params())
+  _save(tmp_path, team, state, note="hello")
+  with training.Checkpoints(tmp_path, team) as checkpoints:
+    for step in (1, 2):
+      with _refusals.refused("metadata", "JSON"):
+        checkpoints.save(step, state, metadata={"note": object()})
+  (manifest,) = tmp_path.glob("step_*.json")
+  assert manifest.name == "step_00000001.json"
+  assert _restore(tmp_path, team, state).metadata == {"note": "hello"}
+
+
 def test_nan_in_metadata_equals_itself(tmp_path):
   team = _tiny.team("vmap")
   for steps, resumed in ((1, None), (2, 1)):
