@@ -33,6 +33,8 @@ module = importlib.import_module(f"{name}._lifeline")
 address, of, number, timeout_s, facts = sys.argv[2:]
 def ended(error):
   print(type(error).__name__, error, flush=True)
+  if "LINGERS" in os.environ:  # It exits when it hears another word.
+    sys.stdin.readline()
   os._exit(4)
 lifeline = module.Lifeline(address, int(of), int(number))
 if awaited := os.environ.get("AWAITED"):
@@ -115,8 +117,8 @@ class _Team:
     self.all.append(process)
     return process
 
-  def join(self, of):
-    started = [self.start(i, of) for i in range(of)]
+  def join(self, of, **environment):
+    started = [self.start(i, of, **environment) for i in range(of)]
     for process in started:
       assert process.stdout.readline() == "joined\n"
     assert len({process.stdout.readline() for process in started}) == 1
@@ -271,6 +273,23 @@ def test_late_process_is_awaited_and_other_states_are_refused(team):
     assert (
       'but state is "0" in process 0 and "1" in pro' in process.stdout.read()
     )
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_refused_process_may_end_long_after_the_others(last, team):
+  started = team.join(2, LINGERS="1")
+  for number, process in enumerate(started):
+    _tell(process, f"agree {number}")
+  for process in started:
+    assert "ValueError" in process.stdout.readline()
+  first = started[1 - last]
+  _tell(first, "end")
+  assert first.wait(timeout=60) == 4
+  time.sleep(0.5)  # The other one sees that, and does not call it lost.
+  assert started[last].poll() is None
+  _tell(started[last], "end")
+  assert started[last].wait(timeout=60) == 4
+  assert started[last].stderr.read() == ""
 
 
 def test_missing_process_ends_an_agreement(team):
