@@ -46,6 +46,11 @@ def test_ticks_update_rings_in_place(late):
     assert ("f32", ",".join(map(str, ring.shape))) not in copied
 
 
+def test_whole_backward_passes_leave_nothing_between_two_parts():
+  pipe, _ = _pipe(pipeline.make_table("1f1b", 2, 4))
+  assert not jax.tree.leaves(jax.eval_shape(pipe._ticks.start).stash)
+
+
 @pytest.mark.parametrize(
   ("table", "sizes", "late"),
   [

@@ -529,6 +529,13 @@ def test_on_record_is_called_for_every_record_at_once(monkeypatch):
   assert told[0][1] < told[1][1] == len(fake.log)
 
 
+def test_function_is_called_with_each_step_and_activity(monkeypatch):
+  fake, told = _Fake(monkeypatch), []
+  fake.fit(3, label=lambda record, doing: told.append((record.step, doing)))
+  assert [step for step, doing in told if not doing] == [1, 2, 3]
+  assert any("compiling" in doing for _, doing in told)
+
+
 @pytest.mark.parametrize(
   "options",
   [
