@@ -120,6 +120,25 @@ def test_unusable_pushes_are_refused():
   assert learner.samples == 32
 
 
+@pytest.mark.parametrize("codec", [None, codecs.Cast("bfloat16")])
+def test_push_with_nan_in_its_statistics_is_refused(codec):
+  codec = None if codec is None else reducers.MessageCodec(codec)
+  change, sent = {"mean": np.ones(3, np.float32)}, MODEL.params
+  learner = server.GradientServer(
+    SGD, MODEL.params, server.message_plans(push_codec=codec), workers=NAMES,
+    model_state=change,
+  )  # fmt: skip
+  learner.reply(server.Reply("worker0", 0, 0, 32))
+  if codec is not None:
+    sent, _ = codec.encode(sent, codec.init(sent))
+  payload = _gradient_messages.bytes_of((sent, change))
+  nan = payload.copy()
+  nan[-4:] = 255
+  with pytest.raises(server.RefusedError, match="must be finite"):
+    learner.push(0, {"loss": 1.0}, nan)
+  learner.push(0, {"loss": 1.0}, payload)
+
+
 def test_task_is_cut_into_batches_that_fit_in_memory():
   # 34 samples in three batches of 12 at most, padded to 16, give the whole's
   # mean.
