@@ -119,8 +119,7 @@ def _status(words: list[str]) -> tuple[int, str]:
         f"the command must be one of {', '.join(_COMMANDS)}, got {words[0]!r}. "
         "`jdist --help` explains them."
       )
-    options = _parse(words[0], words[1:])
-    if options is None:
+    if (options := _parse(words[0], words[1:])) is None:
       return 0, ""
     served = getattr(options, "driver", None) is not None
     path = "servers._server_run.train" if served else _COMMANDS[words[0]][1]
@@ -178,13 +177,16 @@ def _expand(words: list[str]) -> list[str]:
 def _is_ours(error: BaseException) -> bool:
   """Returns whether jdist itself has raised an error, and no library below it.
 
-  A file that cannot be opened counts, too, because the user has named it.
+  A file that cannot be opened counts, too, because the user has named it. The
+  error of a collective that has lost a process does not: JAX raises a
+  ValueError in the frame that calls a program.
   """
   if isinstance(error, OSError) and error.filename is not None:
     return True
   *_, (frame, _) = traceback.walk_tb(error.__traceback__)
   package = pathlib.Path(__file__).parent.parent
-  return pathlib.Path(frame.f_code.co_filename).is_relative_to(package)
+  inside = pathlib.Path(frame.f_code.co_filename).is_relative_to(package)
+  return inside and "Gloo" not in str(error)
 
 
 def _parse(name: str, words: list[str]) -> Any:
@@ -199,8 +201,7 @@ def _parse(name: str, words: list[str]) -> Any:
       f"`{others[0]}` must stand behind `--`: jdist launch -n 4 -- {others[0]} "
       "..."
     )
-  options = _parse_own(name, words[:cut])
-  if options is None:
+  if (options := _parse_own(name, words[:cut])) is None:
     return None
   inner = _expand(words[cut + 1 :])
   if {"-h", "--help"} & set(inner):

@@ -136,8 +136,7 @@ def compression(options: _groups.MeanOptions) -> reducers.Compression | None:
       )
     reducer = _make("reducers", options.reducer, options)
     return reducers.Compression(reducer, feedback)
-  codec = _codec(options, feedback)
-  if codec is None:
+  if (codec := _codec(options, feedback)) is None:
     return None
   # Of all reducers' names two remain here.
   reducer = reducers.compressed(codec, wire=options.reducer)  # type: ignore[arg-type]

@@ -241,19 +241,20 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     try:
       yield
     except Exception as error:
-      lost = isinstance(error, jax.errors.JaxRuntimeError)
+      text = str(error)
+      # JAX raises a ValueError where the program has run before.
+      lost = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in text
       if lost and jax.process_count() > 1:
         # A collective has lost another process, which the disk did not cause.
         raise
-      reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-      if "No space left" in str(error):
+      reason = text.strip().splitlines()[:1] or [type(error).__name__]
+      if "No space left" in text:
         reason = ["no space left on the disk"]
       # Other processes may still be writing files of theirs.
-      whole = self._directory.steps()[:1]
       if self._is_first and jax.process_count() == 1:
         self._directory.tidy()
       stays = "There is no other one"
-      if whole:
+      if whole := self._directory.steps():
         stays = f"The one of step {whole[0]} stays"
       raise OSError(
         f"the checkpoint of step {step} could not be written to "

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist import cli, collectives, data, training
+from jdist import checks, cli, collectives, data, training
 from jdist.cli import (
   _commands,
   _interrupts,
@@ -89,6 +89,15 @@ def test_error_may_follow_from_another_process(linked, ended, capsys):
   assert "Traceback" in capsys.readouterr().err
   with pytest.raises(RuntimeError, match="has failed"):
     ended(error, alone=True)
+
+
+def test_lost_process_is_no_wrong_option():
+  """JAX raises a ValueError in the frame that calls a program."""
+  with pytest.raises(ValueError, match="port") as info:
+    checks.check_int("port", -1, 0)
+  assert cli._is_ours(info.value)
+  info.value.args = ("UNKNOWN: Gloo all-reduce failed: Connection closed.",)
+  assert not cli._is_ours(info.value)
 
 
 def test_stages_are_launched_unless_they_are_told_where(monkeypatch):

@@ -313,9 +313,8 @@ def _save(
   if not run.is_finite():
     # All processes come to the same result, and one of them warns.
     if jax.process_index() == 0:
-      last = checkpoints.latest_step()
       stays = "there is no checkpoint"
-      if last is not None:
+      if (last := checkpoints.latest_step()) is not None:
         stays = f"the checkpoint of step {last} stays"
       warnings.warn(
         f"The state after step {run.step} is not finite and was not saved: "
