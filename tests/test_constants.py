@@ -132,11 +132,13 @@ _NUMBERS = {
   "cli/_help.py": {"_COLUMN": 30},
   "cli/_interrupts.py": {"_AGAIN_S": 0.05},
   "cli/_methods.py": {"STREAM_STEPS": (1, 2, 4, 8, 16), "_HIGHEST": 16},
-  "cli/_run_end.py": {"DIVERGED": 3, "AGAIN": 75, "TERMINATED": 143},
+  "cli/_run_end.py": {
+    "DIVERGED": 3, "AGAIN": 75, "TERMINATED": 143, "UNREAD": 141,
+  },
   "cli/_workload.py": {"_EVALUATED": 131_072, "_LARGE_PIXELS": 16},
   "cli/launch/_launch.py": {"_PORT": 29400},
   "cli/launch/_local_run.py": {
-    "_FINAL": (0, 2, 3), "_MAX_BACKOFF_S": 60.0, "_PATIENCE_S": 20.0,
+    "_FINAL": (0, 2, 3, 141), "_MAX_BACKOFF_S": 60.0, "_PATIENCE_S": 20.0,
     "_PATIENCE_KILLED_S": 5.0, "_SAVING_S": 120.0, "_POLL_S": 0.05,
   },
   "cli/pipelines/_pipeline.py": {"_ITERATIONS": 12},

@@ -52,11 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """Runs a command, by default that of `sys.argv`.
 
   Returns the exit status: 0, 2 for options that cannot be used, 3 for a run
-  that has diverged, 143 for one that SIGTERM has ended, or 75 where the same
-  command may succeed later, for instance after a process was lost or the disk
-  was full; then one line on stderr says which, why, and how to continue.
+  that has diverged, 141 in silence where nothing reads the output, 143 for one
+  that SIGTERM has ended, or 75 where the same command may succeed later, for
+  instance after a process was lost or the disk was full; then one line on
+  stderr says which, why, and how to continue.
   """
   words = list(sys.argv[1:] if arguments is None else arguments)
+  # A shell closes them by `>&-`; the next open file would take their place.
+  sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+  sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
   try:
     with _interrupts.kept(), _output.warnings_in_a_line():
       status, line = _status(words)
@@ -84,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if status and _among_processes():
     # An ordinary exit would wait for the other processes, which wait for this
     # one in a collective.
-    for stream in filter(None, (sys.stdout, sys.stderr)):
+    for stream in (sys.stdout, sys.stderr):
       stream.flush()
     from jdist import collectives
 
@@ -101,40 +105,13 @@ def _among_processes() -> bool:
 
 def _status(words: list[str]) -> tuple[int, str]:
   """Runs a command and returns its exit status and its last line."""
-  if not words or words[0] in ("-h", "--help", "help"):
-    summaries = {name: summary for name, (_, _, summary) in _COMMANDS.items()}
-    print(_help.overview(summaries), end="")
-    return 0, ""
-  if words[0] in ("-V", "--version"):
-    from jdist import _version
-
-    print(f"jdist {_version.__version__}")
-    return 0, ""
   try:
-    if wrong := [x for x in words if x != x.encode(errors="ignore").decode()]:
-      raise ValueError(f"names must be UTF-8, got {wrong[0]!r}. Rename it.")
-    words = _expand(words)
-    if words[0] not in _COMMANDS:
-      raise ValueError(
-        f"the command must be one of {', '.join(_COMMANDS)}, got {words[0]!r}. "
-        "`jdist --help` explains them."
-      )
-    if (options := _parse(words[0], words[1:])) is None:
-      return 0, ""
-    served = getattr(options, "driver", None) is not None
-    path = "servers._server_run.train" if served else _COMMANDS[words[0]][1]
-    if getattr(options, "runtime", None) == "processes":
-      path = "pipelines._process_run.train"
-      if options.coordinator_address is None and options.stages > 1:
-        # They are not started again: that is what `launch` is for.
-        path = _COMMANDS["launch"][1]
-        options = _commands.Launch(options.stages, 0, command=tuple(words),
-                                   train=options)  # fmt: skip
-    # The module is imported only now, with everything that it needs.
-    file, _, function = path.rpartition(".")
-    module = importlib.import_module(f"jdist.cli.{file}")
-    return getattr(module, function)(options) or 0, ""
+    status = _run(words)
+    sys.stdout.flush()  # Python would report a full disk only when it ends.
+    return status, ""
   except (ValueError, ImportError, OSError, _run_end.LostError) as error:
+    if isinstance(error, OSError) and _output.is_unread(error):
+      return _run_end.UNREAD, ""
     again = _run_end.passes(error)
     if not again and not _is_ours(error):
       raise  # It is a bug and no bad option: its traceback is needed.
@@ -148,12 +125,56 @@ def _status(words: list[str]) -> tuple[int, str]:
     if not _options.OWN or not _is_ours(error):
       raise
     return 2, f"error: {' or '.join(_options.OWN.values())} failed: {error}."
+  except SystemExit as error:  # Rich ends a process whose output is not read.
+    if not isinstance(error.__context__, BrokenPipeError):
+      raise
+    return _run_end.UNREAD, ""
+  except RuntimeError as error:  # Of JAX, which advises JAX_PLATFORMS.
+    if not str(error).startswith("Unable to initialize backend"):
+      raise
+    return 2, f"error: {error}"
   except _run_end.DivergedError as error:
     return _run_end.DIVERGED, f"diverged: {error}"
   except _run_end.TerminatedError as error:
     return _run_end.TERMINATED, f"SIGTERM: {error}"
   except KeyboardInterrupt as stop:  # A shell's status is 128 + SIGINT, too.
     return 130, f"interrupted: {stop}" if stop.args else "interrupted."
+
+
+def _run(words: list[str]) -> int:
+  """Runs a command and returns its exit status."""
+  if not words or words[0] in ("-h", "--help", "help"):
+    summaries = {name: summary for name, (_, _, summary) in _COMMANDS.items()}
+    print(_help.overview(summaries), end="")
+    return 0
+  if words[0] in ("-V", "--version"):
+    from jdist import _version
+
+    print(f"jdist {_version.__version__}")
+    return 0
+  if wrong := [x for x in words if x != x.encode(errors="ignore").decode()]:
+    raise ValueError(f"names must be UTF-8, got {wrong[0]!r}. Rename it.")
+  words = _expand(words)
+  if words[0] not in _COMMANDS:
+    raise ValueError(
+      f"the command must be one of {', '.join(_COMMANDS)}, got {words[0]!r}. "
+      "`jdist --help` explains them."
+    )
+  if (options := _parse(words[0], words[1:])) is None:
+    return 0
+  served = getattr(options, "driver", None) is not None
+  path = "servers._server_run.train" if served else _COMMANDS[words[0]][1]
+  if getattr(options, "runtime", None) == "processes":
+    path = "pipelines._process_run.train"
+    if options.coordinator_address is None and options.stages > 1:
+      # They are not started again: that is what `launch` is for.
+      path = _COMMANDS["launch"][1]
+      options = _commands.Launch(options.stages, 0, command=tuple(words),
+                                 train=options)  # fmt: skip
+  # The module is imported only now, with everything that it needs.
+  file, _, function = path.rpartition(".")
+  module = importlib.import_module(f"jdist.cli.{file}")
+  return getattr(module, function)(options) or 0
 
 
 def _expand(words: list[str]) -> list[str]:

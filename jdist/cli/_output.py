@@ -3,8 +3,10 @@
 import contextlib
 import datetime
 import importlib.util
+import io
 import os
 import pathlib
+import select
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -127,6 +129,19 @@ def warnings_in_a_line() -> Iterator[None]:
     warnings.formatwarning = before
 
 
+def is_unread(error: OSError) -> bool:
+  """Returns whether an error is of unread output, and drops such output."""
+  poll = select.poll()
+  try:
+    poll.register(sys.stdout, 0)
+    sys.stdout.flush()
+  except io.UnsupportedOperation:  # It is a notebook's, and no file.
+    return False
+  except OSError:  # Python would try once more, and change the status.
+    sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+  return isinstance(error, BrokenPipeError) and bool(poll.poll(0))
+
+
 def doing(what: str) -> Any:
   """Returns a context that shows on a terminal what takes its time."""
   # The import takes long.
@@ -140,5 +155,5 @@ def console() -> Any:
   from rich import console
 
   return console.Console(
-    width=None if sys.stdout and sys.stdout.isatty() else 100, highlight=False
+    width=None if sys.stdout.isatty() else 100, highlight=False
   )

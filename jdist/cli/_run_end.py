@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 DIVERGED = 3
 AGAIN = 75
 TERMINATED = 143
+UNREAD = 141  # A shell's status of SIGPIPE: nothing reads the output.
 BEYOND = "not finite, or above 1,000"
 # Reasons of errors that pass: others may free a disk, a port or open files.
 _PASSING = (

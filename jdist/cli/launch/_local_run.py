@@ -2,8 +2,8 @@
 
 status      of a process                         next
 0           trained                              ends with 0
-2, 3        wrong options, diverged              ends with it: a restart would
-                                                 end in the same way
+2, 3, 141   wrong options, diverged, nothing     ends with it: a restart would
+            reads the output                     end in the same way
 143         SIGTERM, saved                       restarts, unless the launcher
                                                  itself has received the signal
 75          disk full, port taken, peer lost     restarts from the last
@@ -31,7 +31,7 @@ from jdist import channel
 from jdist.cli import _run_end
 
 # Statuses with which the same command would end again.
-_FINAL = (0, 2, 3)
+_FINAL = (0, 2, 3, 141)
 _SIGTERM_STATUS = 128 + signal.SIGTERM
 _MAX_BACKOFF_S = 60.0
 # Processes that have lost a peer end within 15 s by themselves, and within a
