@@ -51,9 +51,29 @@ def costs(interval=1, **change):
     for name, x, rule in (
       ("step_s", 1.0, "a list of seconds, got 1.0"),
       ("step_s", (1.0, 0.0), "in (0, inf], got 0"),
+      ("extra_s", 1.0, "a list of seconds, got 1.0"),
+      ("extra_s", (math.nan,), "a finite number, got nan"),
+      ("interval", True, "a number in [1, inf], got True"),
       ("round_bytes", math.inf, "a finite number, got inf"),
       ("hidden_steps", -1, "in [0, inf], got -1"),
     )
+  ),
+  *(
+    (
+      "costs",
+      lambda x=x: advice.Advice({"a": costs(1)} | x, _LINK),
+      f"`step_s` and `extra_s`, got {found}",
+    )
+    for x, found in (
+      ({"a": costs(1, step_s=(1.0, 1.0))}, [1, 2]),
+      ({"b": costs(1, step_s=(1.0, 1.0), extra_s=(0.0, 0.0))}, [1, 2]),
+      ({"a": costs(1, step_s=(), extra_s=())}, [0]),
+    )
+  ),
+  (
+    "name",
+    lambda: advice.Advice({"a": costs(1)}, _LINK).seconds("b"),
+    "'b'",
   ),
   (
     "slowdowns",
@@ -98,7 +118,7 @@ def test_traces_end_at_any_time_or_never(until_s):
   assert len(trace.spans) == bool(until_s > 1)
 
 
-@pytest.mark.parametrize("interval", [1, 8, np.int64(4), True, 2.5])
+@pytest.mark.parametrize("interval", [1, 8, np.int64(4), 2.5])
 def test_advice_takes_any_interval_from_one(interval):
   known = types.MappingProxyType({"a": costs(interval)})
   for slowdowns in ((), [2], np.ones(2), jnp.ones(2)):

@@ -46,7 +46,7 @@ class MethodCosts(NamedTuple):
 
 @signatures.checked
 @dataclasses.dataclass(frozen=True)
-class Advice:
+class Advice(signatures.Explained):
   r"""The predicted times of methods for one model, machine and link.
 
   The mean step of a round of H steps takes
@@ -70,10 +70,17 @@ class Advice:
   def __post_init__(self) -> None:
     for own in self.costs.values():
       checks.check_continuous("interval", own.interval, low=1.0)
-      for step_s in checks.check_list("step_s", own.step_s, "seconds"):
-        checks.check_number("step_s", step_s, open_low=True)
+      for name, low in (("step_s", 0.0), ("extra_s", -math.inf)):
+        for x in checks.check_list(name, getattr(own, name), "seconds"):
+          checks.check_number(name, x, low=low, open_low=True)
       for name in own._fields[3:]:
         checks.check_number(name, getattr(own, name))
+    blocks = {len(x) for own in self.costs.values() for x in own[1:3]}
+    if len(blocks) > 1 or 0 in blocks:
+      raise ValueError(
+        "`costs` must have equally many blocks, one or more, in all `step_s` "
+        f"and `extra_s`, got {sorted(blocks)}."
+      )
 
   @property
   def slowdown(self) -> float:
