@@ -57,8 +57,11 @@ def save_model(
     name: value if str(value) == _value(value) else json.dumps(value)
     for name, value in given.items()
   }
-  # Renaming is atomic, so that a reader never sees half a file.
-  partial = f"{os.fspath(path)}.partial"
+  # Renaming is atomic, so that a reader never sees half a file; but it would
+  # take away a device such as /dev/null.
+  target, partial = pathlib.Path(path), f"{os.fspath(path)}.partial"
+  if target.exists() and not (target.is_file() or target.is_dir()):
+    raise ValueError(f"`path` must be that of a file, got the device {path}.")
   try:
     safetensors.save_file(arrays, partial, header)
     os.replace(partial, path)
@@ -66,7 +69,8 @@ def save_model(
     rule = "`params` must have names, and `metadata` texts, in UTF-8"
     raise ValueError(f"{rule}, got {error.object!r}. Rename it.") from None
   except (OSError, failed) as error:
-    pathlib.Path(partial).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+      os.unlink(partial)
     raise OSError(
       f"the model could not be written to {os.fspath(path)}: {error}. Make "
       "room, or take another `path`."

@@ -1,6 +1,7 @@
 """Trained models in files that others read."""
 
 import errno
+import os
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,21 @@ def test_failed_write_raises_oserror(tmp_path):
     with pytest.raises(OSError, match=r"could not be written to .*: .* `path`"):
       training.save_model(path, params)
   assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+def test_device_is_not_replaced_by_a_file(tmp_path):
+  """As root, /dev/null would be a file of parameters from then on."""
+  pipe = tmp_path / "pipe"
+  os.mkfifo(pipe)
+  with _refusals.refused("path", f"a file, got the device {pipe}"):
+    training.save_model(pipe, {"w": np.ones(3, np.float32)})
+  assert pipe.is_fifo()
+
+
+def test_path_below_a_file_cannot_be_written(tmp_path):
+  (tmp_path / "m").touch()
+  with pytest.raises(OSError, match=r"could not be written to .*: .*`path`"):
+    training.save_model(tmp_path / "m" / "m", {"w": np.ones(3, np.float32)})
 
 
 def test_dtype_that_the_format_lacks_is_named(tmp_path):
