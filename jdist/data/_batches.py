@@ -67,7 +67,7 @@ class Batches:
       dataset, num_workers, seed=seed, alpha=alpha
     )
     self.num_workers = self._samples.num_workers
-    self.batch_size = checks.check_int("batch_size", batch_size, 1)
+    self.batch_size = checks.check_int("batch_size", batch_size, 1, 2**31 - 1)
     self.worker_ids = _check_worker_ids(worker_ids, self.num_workers)
     self.steps_per_epoch = len(dataset) / (self.num_workers * self.batch_size)
 
@@ -163,7 +163,7 @@ class EvaluationBatches(Sequence[dict[str, np.ndarray]]):
   ):
     self.dataset = dataset
     self.num_workers = checks.check_int("num_workers", num_workers, 1)
-    self.batch_size = checks.check_int("batch_size", batch_size, 1)
+    self.batch_size = checks.check_int("batch_size", batch_size, 1, 2**31 - 1)
 
   def __len__(self) -> int:
     return math.ceil(len(self.dataset) / (self.num_workers * self.batch_size))

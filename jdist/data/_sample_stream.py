@@ -219,7 +219,7 @@ class SampleStream:
 
     A shared stream is the same for every worker.
     """
-    count = checks.check_int("count", count, 1)
+    count = checks.check_int("count", count, 1, 2**31 - 1)
     if not 0 <= worker < self.num_workers:
       raise IndexError(
         f"`worker` must be from 0 to {self.num_workers - 1}, got {worker}."
@@ -242,7 +242,8 @@ class SampleStream:
       A batch of one worker as in `Batches`, [size, ...], with "mask": float32
       [size], 1 for samples and 0 for padding.
     """
-    size = checks.check_int("size", count if size is None else size, count)
+    size = count if size is None else size
+    size = checks.check_int("size", size, count, 2**31 - 1)
     rows, mask = self.indices(worker, start, count), np.ones(size, np.float32)
     if size > count:
       rows = np.concatenate([rows, np.repeat(rows[:1], size - count)])
