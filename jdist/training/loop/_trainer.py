@@ -30,6 +30,7 @@ Batches = Callable[[int], Iterator[PyTree]]
 _Found = tuple[_train_state.TrainState, list[_record.Record]]
 # The run keeps these in the metadata of its checkpoints, with the caller's.
 _SENT_BYTES, _HISTORY = "sent_bytes", "jdist.history"
+_END: Any = object()  # Of batches, one of which may be None, without arrays.
 
 
 @signatures.checked
@@ -258,8 +259,8 @@ def _train(
   sigterm: _preemption.Preemption | None,
 ) -> None:
   """Runs the steps, with records and checkpoints between them."""
-  batch = next(data, None)
-  if batch is not None:
+  batch = next(data, _END)
+  if batch is not _END:
     placed = run.place(batch)
   elif steps:
     raise ValueError(
@@ -269,11 +270,11 @@ def _train(
     )
   for done in range(steps.start + 1, steps.stop + 1):
     run.dispatch(placed)
-    batch = next(data, None) if done < steps.stop else None
-    if batch is not None:
+    batch = next(data, _END) if done < steps.stop else _END
+    if batch is not _END:
       # The batch is copied to the devices while two steps are in flight.
       placed = run.place(batch)
-    last = done if batch is None else steps.stop
+    last = done if batch is _END else steps.stop
     # The previous step is read while this one runs, so that the device never
     # waits for the host.
     run.read(leave=1)

@@ -519,6 +519,13 @@ def test_iterators_are_closed_and_threads_end(tmp_path):
   assert not {name for name in left if "jdist" in name}
 
 
+def test_batches_without_arrays_are_batches(monkeypatch):
+  """A step may draw its own data; None is then no end of the batches."""
+  fake = _Fake(monkeypatch)
+  fake.trainer.fit(fake.state, lambda start: iter([None] * 3), 3)
+  assert "dispatch 3" in fake.log
+
+
 def test_on_record_is_called_for_every_record_at_once(monkeypatch):
   fake = _Fake(monkeypatch)
   told = []
