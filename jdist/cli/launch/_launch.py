@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 
+from jdist import checks
 from jdist.cli import _commands, _options
 from jdist.cli.launch import _local_run
 from jdist.cli.servers import _protocols
@@ -213,6 +214,6 @@ def _kuberay(options: _commands.Launch) -> str:
   command = f"{shlex.join(['python', '-m', 'jdist', *words])} --address"
   return _fill(
     "kuberay.yaml", options,
-    cluster=json.dumps(pathlib.Path(train.cluster).read_text()),
+    cluster=json.dumps(checks.read_text(pathlib.Path(train.cluster))),
     command=json.dumps(f'{command} "$RAY_ADDRESS"'), workers=workers,
   )  # fmt: skip
