@@ -61,7 +61,8 @@ def check_choice(
   """
   # Comparing an array with text would give an array, hence the types first.
   if not any(isinstance(value, type(x)) and value == x for x in choices):
-    known = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
+    *first, last = map(repr, choices)
+    known = f"{', '.join(first)} or {last}" if first else last
     rule = f"`{name}` must be {known}, got {show(value)}. {remedy}"
     raise ValueError(rule.rstrip())
 
@@ -255,7 +256,7 @@ def read_text(
 ) -> Any:
   """Reads a text file; another file raises a ValueError that names it."""
   try:
-    return parse(path.read_text("utf-8"))
+    return parse(path.read_text("utf-8-sig"))
   # Parsers pass on errors of too many digits and of too deep brackets.
   except (ValueError, RecursionError) as error:
     raise ValueError(
@@ -282,12 +283,12 @@ def check_continuous(
   """Raises a ValueError unless a number lies in [low, high], or between them.
 
   Traced values pass: they are hyper-parameters under
-  `optax.inject_hyperparams`.  Ints and bools are returned as floats.
+  `optax.inject_hyperparams`.  Ints are returned as floats.
   """
   if is_traced(value):
     return value
   within = f"{'[('[open_low]}{low:g}, {high:g}{'])'[open_high]}"
-  if not is_number(value):
+  if not is_scalar(value):
     raise ValueError(
       f"`{name}` must be a number in {within}, got {show(value)}."
     )
@@ -297,7 +298,7 @@ def check_continuous(
   if not (above and (number < high if open_high else number <= high)):
     raise ValueError(f"`{name}` must be in {within}, got {value}.")
   # An int would be traced as int32, and types of updates would follow it.
-  return number if isinstance(value, int | np.integer | np.bool_) else value
+  return number if isinstance(value, int | np.integer) else value
 
 
 def is_number(value: Any) -> bool:
@@ -309,10 +310,16 @@ def is_number(value: Any) -> bool:
   return kind in ("b", "i", "u", "f", "V") and np.ndim(value) == 0
 
 
+def is_scalar(value: Any) -> bool:
+  """Returns whether a value is a number, and no bool, which Python counts."""
+  kind = getattr(getattr(value, "dtype", None), "kind", None)
+  return is_number(value) and not isinstance(value, bool) and kind != "b"
+
+
 def check_number(name: str, value: Any, **bounds: Any) -> float:
   """Returns a finite number in bounds, see `check_continuous`, as a float."""
-  known = is_number(value) and not is_traced(value)
-  if not known or isinstance(value, bool) or not math.isfinite(value):
+  known = is_scalar(value) and not is_traced(value)
+  if not known or not math.isfinite(value):
     raise ValueError(f"`{name}` must be a finite number, got {show(value)}.")
   return float(check_continuous(name, float(value), **bounds))
 

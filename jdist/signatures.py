@@ -217,6 +217,8 @@ def _check(name: str, value: Any, hint: Any) -> Any:
     wanted, got = _words(hint), checks.show(value)
     if wanted.startswith(got):  # The container is right, and an entry is not.
       got = f"entries such as {checks.show(next(iter(value)))}"
+    if isinstance(value, str) and "\0" in value:
+      wanted += " without null bytes"
     raise ValueError(f"`{name}` must be {wanted}, got {got}.")
   elif kind in (typing.Union, UnionType):
     # None stands last, and `Any` would fit it, too.
@@ -240,7 +242,7 @@ def _fits(value: Any, hint: Any) -> bool:
     number = len(of[0]) if of and isinstance(of[0], list) else None
     return checks.is_function(value, number)
   if kind is float:
-    return checks.is_number(value)
+    return checks.is_scalar(value)
   if kind is int:
     with contextlib.suppress(TypeError):
       return operator.index(value) is not None and not isinstance(value, bool)

@@ -118,6 +118,11 @@ def test_unusable_value_is_refused(given):
     plain(**given)
 
 
+def test_null_byte_of_a_text_is_named():
+  with pytest.raises(ValueError, match="a string or None without null bytes"):
+    plain(path="a\0b")
+
+
 @pytest.mark.parametrize("two", [np.int64(2), np.array(2), jnp.int32(2)])
 def test_integer_of_another_library_becomes_one_of_python(two):
   found = plain(two, cuts=two, anything=two)

@@ -288,9 +288,10 @@ def _check(
       words = " or ".join(map(repr, near))
       raise ValueError(f"{key!r} is no key of {place}; did you mean {words}?")
     # Python counts true and false as ints, of any size.
-    is_number = checks.is_number(value) and not isinstance(value, bool)
     sign = ">" if key in ("bandwidth_gbit_per_s", "memory_gb") else ">="
-    fits = is_number and (value > 0 or (value == 0 and sign == ">="))
+    fits = checks.is_scalar(value) and (
+      value > 0 or (value == 0 and sign == ">=")
+    )
     if key in numbers and not fits:
       rule = f"`{key}` of {place} must be a number {sign} 0"
       raise ValueError(f"{rule}, got {checks.show(value)}.")

@@ -15,7 +15,8 @@ from jdist.pipeline.schedule._table import (
 )
 
 _OPS = {op.letter: op for op in Op if op != Op.IDLE}
-_WORD = re.compile(r"([FBIWU])(\d*)(?:/(\d+))?(?:@(\d+))?")
+# Python reads no numbers of thousands of digits.
+_WORD = re.compile(r"([FBIWU])(\d{0,18})(?:/(\d{1,18}))?(?:@(\d{1,18}))?")
 _NUMBERS = {
   "stages": "num_stages",
   "microbatches": "num_microbatches",
@@ -105,7 +106,7 @@ def parse_table(text: str, name: str = "table") -> Table:
   }
   for key, field in _NUMBERS.items():
     if key in found:
-      if not found[key].isdecimal():
+      if not re.fullmatch(r"\d{1,18}", found[key]):
         raise ValueError(f"`{key}` must be a number, got {found[key]!r}.")
       numbers[field] = int(found[key])
   check_passes(*(numbers[field] for field in _COUNTED))

@@ -9,8 +9,8 @@ from jdist import pipeline
 
 def test_hand_written_table_is_parsed(tmp_path):
   path = tmp_path / "mine.txt"
-  path.write_text(
-    "# Two devices.\nwindow 2  # of iterations\n"
+  path.write_text(  # Windows writes the mark of UTF-8 in front.
+    "\ufeff# Two devices.\nwindow 2  # of iterations\n"
     "iterations 2\n"
     "device F0 F0@1 B0 U B0@1 U@1\n\n"
     "device F0 B0 U F0@1 B0@1 U@1\n"
@@ -40,6 +40,8 @@ def test_stage_on_another_device_is_named():
     ("window 1\nwindow 2\ndevice F0", "line 2 must be `device`"),
     ("stages two\ndevice F0", "`stages` must be a number"),
     ("stages ²\ndevice F0", "`stages` must be a number"),
+    pytest.param(f"stages {'9' * 5000}\ndevice F0", "`stages`", id="digits"),
+    pytest.param(f"device F{'9' * 5000}", "line 1 must have", id="a long pass"),
     ("stages 200000\ndevice F0", "`num_stages` times .* at most 100,000"),
     ("device F0 F9999999 B0 U", "`num_stages` times .* at most 100,000"),
     ("iterations 99999999\ndevice F0", "at most 100,000"),
