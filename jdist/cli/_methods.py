@@ -9,7 +9,7 @@ from typing import Any, TYPE_CHECKING
 
 import optax
 
-from jdist import codecs, collectives, methods, reducers, transforms
+from jdist import checks, codecs, collectives, methods, reducers, transforms
 from jdist.cli import _groups, _options
 from jdist.transforms import intervals
 
@@ -284,11 +284,8 @@ def _interval(
     rule = method.interval_policy  # type: ignore[assignment]
   rate, longest = run.learning_rate, max(first, _HIGHEST)
   most = {"fixed": first, "growth": first, "qsr": math.inf}.get(rule, longest)
-  if (options.delay_steps or 0) > most:
-    raise ValueError(
-      f"`--delay-steps` must be at most {most}, the longest round, got "
-      f"{options.delay_steps}. Leave it out, or take a longer `--interval`."
-    )
+  remedy = "Leave it out, or take longer rounds by `--interval`."
+  checks.check_int("--delay-steps", options.delay_steps or 0, 0, most, remedy)
   if rule == "growth" and options.schedule == "constant":
     raise ValueError(
       f"`--schedule` must be cosine for {name}, whose rounds grow as the rate "

@@ -148,10 +148,7 @@ def check_names(
 
   The error calls them by the plural noun `kind`; no `known` allows all.
   """
-  if not names or len(set(names)) < len(names):
-    raise ValueError(
-      f"`{option}` must be one or more different {kind}, got {tuple(names)}."
-    )
+  checks.check_distinct(option, tuple(names), kind)
   for name in names if known else ():
     check_name(option, name, known)
 
@@ -307,10 +304,7 @@ def join_processes(
       "`--num-processes` and `--process-id` must be given with "
       "`--coordinator-address`, unless that is `auto`."
     )
-  if own >= number:
-    raise ValueError(
-      f"`--process-id` must be from 0 to {number - 1}, got {own}."
-    )
+  checks.check_int("--process-id", own, 0, number - 1)
   check_workers(options.workers, number)
   collectives.start_processes(
     options.coordinator_address,

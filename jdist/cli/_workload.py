@@ -158,12 +158,8 @@ def build(
   # Workers are checked before their devices are made: thousands of virtual
   # devices would take all memory.
   for name in ("batch_size", "workers"):
-    number = getattr(options, name)
-    if number > len(train):
-      raise ValueError(
-        f"`{_options.word(name)}` must not exceed the {len(train)} training "
-        f"samples, got {number}."
-      )
+    option, remedy = _options.word(name), "There are no more training samples."
+    checks.check_int(option, getattr(options, name), 1, len(train), remedy)
   number, substrate = options.workers, options.substrate
   workers = team() if team else collectives.workers(number, substrate=substrate)
   arguments = build_arguments(options, train)

@@ -65,11 +65,8 @@ class DCTTopK(_codec.Codec):
     if self.k is None and self.ratio is None:
       object.__setattr__(self, "k", min(32, self.chunk**2))
     _sparse.check_ratio_or_k(self)
-    if self.k is not None and self.k > self.chunk**2:
-      raise ValueError(
-        f"`k` must be at most `chunk` ** 2, got k={self.k} of tiles of "
-        f"{self.chunk} x {self.chunk}. It counts coefficients of each tile."
-      )
+    remedy = "It counts coefficients of each tile, `chunk` ** 2."
+    checks.check_int("k", self.k or 1, 1, self.chunk**2, remedy)
     _sparse.check_values(self.values)
 
   @property

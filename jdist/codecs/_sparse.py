@@ -52,11 +52,8 @@ class Sparse(_codec.Codec):
       return
     remedy = "None means to choose among all entries."
     checks.set_structural(self, "chunk", minimum=1, remedy=remedy)
-    if self.k is not None and self.k > self.chunk:
-      raise ValueError(
-        f"`k` must be at most `chunk`, got k={self.k} of chunk={self.chunk}. "
-        "It counts the entries of each chunk."
-      )
+    remedy = "It counts the entries of each `chunk`."
+    checks.check_int("k", self.k or 1, 1, self.chunk, remedy)
 
   def num_entries(self, length: int) -> int:
     """Returns `k`, or the ratio of the length rounded up."""
@@ -238,11 +235,8 @@ def check_values(values: Any) -> None:
 
 
 def check_k_fits(k: int | None, like: _codec.Like) -> None:
-  if k is not None and 0 < like.size < k:
-    raise ValueError(
-      f"`k` must be at most the number of entries, got k={k} for an array of "
-      f"shape {like.shape}. Use `ratio`, or leave small arrays uncompressed."
-    )
+  remedy = "Use `ratio`, or leave small arrays uncompressed."
+  checks.check_int("k", k or 1, 1, like.size or math.inf, remedy)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -196,11 +196,8 @@ class Buckets:
       kind = empty.dtypes[leaf], _shards.spec_axes([empty.specs[leaf]])
       itemsize = jnp.dtype(kind[0]).itemsize
       for name, limit in limits.items():
-        if limit < itemsize:
-          raise ValueError(
-            f"`{name}` must hold at least one element, got {limit} for "
-            f"{kind[0]} at {empty.paths[leaf]!r}."
-          )
+        remedy = f"An element of {empty.paths[leaf]!r} is as large."
+        checks.check_int(name, limit, itemsize, remedy=remedy)
       if max_bytes is None:
         if kind not in of_kind:
           found.append((kind, of_kind.setdefault(kind, [])))

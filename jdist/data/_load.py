@@ -193,12 +193,8 @@ def load_text(
   else:
     found = _read_file(name, split, test_fraction)
     name = pathlib.Path(name).stem
-  if len(found) <= window_length:
-    raise ValueError(
-      f"`window_length` must be less than the {len(found)} bytes of the "
-      f"{split} split of {name}, got {window_length}. Take a shorter one, or a "
-      "longer text."
-    )
+  remedy = f"The {split} split of {name} has {len(found)} bytes."
+  checks.check_int("window_length", window_length, 1, len(found) - 1, remedy)
   # Windows are views of the bytes.  Neighbours share one byte: the last target
   # of a window is the first token of the next.
   windows = np.lib.stride_tricks.sliding_window_view(found, window_length + 1)

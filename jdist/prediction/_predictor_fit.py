@@ -195,12 +195,8 @@ def _train(
     (state, best), body = found
     done, losses = body["done"], body["losses"]
     curve = [Epoch(*point) for point in body["curve"]]
-    if done > fit.num_epochs * num_batches:
-      raise ValueError(
-        "`num_epochs` must be at least the trained epochs of `directory`, "
-        f"{done / num_batches:g}, got {fit.num_epochs}. Take another "
-        "directory, or as many epochs."
-      )
+    remedy, trained = "Or take another `directory`.", -(-done // num_batches)
+    checks.check_int("num_epochs", fit.num_epochs, trained, remedy=remedy)
   while done < fit.num_epochs * num_batches:
     epoch, batch = divmod(done, num_batches)
     # Rows and images depend on the number of the update alone, which makes a

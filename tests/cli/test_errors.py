@@ -38,7 +38,7 @@ _BAD = [
   ("train --workers -3", "`--workers` must be at least 1, got -3"),
   (
     "train --workers 2000 --batch-size 2000",
-    "`--batch-size` must not exceed the 1442 training samples, got 2000",
+    "`--batch-size` must be an int from 1 to 1442, got 2000",
   ),
   ("train --interval 0", "`--interval` must be at least 1, got 0"),
   ("compare --interval -1", "`--interval` must be at least 1, got -1"),
@@ -52,7 +52,7 @@ _BAD = [
   ("compare --seeds 0 5000000000", "`--seeds` must be from 0 to 2**32 - 1"),
   (
     "train --workers 2 --batch-size 100000000",
-    "`--batch-size` must not exceed the 1442 training samples, got 100000000",
+    "`--batch-size` must be an int from 1 to 1442, got 100000000",
   ),
   ("train --model resnet50", "`--model` must suit images of 8x8: mlp, lenet"),
   ("train --model vgg16", "resnet8 or resnet20, got vgg16"),
@@ -88,16 +88,16 @@ _BAD = [
   ("train --correction 1e400", "`--correction` must be at least 0 and finite"),
   (
     "train --method local_sgd --overlap --delay-steps 9 --dataset synthetic",
-    "`--delay-steps` must be at most 8, the longest round, got 9",
+    "`--delay-steps` must be an int from 0 to 8, got 9",
   ),
   (
     "train --method msdpu --delay-steps 9 --dataset synthetic --interval 2",
-    "`--delay-steps` must be at most 2, the longest round, got 9",
+    "`--delay-steps` must be an int from 0 to 2, got 9",
   ),
   (
     "train --method diloco --overlap --delay-steps 17 --dataset synthetic "
     "--interval-policy adacomm",
-    "`--delay-steps` must be at most 16, the longest round, got 17",
+    "`--delay-steps` must be an int from 0 to 16, got 17",
   ),
   ("train --carry 2", "`carry` must be in [0, 1]"),
   ("train --method mp2", "`--predictor` must be given for mp2"),
@@ -236,7 +236,7 @@ _BAD = [
   ),
   (
     "train --coordinator-address a:1 --num-processes 2 --process-id 2",
-    "`--process-id` must be from 0 to 1, got 2",
+    "`--process-id` must be an int from 0 to 1, got 2",
   ),
   (
     "train --coordinator-address a:1 --num-processes 3 --process-id 0",

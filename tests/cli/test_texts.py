@@ -125,7 +125,7 @@ def test_methods_are_tuned_and_compared_on_a_text(
     ),
     (
       "--text TEXT --model transformer --window-length 300",
-      "`window_length` must be less than the 240 bytes of the test split",
+      "`window_length` must be an int from 1 to 239, got",
     ),
     (
       "--text TEXT --model transformer --window-length 0",
@@ -134,7 +134,7 @@ def test_methods_are_tuned_and_compared_on_a_text(
     (
       "--text TEXT --model transformer --workers 256 --batch-size 256 "
       "--window-length 10",
-      "`--batch-size` must not exceed the 215 training samples",
+      "`--batch-size` must be an int from 1 to 215, got",
     ),
   ],
 )

@@ -149,13 +149,17 @@ def view(worker):
   ("max_bytes", lambda: buckets(max_bytes=0), "an int >= 1, got 0"),
   ("max_bytes", lambda: buckets(max_bytes=1.5), "an int >= 1, got 1.5"),
   ("max_bytes", lambda: buckets(max_bytes=True), "an int >= 1, got True"),
-  ("max_bytes", lambda: buckets(max_bytes=3), "got 3 for float32 at 'a'"),
+  (
+    "max_bytes",
+    lambda: buckets(max_bytes=3),
+    "an int >= 4, got 3. An element of 'a'",
+  ),
   ("num_rows", lambda: buckets(num_rows=None), "an int >= 1, got None"),
   ("max_row_bytes", lambda: buckets(max_row_bytes=0), "an int >= 1, got 0"),
   (
     "max_row_bytes",
     lambda: buckets(max_row_bytes=3),
-    "got 3 for float32 at 'a'",
+    "an int >= 4, got 3. An element of 'a'",
   ),
   ("order", lambda: buckets(order="random"), "'front_first', "),
   *(

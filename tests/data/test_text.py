@@ -99,11 +99,19 @@ def test_selected_windows_are_a_text(file):
     (
       "window_length",
       {"window_length": 900},
-      "the 900 bytes of the train split",
+      "899, got 900. The train split of mine has 900 bytes",
     ),
-    ("window_length", {"split": "test"}, "the 100 bytes of the test split"),
+    (
+      "window_length",
+      {"split": "test"},
+      "99, got 128. The test split of mine has 100 bytes",
+    ),
     ("test_fraction", {"test_fraction": 0}, "in (0, 1]"),
-    ("window_length", {"test_fraction": 1.0}, "the 0 bytes of the train split"),
+    (
+      "window_length",
+      {"test_fraction": 1.0},
+      "-1, got 128. The train split of mine has 0 bytes",
+    ),
   ],
 )
 def test_unreadable_texts_raise(file, argument, options, rule):

@@ -102,7 +102,7 @@ def late(**options):
     "below `interval`, 3, got 3",
   ),
   ("delay_steps", lambda: streaming(delay_steps=None), "an int >= 0, got None"),
-  ("fragments", lambda: streaming(3, 4), "at most `interval`, 3, got 4"),
+  ("fragments", lambda: streaming(3, 4), "an int from 1 to 3, got 4"),
   ("fragments", lambda: fragments().init(X), "an int from 1 to 1, got 2"),
   ("params", lambda: fragments(4, 1).update(X, ()), "`streaming_diloco`"),
   # Overlapped.

@@ -228,7 +228,7 @@ def test_training_continues_for_more_epochs_to_the_bit(tmp_path):
   assert more.curve == whole.curve
   # The first is not trained again.
   assert [point.epoch for point in seen] == [2]
-  with _refusals.refused("num_epochs", "of `directory`, 2, got 1"):
+  with _refusals.refused("num_epochs", "an int >= 2, got 1"):
     fit_predictor(short, directory=tmp_path)
 
 

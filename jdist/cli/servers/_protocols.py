@@ -68,16 +68,10 @@ def build(
   """
   num = len(machines.nodes)
   # The library cannot refuse this: there members come and go.
-  if (options.backups or 0) >= num:
-    raise ValueError(
-      f"`--backups` must be less than the {num} workers, got "
-      f"{options.backups}: an update would wait for no more than one gradient."
-    )
-  if (options.splits or 1) > num:
-    raise ValueError(
-      f"`--splits` must be at most the {num} workers, got {options.splits}: an "
-      "update takes floor(workers / splits) gradients, which would be none."
-    )
+  remedy = f"An update waits for one of the {num} workers at least."
+  checks.check_int("--backups", options.backups or 0, 0, num - 1, remedy)
+  remedy = f"An update takes {num} / splits gradients, one at least."
+  checks.check_int("--splits", options.splits or 1, 1, num, remedy)
   given = {
     "total": num * batch_size,
     "batches": server.FixedBatches(batch_size),

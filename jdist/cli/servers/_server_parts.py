@@ -140,23 +140,18 @@ def _local_step(
   options: _commands.Train, schedule: optax.Schedule
 ) -> server.LocalStep | None:
   """Returns the workers' own step that anticipates the server's update."""
-  if options.protocol != "h_ps" or "pipeline" not in options.parts:
+  late = options.protocol == "h_ps" and "pipeline" in options.parts
+  if not late or options.local_rate == 0:
     return None
-  sgd = options.optimizer == "sgd"
-  rate = schedule
-  if options.local_rate is not None:
-    if not options.local_rate:
-      return None
-    # The step must fall with the server's rate to anticipate its updates.
-    scale = options.local_rate / options.learning_rate
-
-    def rate(count: Any) -> Any:
-      return scale * schedule(count)
-
-  momentum = options.local_momentum
+  # The step must fall with the server's rate to anticipate its updates.
+  scale = (options.local_rate or options.learning_rate) / options.learning_rate
+  sgd, momentum = options.optimizer == "sgd", options.local_momentum
   if momentum is None:
     momentum = options.momentum if sgd else 0.0
-  return server.LocalStep(rate, momentum, nesterov=sgd and momentum > 0)
+  return server.LocalStep(
+    lambda count: scale * schedule(count), momentum,
+    nesterov=sgd and momentum > 0,
+  )  # fmt: skip
 
 
 def _fit_plans(
@@ -284,8 +279,8 @@ def simulation(parts: Parts) -> server.Simulation:
   profile, codec, params = parts.profile, parts.push_codec, parts.model.params
   if codec is not None or parts.options.cluster is None:
     # Real links carry the payload that was encoded; the clock must know it.
-    plain = sum(x.nbytes for x in jax.tree.leaves(params))
-    size = plain if codec is None else codec.num_bytes(params)
+    count = states.num_bytes if codec is None else codec.num_bytes
+    size = count(params)
     profile = dataclasses.replace(profile, push_bytes=size)
   return server.Simulation(
     shared_links(parts),

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from jdist import cluster, server, training
+from jdist import checks, cluster, server, training
 from jdist.cli import _commands, _options, _output
 from jdist.cli.report import _status
 from jdist.cli.servers import _protocols
@@ -97,11 +97,8 @@ def _check(
   machines, profile = _protocols.load(options.cluster)
   speed = sum(node.speed for node in machines.nodes)
   most = 1e9 * profile.compute_s(options.batch_size) / speed
-  if (options.seconds or 0) > most:
-    raise ValueError(
-      f"`--seconds` must be at most {most:.3g}, which are 10**9 tasks of these "
-      f"machines, got {options.seconds:g}."
-    )
+  # These machines would compute more than 10**9 tasks.
+  checks.check_number("--seconds", options.seconds or 0, high=most)
   return machines, profile, limits
 
 

@@ -116,12 +116,8 @@ def _continuous(table: Table, send_ticks: int) -> Grid:
   period = 2 * m
   behind = (2 * (m - 1) + 2 * late * (s - 1) + 1) // period
   # The parameters that an iteration reads must exist when it begins.
-  if table.window <= behind:
-    raise ValueError(
-      f"`window` must be at least {behind + 1} for {s} stages, {m} "
-      f"micro-batches and sends of {late} ticks, got {table.window}. Take more "
-      "micro-batches, or a larger window, where the table has one."
-    )
+  remedy = "Take more micro-batches, or a larger window, if the table has one."
+  checks.check_int("window", table.window, behind + 1, remedy=remedy)
   ticks = {}
   for stage, i in itertools.product(range(s), range(m)):
     ticks[Action(Op.FORWARD, stage, i)] = 2 * i + late * stage

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from jdist import signatures
+from jdist import checks, signatures
 from jdist.pipeline.schedule._flush_tables import alternating
 from jdist.pipeline.schedule._list_schedule import (
   check_arguments,
@@ -55,12 +55,8 @@ def two_bw(
   """
   # The first stage is S - 1 micro-batches ahead of the last one.  With fewer in
   # an iteration it would need a version whose update has not happened yet.
-  if num_microbatches < num_stages - 1:
-    raise ValueError(
-      "`num_microbatches` must be at least the stages less one with two "
-      f"versions of the weights, got {num_microbatches} for {num_stages} "
-      "stages. Take more micro-batches, or a window beyond 2 (`ours`)."
-    )
+  fewest, remedy = num_stages - 1, "Or take a window beyond 2 (`ours`)."
+  checks.check_int("num_microbatches", num_microbatches, fewest, remedy=remedy)
   return _continuous(
     "2bw", num_stages, num_microbatches, num_iterations, "delayed", window=2
   )

@@ -244,10 +244,9 @@ def paired_difference(
   """
   from scipy import special
 
-  if not 0 < confidence < 1:
-    raise ValueError(
-      f"`confidence` must be between 0 and 1, got {confidence}: 0.95 is 95 %."
-    )
+  checks.check_number(
+    "confidence", confidence, high=1, open_low=True, open_high=True
+  )
   for name, given in (("rows", rows), ("base", base)):
     seeds = [entry(row, "seed") for row in given]
     if len(set(seeds)) < len(seeds):

@@ -53,12 +53,8 @@ def longest_of(max_interval: int | None, shortest: int) -> int:
 
 def check_first(name: str, interval: int, longest: int) -> None:
   """Raises a ValueError if a rule begins above its longest interval."""
-  if interval > longest:
-    raise ValueError(
-      f"`{name}` must be at most `max_interval`, {longest}, got {interval}: "
-      "the rule would cut every longer round, the first one too. Give "
-      f"`max_interval={interval}` or more."
-    )
+  remedy = "Give a larger `max_interval`, which would cut the first round."
+  checks.check_int(name, interval, 1, longest, remedy)
 
 
 def rate_at(
@@ -68,7 +64,7 @@ def rate_at(
 ) -> jax.Array:
   """Returns the learning rate at a local step, float32 scalar."""
   rate = learning_rate(step) if callable(learning_rate) else learning_rate
-  if not checks.is_number(rate):
+  if not checks.is_scalar(rate):
     rule = f"`{name}` must give a number for each step"
     raise ValueError(f"{rule}, got {checks.show(rate)}.")
   # An injected number has the dtype of the parameters, which may be bfloat16.
@@ -378,7 +374,7 @@ def as_policy(interval: int | IntervalPolicy) -> IntervalPolicy:
     checks.check_arrays("interval.init()", state)
     found = interval.next(state, start_step, loss)
     steps, after = checks.check_pair("interval.next", found, "steps, state")
-    if not checks.is_number(steps):
+    if not checks.is_scalar(steps):
       rule = "`interval.next` must return an int32 scalar as the steps"
       raise ValueError(f"{rule}, got {checks.show(steps)}.")
     rule = "`interval.next` must keep its state's form"

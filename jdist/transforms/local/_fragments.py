@@ -320,11 +320,8 @@ def fragments_of(tree: PyTree, fragments: Fragments) -> tuple[int, ...]:
 
 
 def _check_number(fragments: int, interval: int) -> None:
-  if fragments > interval:
-    raise ValueError(
-      f"`fragments` must be at most `interval`, {interval}, got {fragments}: "
-      "one fragment is sent in a step."
-    )
+  remedy = "One fragment is sent in a step of the `interval`."
+  checks.check_int("fragments", fragments, 1, interval, remedy)
 
 
 def _part(tree: PyTree, labels: tuple[int, ...], fragment: int) -> PyTree:

@@ -345,7 +345,7 @@ _TABLE = pipeline.make_table("1f1b", 2, 2)
   (
     "num_microbatches",
     lambda: pipeline.make_table("2bw", 4, 2),
-    "at least the stages less one",
+    "an int >= 3, got 2",
   ),
   (
     "window",

@@ -46,8 +46,12 @@ def test_single_pair_has_no_interval():
 
 @_refusals.table(
   *(
-    ("confidence", lambda x=x: _compared(confidence=x), "between 0 and 1")
-    for x in (95, 1, 0, -0.5, float("nan"))
+    ("confidence", lambda x=x: _compared(confidence=x), rule)
+    for x, rule in zip(
+      (95, 1, 0, -0.5, float("nan")),
+      ["in (0, 1)"] * 4 + ["finite"],
+      strict=True,
+    )
   ),
   ("rows", lambda: _compared(rows=2 * _TWO), "one row for each seed, got"),
   ("base", lambda: _compared(base=2 * _TWO), "one row for each seed, got"),

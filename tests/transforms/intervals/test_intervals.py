@@ -385,11 +385,11 @@ REJECTED = {
   ),
   "initial_interval above the highest": (
     lambda: intervals.msdpu(17),
-    "`initial_interval` must be at most `max_interval`, 16, got 17",
+    "`initial_interval` must be an int from 1 to 16, got 17",
   ),
   "adacomm's initial_interval above the highest": (
     lambda: intervals.adacomm(17, 1),
-    "`initial_interval` must be at most `max_interval`, 16, got 17",
+    "`initial_interval` must be an int from 1 to 16, got 17",
   ),
   "period_steps": (
     lambda: intervals.adacomm(1, 0),
