@@ -129,6 +129,7 @@ class Trace:
 
   def save_perfetto(self, path: str | pathlib.Path) -> None:
     """Writes a file of trace events for https://ui.perfetto.dev."""
+    checks.check_number("end_s", self.end_s)  # JSON has no infinity.
     # Chrome's format knows processes and threads: each resource is a thread of
     # process 0, a span is a complete event "X", and times are in microseconds.
     numbers = {name: i for i, name in enumerate(self.resources)}

@@ -17,6 +17,15 @@ def drawn():
   return trace
 
 
+def test_endless_spans_are_no_trace_events(tmp_path):
+  """The page could not read the file."""
+  trace = cluster.Trace()
+  trace.add("gpu", "away", 0.0, math.inf)
+  with pytest.raises(ValueError, match="`end_s` must be a finite number"):
+    trace.save_perfetto(tmp_path / "trace.json")
+  assert not [*tmp_path.iterdir()]
+
+
 def test_perfetto_file_has_a_thread_for_each_resource(tmp_path):
   drawn().save_perfetto(tmp_path / "trace.json")
   events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
