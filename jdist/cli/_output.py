@@ -155,5 +155,5 @@ def console() -> Any:
   from rich import console
 
   return console.Console(
-    width=None if sys.stdout.isatty() else 100, highlight=False
+    width=None if sys.stdout and sys.stdout.isatty() else 100, highlight=False
   )
