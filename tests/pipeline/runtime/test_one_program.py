@@ -46,6 +46,15 @@ def test_ticks_update_rings_in_place(late):
     assert ("f32", ",".join(map(str, ring.shape))) not in copied
 
 
+@pytest.mark.parametrize(("name", "versions"), [("1f1b", 0), ("2bw", 1)])
+def test_state_keeps_as_many_older_versions_as_gradients_are_late(
+  name, versions
+):
+  pipe, _ = _pipe(pipeline.make_table(name, 2, 2))
+  state = pipe.abstract_state(_training.team_of(pipe), _momentum("worker"))
+  assert len(state.opt_state.older) == versions == pipe.grid.delay
+
+
 def test_whole_backward_passes_leave_nothing_between_two_parts():
   pipe, _ = _pipe(pipeline.make_table("1f1b", 2, 4))
   assert not jax.tree.leaves(jax.eval_shape(pipe._ticks.start).stash)
