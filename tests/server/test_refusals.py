@@ -166,6 +166,10 @@ SCALED = codecs.RandomK(0.1, shared=False)
   ("limits", lambda: server.h_ps(8, limits={"a": -3}), "an int >= 1"),
   ("pipelined", lambda: server.h_ps(8, pipelined="no"), "True or False"),
   ("block", lambda: server.BitPlans(block=0), "an int >= 1"),
+  *(
+    ("bits", lambda bits=bits: server.BitPlans(bits=((32,), bits)), said)
+    for bits, said in (((12,), "of (32, 16, 8, 4)"), ((8, 8), "each of 1 ten"))
+  ),
   (
     "parts",
     lambda: server.DecoupledDiLoCo(fragments=2, parts=(0.0, 0.0)),
