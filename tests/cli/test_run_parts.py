@@ -158,6 +158,20 @@ def test_first_signal_raises_and_later_ones_do_nothing():
   assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_interrupt_has_its_handler_again_unless_one_has_come():
+  """A process that was interrupted ends, whatever is pressed again."""
+  before = signal.getsignal(signal.SIGINT)
+  try:
+    with _interrupts.kept():
+      assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(KeyboardInterrupt), _interrupts.kept():
+      signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+  finally:
+    signal.signal(signal.SIGINT, before)
+
+
 def test_signals_stay_as_they_are_in_other_threads():
   before, seen = signal.getsignal(signal.SIGTERM), []
 
