@@ -135,7 +135,8 @@ _SLICES = """HloModule jit_step, is_scheduled=true
 %take (b: f32[1,1000], i: s32[]) -> f32[1,10] {
   %b = f32[1,1000]{1,0} parameter(0)
   %i = s32[] parameter(1)
-  ROOT %ds = f32[1,10]{1,0} dynamic-slice(%b, %i, %i), dynamic_slice_sizes={1,10}
+  %view = f32[1,1000]{1,0} bitcast(%b)
+  ROOT %ds = f32[1,10]{1,0} dynamic-slice(%view, %i, %i), dynamic_slice_sizes={1,10}
 }
 
 %put (w: f32[1,1000], p: f32[1,10], j: s32[]) -> f32[1,1000] {
