@@ -97,6 +97,15 @@ def test_check_names_the_argument_and_the_rule(number):
       check(value)
 
 
+# The second is a function that does not show its arguments.
+@pytest.mark.parametrize("update", [lambda grads: grads, {}.update])
+def test_update_takes_gradients_state_and_parameters(update):
+  wrong = optax.sgd(0.1)._replace(update=update)
+  rule = r"`x\.update` must be a function of updates, state, params, got"
+  with pytest.raises(ValueError, match=rule):
+    checks.check_optimizer("x", wrong)
+
+
 @pytest.mark.parametrize("value", [-1, 0.5, "a", True, 2**32, 2**63])
 def test_seed_is_one_that_jax_takes(value):
   with pytest.raises(ValueError, match="`seed` must be an int from 0"):

@@ -231,10 +231,18 @@ def test_records_of_another_run_are_not_reused(tmp_path):
     sealed_json.write(stale, [[0, *records[0]._replace(metrics={})]], form=1)
   again = fit(4, checkpoints=tmp_path / "b", evaluate=lambda model: {"x": 1.0})
   assert [x.metrics for x in again] == [{"x": 1.0}]
-  # A file that was damaged costs an evaluation.
-  (tmp_path / "a" / "records.json").write_text("{")
-  again = fit(4, checkpoints=tmp_path / "a", evaluate=lambda model: {"x": 1.0})
-  assert again == [records[0]._replace(metrics={"x": 1.0})]
+  # A file that was damaged, or is of another form, costs an evaluation.
+  path = tmp_path / "a" / "records.json"
+  for damage in (
+    lambda: path.write_text("{"),
+    lambda: sealed_json.write(path, [[0, 4]], form=1),
+    lambda: sealed_json.write(path, 5, form=1),
+  ):
+    damage()
+    again = fit(
+      4, checkpoints=tmp_path / "a", evaluate=lambda model: {"x": 1.0}
+    )
+    assert again == [records[0]._replace(metrics={"x": 1.0})]
 
 
 def test_records_that_were_left_are_gone_before_the_first_of_a_run(tmp_path):
