@@ -4,6 +4,7 @@ import itertools
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -134,3 +135,10 @@ def test_phases_are_named_where_a_method_has_several(capsys):
     assert ("when" in printed) == ("always" in printed) == several
     assert ("steps 1-100" in printed) == several
     assert ("from step 101 on" in printed) == several
+
+
+def test_run_is_split_wherever_a_phase_begins_or_ends():
+  phases = [collectives.Phase(0, 5), collectives.Phase(3)]
+  found = _bytes._phases(types.SimpleNamespace(phases=phases))
+  wanted = [(0, 3), (3, 5), (5, None)]
+  assert found == [collectives.Phase(*x) for x in wanted]

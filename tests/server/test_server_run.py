@@ -507,6 +507,10 @@ def test_state_with_infinite_constants_is_usable():
   assert _run_marks.is_finite(both)
   learner.laws = ()
   assert not _run_marks.is_finite(learner)
+  # Its server has said so, where the model is on another machine.
+  for found in (True, False):
+    learner.finite = found
+    assert _run_marks.is_finite(learner) is found
 
 
 class Snapshots:

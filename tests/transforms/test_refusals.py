@@ -451,3 +451,7 @@ def test_known_carry_is_known_while_a_program_is_traced():
     return x
 
   assert build(one) == 1.0
+
+
+def test_round_as_long_as_its_delay_sends_alike_in_all_steps():
+  step(streamed(interval=2, steps=2))
