@@ -35,6 +35,15 @@ def make_team(name):
 TEAMS = ("none", "vmap", "shard_map", "two_a_device", "mesh_2x2")
 
 
+def test_view_of_a_sharded_worker_has_all_its_parts():
+  team = make_team("mesh_2x2")
+  x = np.arange(2 * 3 * 4).reshape(2, 3, 4)
+  spec = PartitionSpec("worker", None, "fsdp")
+  placed = jax.device_put(x, NamedSharding(team.mesh, spec))
+  for worker in range(2):
+    np.testing.assert_array_equal(team.view(placed, worker), x[worker])
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", TEAMS)
 def test_every_worker_gets_its_rows(name):

@@ -38,7 +38,8 @@ def test_hanging_step_ends_the_process_with_a_message(notebook):
     assert "no training step has finished for 0.5 s" in done.stderr
     assert "the last was step 7" in done.stderr
     assert "start the run again" in done.stderr
-  assert "lock.acquire" in done.stderr or "most recent call" in done.stderr
+  # Where the main thread hangs: another one has written that.
+  assert 'File "<string>", line 11 in <module>' in done.stderr
 
 
 class _Clock:
