@@ -155,8 +155,9 @@ def test_both_frameworks_take_the_same_steps(report, tmp_path):
   with report.run.groups(options) as groups:
     for framework, group in groups.items():
       for method in report.run.FRAMEWORKS[framework][1]:
+        # At a rate of 0.05 rounding decides the accuracy after 13 steps.
         both = group.ask(
-          do="train", method=method, seed=1, rate=0.05, limit=16, target=1.0,
+          do="train", method=method, seed=1, rate=0.01, limit=16, target=1.0,
           every=16,
         )  # fmt: skip
         # All processes measure the same.
