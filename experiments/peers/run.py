@@ -145,10 +145,10 @@ class Group:
     return self.read()
 
   def close(self):
-    """Ends the processes."""
+    """Ends the processes, and closes their pipes."""
     for process in self.processes:
-      process.kill()
-      process.wait()
+      with process:
+        process.kill()
 
 
 def _free_port():
