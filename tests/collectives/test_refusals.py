@@ -81,6 +81,11 @@ def view(worker):
   ("args[0]", lambda: step_of(jnp.ones((3, 4))), "of 2 rows, got shape (3, 4)"),
   ("args[1]", lambda: step_of(jnp.ones(2), 0.1), "of 2 rows, got shape ()"),
   (
+    "worker",
+    lambda: workers(substrate="vmap").view(jnp.ones((2, 3)), [0]),
+    "run in this process, one of (0, 1), got [0]",
+  ),
+  (
     "args[0]",
     lambda: step_of({"w": jnp.ones((4, 2))}, substrate="shard_map"),
     "`workers.shard`",

@@ -23,11 +23,14 @@ from tests.models._variants import build
     ("resnet8", (8, 3, 1), {}, "at least 4x4"),
     ("resnet8", (8, 8, 1), {"norm": "layer"}, "`norm` must be"),
     ("resnet8", (8, 8, 1), {"blocks_per_stage": 2}, "is no option of resnet8"),
-    (
-      "resnet8",
-      (8, 8, 1),
-      {"norm": "group", "num_groups": 3},
-      "`num_groups` must divide",
+    *(
+      (
+        "resnet8",
+        (8, 8, 1),
+        {"norm": "group", "num_groups": n},
+        "`num_groups` must divide",
+      )
+      for n in (3, -1)
     ),
     ("alexnet", (7, 8, 1), {}, "at least 8x8"),
     ("alexnet", (62, 80, 3), {}, 'at least 63x63.*form="cifar"'),
@@ -43,6 +46,7 @@ from tests.models._variants import build
     ("resnet18", (8, 8, 1), {"norm": "layer"}, "`norm` must be"),
     ("resnet18", (8, 8, 1), {"width": 0}, "`width` must be"),
     ("resnet18", (8, 8, 1), {"shortcut_size": 2}, "`shortcut_size` must be"),
+    ("resnet18", (8, 8, 1), {"shortcut_size": -1}, "`shortcut_size` must be"),
     ("resnet50", (8, 8, 1), {"bottleneck": False}, "is no option of resnet50"),
     ("transformer", (8, 8, 1), {}, r"`input_shape` must be \(length,\)"),
     ("transformer", (0,), {}, r"`input_shape` must be \(length,\)"),

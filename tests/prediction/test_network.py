@@ -76,6 +76,12 @@ def test_other_mappings_are_refused():
       prediction.cut(other, 1)
 
 
+def test_layers_in_a_list_are_refused():
+  tree = network("kernel", "bias")
+  with pytest.raises(ValueError, match="nested dict of arrays with text as"):
+    prediction.cut(tree | {"d": [jnp.zeros(2)]}, 1)
+
+
 def test_names_without_an_order_require_one():
   conv = {"kernel": jnp.zeros((3, 3, 2, 2))}
   norm = {"scale": jnp.ones(2), "bias": jnp.zeros(2)}

@@ -78,6 +78,7 @@ def test_images_and_labels_that_do_not_belong_together_are_refused():
   for samples, images, labels, rule in (
     (fronts(3), train.images, train.labels[:-1], f"{n - 1} for {n}"),
     (fronts(3), train.images[:0], train.labels[:0], "at least one image"),
+    (fronts(3), np.float32(1), train.labels, "at least one image"),
   ):
     with pytest.raises(ValueError, match=rule):
       evaluate(samples, images, labels)

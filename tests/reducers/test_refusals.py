@@ -208,6 +208,7 @@ _SCALED = codecs.RandomK(0.1)
   ),
   ("axis", lambda: hosts().init(jnp.zeros(20), "worker"), "two names"),
   ("phases", lambda: scheduled((2, PLAIN)), "end with a phase without an end"),
+  ("phases", lambda: scheduled(), "end with a phase without an end"),
   ("phases", lambda: scheduled((None, PLAIN), (None, PLAIN)), "no other"),
   (
     "phases",

@@ -128,6 +128,7 @@ def test_ray_cluster_has_a_group_for_each_machine(
   f"{_RAY} --address a:1",
   f"{_RAY} --cpus-per-worker 0.5",
   _RAY.replace("ray --", "threads --"),
+  _RAY.replace("--cluster {} ", ""),
 ])  # fmt: skip
 def test_ray_cluster_needs_a_protocol_on_ray(words, capsys):
   file = _ROOT / "scripts" / "cluster" / "cluster.toml"

@@ -256,6 +256,11 @@ def test_wrong_edges_raise():
     make(edges=codecs.Quantize(4))
   with pytest.raises(ValueError, match="`edge_samples` must name a key"):
     make(edges=INT4, edge_samples=("index", 5))
+  # The numbers of other samples than those of the outputs.
+  shapes = _training.microbatch()
+  shapes |= {"index": jax.ShapeDtypeStruct((7,), jnp.int32)}
+  with pytest.raises(ValueError, match="`edge_samples` must name a key"):
+    make(edges=INT4, edge_samples=("index", 5), microbatch=shapes)
 
 
 @pytest.mark.parametrize("last", [-1, 0, 1, 2])

@@ -3,6 +3,8 @@
 An error names the argument or the place, the rule, and the value.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,8 +98,13 @@ def _masked():
   return _run([batch])
 
 
-def _run(batches, state=None):
-  process = _process()
+def _late_on_one_device():
+  late = pipeline.ours(2, 2, window=2)
+  return dataclasses.replace(late, devices=(sum(late.devices, ()),))
+
+
+def _run(batches, state=None, **change):
+  process = _process(**change)
   return process.run(state or process.init_state(optax.sgd(0.1)), batches)
 
 
@@ -111,6 +118,7 @@ def _cut(cuts):
 
 
 _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
+_TWO_ITERATIONS = pipeline.ours(1, 1, num_iterations=2)
 
 
 @_refusals.table(
@@ -343,6 +351,16 @@ _TWO_STAGES = pipeline.make_table("1f1b", 2, 2)
     "the leaves of `microbatch`",
   ),
   ("batches", lambda: _run([]), "multiple of the table's 1 iterations"),
+  (
+    "batches",
+    lambda: _run([_BATCH] * 3, table=_TWO_ITERATIONS),
+    "multiple of the table's 2 iterations, got 3",
+  ),
+  (
+    "table",  # Two stages of a device, with a window.
+    lambda: _grid.make_grid(_late_on_one_device(), send_ticks=1),
+    "a stage on each device in one program",
+  ),
   (
     "state",
     lambda: _process().run(None, [_BATCH]),

@@ -51,6 +51,13 @@ def test_tree_without_floats_is_refused(params, fragments):
     optimizer.init(params)
 
 
+@pytest.mark.parametrize("steps", [None, 2])
+def test_fragment_arrives_before_it_is_sent_again(steps):
+  late = transforms.Delayed(steps=steps)
+  with _refusals.refused("steps", "below `interval`, 2"):
+    transforms.fragment_steps(SGD, 2, 2, axis=None, overlap=late)
+
+
 def test_fragments_with_a_gap_are_refused():
   optimizer = transforms.fragment_steps(
     SGD, 4, lambda path: 2 * int(path == "b"), axis=None
