@@ -82,8 +82,8 @@ def view(worker):
   ("args[1]", lambda: step_of(jnp.ones(2), 0.1), "of 2 rows, got shape ()"),
   (
     "worker",
-    lambda: workers(substrate="vmap").view(jnp.ones((2, 3)), [0]),
-    "run in this process, one of (0, 1), got [0]",
+    lambda: workers(substrate="vmap").view(jnp.ones((2, 3)), np.array([0])),
+    "run in this process, one of (0, 1), got int64[1]",
   ),
   (
     "args[0]",

@@ -211,6 +211,13 @@ def test_damaged_samples_are_found(tmp_path):
   path.write_bytes(whole[:-1])
   with pytest.raises(ValueError, match=r"front_01\.npy cannot be read"):
     prediction.ParameterSet(tmp_path).fronts(_tiny.cut(1))
+  path.write_bytes(whole)
+  entries = np.load(path)
+  for wrong in (entries[:2], entries[:, 1:], entries.astype(np.float16)):
+    np.save(path, wrong)
+    with pytest.raises(ValueError, match=r"front_01\.npy holds .*and not"):
+      prediction.ParameterSet(tmp_path).fronts(_tiny.cut(1))
+  path.write_bytes(whole)
   np.save(path, np.array([{}]), allow_pickle=True)
   with pytest.raises(ValueError, match=r"front_01\.npy cannot be read"):
     prediction.ParameterSet(tmp_path).fronts(_tiny.cut(1))

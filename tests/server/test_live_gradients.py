@@ -136,6 +136,9 @@ def test_push_with_nan_in_its_statistics_is_refused(codec):
   nan[-4:] = 255
   with pytest.raises(server.RefusedError, match="must be finite"):
     learner.push(0, {"loss": 1.0}, nan)
+  for loss in (None, "1.0", float("inf")):
+    with pytest.raises(server.RefusedError, match="must be finite"):
+      learner.push(0, {"loss": loss}, payload)
   learner.push(0, {"loss": 1.0}, payload)
 
 

@@ -76,6 +76,13 @@ def test_indivisible_batch_raises():
     _run(team, methods.ssgd(optax.sgd(0.1), axis=team.axis), 1, accumulate=3)
 
 
+def test_number_in_a_batch_that_is_cut_is_refused():
+  gradient = training.make_gradient(_tiny.loss_fn, accumulate=2)
+  batch = {"x": jnp.ones((2, 6)), "y": jnp.zeros(2, int), "n": jnp.ones(())}
+  with _refusals.refused("accumulate=2", "got an array of shape ()"):
+    jax.eval_shape(gradient, _tiny.params(), {}, batch, jax.random.key(0))
+
+
 def test_bfloat16_computation_keeps_parameters_and_gradients_float32():
   team = _tiny.team("vmap")
   model = models.build("mlp", input_shape=(8, 8, 1), num_classes=10)

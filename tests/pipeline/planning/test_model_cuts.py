@@ -346,6 +346,12 @@ def test_a_micro_batch_of_another_size_is_refused():
     stages[0].apply(stages[0].params, {}, jnp.ones((3, 8), int), train=True)
 
 
+def test_evaluation_by_stages_is_refused():
+  _, stages, *_ = _cut("plain")
+  with _refusals.refused("microbatch", "in training"):
+    stages[0].apply(stages[0].params, {}, jnp.ones((2, 8), int), train=False)
+
+
 def test_a_mask_is_refused():
   """The trace had none: the samples that it leaves out would count."""
   _, stages, _, batch, _ = _cut("plain")

@@ -38,6 +38,7 @@ def test_stage_on_another_device_is_named():
     ("device U0", "line 1 must have actions"),
     ("devise F0", "line 1 must be `device` and its actions, or one of name"),
     ("window 1\nwindow 2\ndevice F0", "line 2 must be `device`"),
+    ("window 1 2\ndevice F0", "line 1 must be `device`"),
     ("stages two\ndevice F0", "`stages` must be a number"),
     ("stages ²\ndevice F0", "`stages` must be a number"),
     pytest.param(f"stages {'9' * 5000}\ndevice F0", "`stages`", id="digits"),
