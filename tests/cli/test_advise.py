@@ -26,6 +26,9 @@ def loss_fn(params, model_state, batch, key):
 def make():
   return loss_fn, jnp.ones((64, 64)), jnp.ones((8, 64))
 
+def number():
+  return 5
+
 def short():
   return loss_fn, jnp.ones((64, 64))
 
@@ -247,6 +250,7 @@ def test_processes_that_measure_are_the_workers(
     (("--step", "own_step:absent"), "absent"),
     (("--step", "no_such_module:make"), "no_such_module"),
     (("--step", "own_step:short"), "`loss_fn, params, batch`"),
+    (("--step", "own_step:number"), "got int from own_step:number"),
     (("--step", "own_step:empty"), "a batch with samples, got [0]."),
     (("--step", "own_step:nothing"), "a batch with samples, got []."),
     (("--bandwidth-mbit-per-s", "0"), "`--bandwidth-mbit-per-s`"),

@@ -192,6 +192,18 @@ def test_flops_match_hand_computation():
   assert flops["negate.9"] == 0
 
 
+def test_flops_of_a_convolution_without_a_library():
+  (event,) = _timeline.read_timeline("""HloModule jit_step, is_scheduled=true
+
+ENTRY %main (i: f32[2,8,8,3], k: f32[4,3,3,3]) -> f32[2,8,8,4] {
+  %i = f32[2,8,8,3]{3,2,1,0} parameter(0)
+  %k = f32[4,3,3,3]{3,2,1,0} parameter(1)
+  ROOT %out = f32[2,8,8,4]{3,2,1,0} convolution(%i, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f
+}
+""")
+  assert event.flops == 2 * (2 * 8 * 8 * 4) * (3 * 3 * 3)
+
+
 def test_sent_bytes_match_hand_computation():
   sent = {
     e.name: e.collective for e in _timeline.read_timeline(_TEXT) if e.collective

@@ -611,9 +611,26 @@ def test_counts_of_a_server_are_the_same_after_json():
   made._tasks[4] = _driver.TaskGiven("a", 8, 1.5)
   saved, again = json.loads(json.dumps(made.save())), make()
   assert saved.keys() == names
+  for wrong in ([], saved | {"more": 1}, {}):
+    with pytest.raises(ValueError, match="`driver` must be an object of"):
+      again.load(wrong)
   again.load(saved)
   for name in names:
     assert getattr(again, name) == getattr(made, name) != getattr(make(), name)
+
+
+def test_push_of_another_workers_task_does_not_reach_the_learner(monkeypatch):
+  asp = server.ASP(batches=server.FixedBatches(4))
+  learner, pushed = server.EmptyServer(), []
+  monkeypatch.setattr(learner, "push", lambda task, *_: pushed.append(task))
+  made = _delivery.Delivery(asp, learner, ("a", "b"), ["a"])
+  made.deliver(server.Pull("a"))
+  (task,) = made.state.tasks
+  for worker, number in (("b", task), ("a", task + 1)):
+    assert made.accept(server.Push(worker, number, 4, 1.0), {}, b"bytes")
+  assert not pushed
+  assert made.accept(server.Push("a", task, 4, 1.0), {}, b"bytes")
+  assert pushed == [task]
 
 
 def test_message_for_all_workers_is_copied_once():
