@@ -171,6 +171,18 @@ def test_resumed_run_resumes_its_samples(
   assert prediction.ParameterSet(tmp_path).done == 3
 
 
+@pytest.mark.parametrize("alike", [0, 3])
+def test_samples_of_another_run_replace_those_from_the_first_unlike_one(
+  alike, tmp_path
+):
+  run(collector(tmp_path / "found"))
+  for name in ("wanted", "found"):
+    collect = collector(tmp_path / name)
+    run(collect, stop=alike)
+    run(collect, start=alike, add=1)
+  assert contents(tmp_path / "found") == contents(tmp_path / "wanted")
+
+
 def test_missed_step_raises(tmp_path):
   collect = collector(tmp_path)
   with _refusals.refused("steps", "at 3, and step 2 has not"):

@@ -62,6 +62,11 @@ def test_wrong_orders_raise(name):
     pipeline.check_table(pipeline.parse_table(text))
 
 
+def test_stage_beyond_those_named_is_on_no_device():
+  text, _ = _CASES["a stage beyond those named"]
+  assert pipeline.parse_table(text).device_of == (0,)
+
+
 def test_error_draws_the_place():
   table = pipeline.parse_table(_CASES["a cycle of two devices"][0])
   with pytest.raises(ValueError, match="wait for each other") as caught:
