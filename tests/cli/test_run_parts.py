@@ -160,11 +160,12 @@ def test_first_signal_raises_and_later_ones_do_nothing():
 
 def test_interrupt_has_its_handler_again_unless_one_has_come():
   """A process that was interrupted ends, whatever is pressed again."""
-  before = signal.getsignal(signal.SIGINT)
+  usual = signal.default_int_handler
+  before = signal.signal(signal.SIGINT, usual)
   try:
     with _interrupts.kept():
-      assert signal.getsignal(signal.SIGINT) is not before
-    assert signal.getsignal(signal.SIGINT) is before
+      assert signal.getsignal(signal.SIGINT) is not usual
+    assert signal.getsignal(signal.SIGINT) is usual
     with pytest.raises(KeyboardInterrupt), _interrupts.kept():
       signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
