@@ -38,7 +38,7 @@ def test_hanging_step_ends_the_process_with_a_message(notebook):
     assert "no training step has finished for 0.5 s" in done.stderr
     assert "the last was step 7" in done.stderr
     assert "start the run again" in done.stderr
-  # Where the main thread hangs: another one has written that.
+  # The watchdog runs in another thread, and shows where the main one hangs.
   assert 'File "<string>", line 11 in <module>' in done.stderr
 
 
