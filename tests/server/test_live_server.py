@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import pickle
 import queue
@@ -383,20 +384,91 @@ def test_push_under_way_is_dropped_with_its_worker(hand, clock):
   assert by.server.summary()["discarded"] == {}
 
 
+class Meeting:
+  """Two threads that wait for each other in each of some rounds."""
+
+  def __init__(self, rounds):
+    self._rounds, self.met = rounds, 0
+    self._both = threading.Barrier(2, self._count, timeout=WAIT_S)
+
+  def _count(self):
+    self.met += 1
+
+  def wait(self, number):
+    # Without the other one the worker goes on, and the run ends.
+    with contextlib.suppress(threading.BrokenBarrierError):
+      if number in self._rounds:
+        self._both.wait()
+
+
 def test_push_and_pull_travel_at_the_same_time():
-  """A pipelined worker computes while its messages travel."""
-  machines = cluster.workers([1.0, 1.0], link=cluster.Link(8e4))
-  plan = server.LivePlan(workers=machines.names, machines=machines)
+  """A pipelined worker computes while its messages travel.
 
-  # 200 bytes on the server's link in each direction: 20 ms; a task 30 ms.
-  def summary(**options):
-    protocol = server.h_ps(8, plans=None, **options)
-    names = machines.names
-    return run(protocol, 12, names=names, plan=plan, seconds=0.03).summary
+  Each push is under way until the task that answers the one before has arrived,
+  and until the worker computes that task; the task waits for the push as well.
+  """
+  protocol, rounds, meetings = server.h_ps(8, plans=None), 12, {}
 
-  found = summary()
+  def work(name, channel):
+    # The first two tasks come at once.
+    pulling, computing = Meeting(range(2, rounds)), Meeting(range(1, rounds))
+    meetings[name] = pulling, computing
+    pushed, pulled, computed = (itertools.count(x) for x in (1, 0, 0))
+
+    class Relay:
+      def push(self, header, payload=None):
+        if header["kind"] == "push":
+          number = next(pushed)
+          pulling.wait(number)
+          computing.wait(number)
+        return channel.push(header, payload)
+
+      def pull(self, worker, life):
+        header, payload = channel.pull(worker, life)
+        if header["kind"] == "task":
+          pulling.wait(next(pulled))
+        return header, payload
+
+    class Computing(server.EmptyWorker):
+      def compute(self, header):
+        computing.wait(next(computed))
+        return super().compute(header)
+
+    server.WorkerLoop(Relay(), name, Computing(), depth=protocol.depth).run()
+
+  works = {name: functools.partial(work, name) for name in NAMES}
+  found = run(protocol, rounds, works=works).summary
   assert found["staleness"]["counts"].keys() == {"0", "1"}
-  assert found["wall_s"] < summary(pipelined=False)["wall_s"]
+  for pulling, computing in meetings.values():
+    assert (pulling.met, computing.met) == (rounds - 2, rounds - 1)
+
+
+def test_links_carry_a_push_and_a_pull_at_the_same_time(hand, clock):
+  # 100 bytes take an eighth of a second in each direction.
+  machines = cluster.workers([1.0], link=cluster.Link(6400.0))
+  (name,) = machines.names
+  protocol = server.h_ps(4, plans=None)
+  by = hand(protocol, names=machines.names, machines=machines)
+
+  def at(now_s):
+    # What was sent before is under way: the server has taken it.
+    by.until(lambda x: x._inbox.empty())
+    clock.now_s = now_s
+
+  first = by.server.pull(name, by.lives[name])
+  at(0.125)
+  tasks = [first.result(timeout=WAIT_S)[0]["task"], by.pull(name)["task"]]
+  by.push(name, tasks[0])
+  at(0.25)
+  by.until(lambda x: x.status()["updates"] == 1)
+  by.push(name, tasks[1])
+  answer = by.server.pull(name, by.lives[name])
+  at(0.3125)
+  by.until(lambda x: x._core.now_s == 0.3125)
+  assert by.server.status()["updates"] == 1 and not answer.done()
+  clock.now_s = 0.375
+  assert answer.result(timeout=WAIT_S)[0]["version"] == 1
+  by.until(lambda x: x.status()["updates"] == 2)
 
 
 def test_threaded_run_ends_at_its_updates():
