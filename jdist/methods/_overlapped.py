@@ -64,7 +64,8 @@ def msdpu(
       or a policy that replaces the rule: `intervals.msdpu(8, learning_rate)`,
       which follows the loss, or `intervals.fixed(8)`.
     learning_rate: The optimizer's rate, a schedule of the local step; a number
-      only with a policy.  The correction depends on it, too.
+      only with a policy.  The correction depends on it, too.  Where Optax
+      injects it, a round is sized by the rate as the round before it begins.
     axis: The axis of the workers.
     correction: beta >= 0; 0 is no correction.
     warmup_steps: The number of local steps in which every round has one step
@@ -100,7 +101,8 @@ def msdpu(
   checks.check_continuous("correction", correction)
   if not isinstance(interval, intervals.IntervalPolicy):
     interval = checks.check_structural("interval", interval, minimum=1)
-    if not callable(learning_rate) and not checks.is_traced(learning_rate):
+    # Under `optax.inject_hyperparams` it is an array, a schedule's value.
+    if not callable(learning_rate) and not isinstance(learning_rate, jax.Array):
       checks.check_rate("learning_rate", learning_rate)
       raise ValueError(
         "`learning_rate` must be a schedule for rounds that grow as it falls, "

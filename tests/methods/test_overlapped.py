@@ -124,3 +124,32 @@ def test_rounds_of_msdpu_grow_to_its_interval(monkeypatch):
   methods.msdpu(SGD, 7, rate, axis=None)
   methods.msdpu(SGD, intervals.fixed(3), rate, axis=None)
   assert given == [((rate,), {"max_interval": 7})]
+
+
+def test_rounds_grow_by_a_schedule_that_optax_injects():
+  def rate(step):
+    return RATE * 0.8 ** jnp.asarray(step, jnp.float32)
+
+  def make(learning_rate, interval=8):
+    return methods.msdpu(SGD, interval, learning_rate, axis="worker")
+
+  injected = optax.inject_hyperparams(make, static_args=("interval",))(rate)
+  _, state = train(injected, random_targets(14, 2))
+  clock = jax.tree.map(lambda x: x[:, 0], state.inner_state.sync.clock)
+  ends = np.flatnonzero(clock.synchronized)
+  # Optax knows the rate of this step, not that with which a round begins.
+  wanted = np.clip((0.8**-ends / 3) ** 2 + 1e-6, 1, 8).astype(int)
+  assert wanted[-1] > 2
+  np.testing.assert_array_equal(clock.next_interval[ends], wanted)
+  # Eagerly, too: the first state is often made so.
+  injected.init(jnp.ones(()))
+
+
+def test_msdpu_delays_from_its_first_long_round_on():
+  rate = optax.constant_schedule(RATE)
+  optimizer = methods.msdpu(
+    SGD, intervals.fixed(2), rate, axis="worker", warmup_steps=3,
+    overlap=transforms.Delayed(after_step=None),
+  )  # fmt: skip
+  params, _ = train(optimizer, random_targets(6, 2))
+  assert (params[:, 0] == params[:, 1]).tolist() == [True] * 3 + [False] * 3

@@ -378,3 +378,23 @@ def test_plateau_receives_the_mean_loss(name, substrate):
     if hasattr(x, "plateau_count")
   ]
   assert found and (np.asarray(found[0]) < 1).all()
+
+
+def test_outer_optimizer_of_its_own_may_be_given_under_injection():
+  outer = optax.sgd(0.7, 0.9, nesterov=True)
+  make = functools.partial(
+    methods.diloco, optax.sgd(0.1), interval=2, axis=None
+  )
+  injected = optax.inject_hyperparams(make, static_args=("interval",))
+  params = {"w": jnp.ones(2)}
+
+  def after_a_round(optimizer):
+    state, now = jax.jit(optimizer.init)(params), params
+    for _ in range(2):
+      updates, state = jax.jit(optimizer.update)(params, state, now)
+      now = optax.apply_updates(now, updates)
+    return now
+
+  chex.assert_trees_all_close(
+    after_a_round(injected(rule=outer)), after_a_round(make())
+  )

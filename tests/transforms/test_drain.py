@@ -665,3 +665,11 @@ def test_accumulation_is_found_behind_its_bound_methods():
   assert _drain._multi_steps(steps.gradient_transformation()) is steps
   assert _drain._multi_steps(optax.sgd(0.1)) is None
   assert _drain._multi_steps(object()) is None
+
+
+def test_accumulation_within_a_chain_drains_where_nothing_is_late():
+  accumulated = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
+  optimizer = optax.chain(transforms.average_gradients(None), accumulated)
+  params = {"w": jnp.ones(2)}
+  found, _ = transforms.drain(optimizer, optimizer.init(params), params)
+  chex.assert_trees_all_equal(found, params)

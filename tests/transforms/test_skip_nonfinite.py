@@ -73,3 +73,10 @@ def test_trainer_counts_and_the_guard_is_one_scalar():
   state, records = trainer.fit(state, lambda start: iter(batches[start:]), 4)
   assert records[-1].skipped == 1
   assert np.isfinite(workers.view(state.params)).all()
+
+
+def test_a_tree_without_leaves_has_nothing_to_skip():
+  guard = transforms.skip_nonfinite(axis=None)
+  updates, state = guard.update({}, guard.init({}))
+  assert updates == {}
+  assert state.skipped == 0

@@ -275,7 +275,7 @@ def _check_falls(learning_rate: optax.ScalarOrSchedule) -> None:
     return
   first, second = (rate_at(learning_rate, i) for i in (0, 1))
   # Under `optax.inject_hyperparams` the rates are known only at run time.
-  if checks.is_traced(first) or checks.is_traced(second):
+  if checks.is_traced(first):
     return
   if second > first:
     raise ValueError(

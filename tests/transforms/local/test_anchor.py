@@ -106,3 +106,53 @@ def test_rounds_side_by_side_are_refused():
   with pytest.raises(ValueError, match="side by side there are 2"):
     _anchor.find_rounds((_rounds(), _rounds()))
   assert _anchor.find_rounds((optax.EmptyState(), {"a": ()})) is None
+
+
+def _masked_rounds():
+  rounds = transforms.local_steps(optax.sgd(0.5), 2, axis=None)
+  optimizer = optax.masked(rounds, {"w": True, "rest": False})
+  return optimizer, {"w": jnp.ones(2), "rest": jnp.zeros(3)}
+
+
+def test_leaves_outside_of_rounds_are_evaluated_as_they_are():
+  optimizer, params = _masked_rounds()
+  updates, state = optimizer.update(params, optimizer.init(params), params)
+  found = transforms.anchor(
+    state, optax.apply_updates(params, updates) | {"rest": jnp.full(5, 7.0)}
+  )
+  np.testing.assert_array_equal(found["w"], params["w"])
+  np.testing.assert_array_equal(found["rest"], jnp.full(5, 7.0))
+
+
+def test_anchor_of_other_parameters_is_refused_beside_leaves_outside():
+  optimizer, params = _masked_rounds()
+  with _refusals.refused("params", "leaf w"):
+    transforms.anchor(optimizer.init(params), params | {"w": jnp.ones(1)})
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, jax.jit], ids=["eager", "jit"])
+def test_parameters_of_another_form_are_refused_in_a_step(wrap):
+  optimizer = transforms.local_steps(optax.sgd(0.5), 2, axis=None)
+  other = {"w": jnp.ones(1)}
+  with _refusals.refused("params", "leaf w"):
+    wrap(optimizer.update)(other, _rounds(), other)
+
+
+def test_state_of_another_optimizer_is_refused_without_parameters():
+  late = transforms.delay_gradients(optax.sgd(0.5), 2)
+  with _refusals.refused("state", "leaf pending.w is missing"):
+    late.update({"w": jnp.ones(2)}, late.init({"v": jnp.ones(2)}), None)
+
+
+def test_pull_to_an_anchor_needs_parameters():
+  pull, tree = transforms.proximal(0.5), {"w": jnp.ones(2)}
+  with _refusals.refused("proximal", "`params`"):
+    pull.update(tree, pull.init(tree), None, anchor=tree)
+
+
+def test_floats_alone_are_trained_without_parameters():
+  optimizer = transforms.only_floats(optax.sgd(0.5))
+  updates = {"w": jnp.ones(2), "count": jnp.ones(2, jnp.int32)}
+  found, _ = optimizer.update(updates, optimizer.init(updates))
+  np.testing.assert_array_equal(found["w"], [-0.5, -0.5])
+  np.testing.assert_array_equal(found["count"], [0, 0])

@@ -371,3 +371,44 @@ def test_iterates_are_streamed_beside_control_variates():
     found.append((w, state.anchor))
   chex.assert_trees_all_close(*found, rtol=1e-6)
   assert found[0][0]["b"] < 1.0
+
+
+def test_iterates_may_be_sent_in_few_bits():
+  compression = jdist.Compression(codecs.Quantize(8))
+  options = {"axis": "worker", "compression": compression}
+  params, state = train(jdist.local_sgd(FREE, INTERVAL, **options))
+  exact, _ = train(jdist.local_sgd(FREE, INTERVAL, axis="worker"))
+  np.testing.assert_allclose(params[-1], exact[-1], atol=0.02)
+  np.testing.assert_array_equal(*state.inner.z[-1])
+
+
+@states.declare(laws={"total": "statistic"})
+class SumState(typing.NamedTuple):
+  total: optax.Updates
+
+
+def test_rounds_average_what_is_declared_a_statistic():
+  def update(updates, state, params=None):
+    del params
+    return updates, SumState(jax.tree.map(jnp.add, state.total, updates))
+
+  sums = optax.GradientTransformation(
+    lambda params: SumState(jax.tree.map(jnp.zeros_like, params)), update
+  )
+  _, state = train(jdist.local_sgd(sums, INTERVAL, axis="worker"), steps=4)
+  np.testing.assert_allclose(*state.inner.total[-1], rtol=1e-6)
+  assert abs(state.inner.total[-2, 0] - state.inner.total[-2, 1]) > 1
+  with pytest.raises(ValueError, match="iterates"):
+    transforms.fragment_steps(sums, 4, 1, axis=None).init({"a": jnp.ones(2)})
+
+
+@pytest.mark.parametrize(
+  "read",
+  [lambda params: 1.5, lambda params: jnp.concatenate([*params.values()])],
+  ids=["a number", "another form"],
+)
+def test_what_is_no_copy_of_the_parameters_needs_no_law(read):
+  inner = averaging(lambda params: AverageState(read(params)))
+  params = {"a": jnp.ones(2), "b": jnp.ones(3)}
+  state = jdist.local_sgd(inner, INTERVAL, axis=None).init(params)
+  chex.assert_trees_all_equal(state.inner.average, read(params))
