@@ -580,3 +580,19 @@ def test_snapshots_that_were_fetched_are_dropped():
   for size in (1, 0):
     record, snapshot = server.LiveServer.record_of(live, 0)
     assert (record, snapshot.size) == ("first", size)
+
+
+def test_pushes_that_were_refused_are_refused_in_a_resumed_run(tmp_path):
+  def loss(params, state, batch, key):
+    # A worker whose batch begins with a three has lost its numbers.
+    found, rest = gradients.LOSS(params, state, batch, key)
+    return jnp.where(batch["label"][0] == 3, jnp.nan, found), rest
+
+  start = functools.partial(make, loss=loss)
+  whole, resumed = start(), start()
+  records = fit(60, run=whole, every=20)
+  fit(40, run=start(), every=20, checkpoints=tmp_path)
+  assert fit(60, run=resumed, every=20, checkpoints=tmp_path) == records
+  assert whole.state.joined > 2  # Those who were refused join again.
+  for found, wanted in zip(resumed.save(), whole.save(), strict=True):
+    chex.assert_trees_all_equal(found, wanted)

@@ -192,3 +192,24 @@ def test_living_run_of_an_unknown_machine_beats(monkeypatch, tmp_path):
   with pytest.raises(ValueError, match="is in use by run one"):
     lease.Lease(tmp_path, "two").claim()
   found.release()
+
+
+def test_lease_that_is_given_back_meanwhile_is_taken_at_once(clock, tmp_path):
+  _elsewhere(tmp_path, 7)
+  clock.then = lambda seconds: (tmp_path / "lease.json").unlink()
+  found = lease.Lease(tmp_path, "two")
+  found.claim()
+  assert clock.now_s < 1
+  found.release()
+
+
+def test_lease_that_has_vanished_is_written_again(monkeypatch, tmp_path):
+  monkeypatch.setattr(lease, "_BEAT_S", 600.0)  # It beats here.
+  found = lease.Lease(tmp_path, "one")
+  found.claim()
+  (tmp_path / "lease.json").unlink()
+  found.check()
+  looks = iter((False, True))
+  found._renew(types.SimpleNamespace(wait=lambda beat_s: next(looks)))
+  assert json.loads((tmp_path / "lease.json").read_text())["beat"] == 1
+  found.release()

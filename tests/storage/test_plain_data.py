@@ -64,6 +64,8 @@ def test_values_and_their_order_are_the_same_after_json():
     ({"members": {"a": [{"x": 1}]}}, r"`value.members\[a\]\[0\]` .* lacks 'l"),
     ({"members": [[["a"], []]]}, r"`value.members's key` must be a str"),
     ({"ages": [[1, 2, 3]]}, r"`value.ages` must be a .*Counter\[int\]"),
+    ({"ages": 3}, r"`value.ages` must be a .*Counter\[int\]"),
+    ({"ages": [1]}, r"`value.ages` must be a .*Counter\[int\]"),
     ({"queue": {"type": "os.system"}}, r"`value.queue` must be a "),
     ({"other": 1}, r"the fields of a State, but has 'other'"),
   ],
@@ -86,6 +88,8 @@ def test_scalars_of_numpy_are_saved_and_arrays_refused():
   assert plain_data.to_plain([np.float64(0.1), np.int32(3)]) == [0.1, 3]
   with pytest.raises(ValueError, match=r"got a ndarray\. Arrays are saved by"):
     plain_data.to_plain({"w": np.zeros(2)})
+  with pytest.raises(ValueError, match="got"):
+    plain_data.to_plain(State)
 
 
 @pytest.mark.parametrize("rest", ("", '{"a"', "x" * 100_000))

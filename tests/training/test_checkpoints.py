@@ -317,6 +317,31 @@ def test_saving_diverged_workers_raises(tmp_path):
   _tiny.assert_same_bits(found.state, state)
 
 
+def test_five_of_the_leaves_that_differ_are_named(tmp_path):
+  team = _tiny.team("vmap")
+  rows = team.place(np.arange(team.num_workers))
+  state = {f"w{i}": rows for i in range(7)}
+  checkpoints = training.Checkpoints(tmp_path, team)
+  with checkpoints, pytest.raises(RuntimeError) as error:
+    checkpoints.save(1, state, shared=True)
+  named = "['w0'], ['w1'], ['w2'], ['w3'], ['w4'] and more. Nothing"
+  assert named in str(error.value)
+
+
+def test_first_write_that_fails_says_so(tmp_path, monkeypatch):
+  def fail(self, step, body):
+    raise OSError
+
+  kind = _checkpoint_directory.CheckpointDirectory
+  monkeypatch.setattr(kind, "complete", fail)
+  team = _tiny.team("vmap")
+  checkpoints = training.Checkpoints(tmp_path, team)
+  checkpoints.save(1, {"w": team.replicate(jnp.ones(2))})
+  said = r": OSError\. There is no other one: make room"
+  with pytest.raises(OSError, match=said):
+    checkpoints.close()
+
+
 def test_empty_or_new_directory_has_no_checkpoint(tmp_path):
   team = _tiny.team("vmap")
   template = _tiny.init(team, "adam")
@@ -512,9 +537,12 @@ def test_forgotten_checkpoint_does_not_count_and_is_tidied(tmp_path):
     directory.complete(step, {"step": step})
   (tmp_path / "notes.txt").write_text("a user's own")
   assert directory.steps() == [4, 2] and directory.newest_whole() == 4
+  rest = tmp_path / "step_00000002.orbax-checkpoint-tmp-7"
+  rest.mkdir()
   for _ in range(2):
     directory.forget(4)
   assert directory.steps() == [2] and directory.newest_whole() == 2
   directory.tidy()
   assert directory.target(2).exists() and not directory.target(4).exists()
+  assert not rest.exists()
   assert (tmp_path / "notes.txt").exists()
