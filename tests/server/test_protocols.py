@@ -263,15 +263,17 @@ def test_a_timeout_ends_a_membership(name):
 
 
 def test_late_pushes_of_backups_are_discarded():
-  protocol = server.BSP(backups=1)
-  state = protocol.init("abc")
-  for worker in "abc":
+  protocol = server.BSP(backups=2)
+  state = protocol.init("abcd")
+  for worker in "abcd":
     protocol.receive(state, 0.0, server.Pull(worker))
   assert protocol.receive(state, 1.0, server.Push("a", 0, 32, 1.0)) == []
   (update,) = protocol.receive(state, 1.0, server.Push("b", 1, 32, 1.0))
   assert update == server.Apply((0, 1), (0.5, 0.5), (0, 0))
-  late = protocol.receive(state, 2.0, server.Push("c", 2, 32, 2.0))
-  assert late == [server.Discard(2, "late")]
+  for task, worker in ((2, "c"), (3, "d")):
+    late = protocol.receive(state, 2.0, server.Push(worker, task, 32, 2.0))
+    assert late == [server.Discard(task, "late")]
+  assert state.discarded == {"late": 2}
 
 
 def test_static_job_restarts_when_a_worker_leaves_or_joins():
