@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
 from jdist import models, pipeline
-from jdist.pipeline.runtime import _stage_arrays, _traced_model
+from jdist.pipeline.runtime import _stage_arrays, _stages, _traced_model
 from tests.pipeline.runtime import _small_models as small
 
 
@@ -48,3 +50,30 @@ def test_scalars_of_stages_keep_an_axis_and_join_undoes_split():
 def test_weights_of_micro_batches_without_samples_are_zero():
   batches = {"mask": jnp.zeros((3, 2))}
   assert _traced_model.sample_weights(batches).tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_layers_that_run_again_have_their_masks_and_keys(alone):
+  def apply(params, state, x, *, train, mask=None, key=None):
+    assert train is True
+    kept = jax.random.uniform(key, x.shape) * mask[:, None]
+    return jnp.sin(params["a"] * x * kept), state
+
+  layer = models.Layer("a", {"a": jnp.float32(2.0)}, {}, apply)
+  stage = layer if alone else pipeline.cut_layers([layer], 1)[0]
+  batch = {"mask": jnp.array([1.0, 0.0, 1.0])}
+
+  def loss(stage, params):
+    x, key = jnp.ones((3, 8)), jax.random.key(0)
+    y, _ = _stages.apply_layer(stage, params, {}, x, batch, key)
+    return y.sum()
+
+  again = _stages.recompute_layers(stage)
+  text = str(jax.make_jaxpr(jax.grad(lambda p: loss(again, p)))(layer.params))
+  assert "remat" in text or "checkpoint" in text
+  wanted, found = (
+    jax.value_and_grad(lambda p, x=x: loss(x, p))(layer.params)
+    for x in (stage, again)
+  )
+  np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
+  np.testing.assert_allclose(found[1]["a"], wanted[1]["a"], rtol=1e-6)
