@@ -131,8 +131,6 @@ def tile(shape: tuple[int, ...], chunk: int) -> tuple[int, int]:
 
 def dct(x: jax.Array, chunk: int) -> jax.Array:
   """Returns the coefficients of a float32 array, [size], block by block."""
-  if not x.size:
-    return x.reshape(-1)
   (rows, columns), (height, width) = _matrix(x.shape), tile(x.shape, chunk)
   if height == 1:  # A product with one more matrix would be a transposition.
     x = x.reshape(-1, width)
@@ -146,8 +144,6 @@ def inverse_dct(
   coefficients: jax.Array, shape: tuple[int, ...], chunk: int
 ) -> jax.Array:
   """Returns the array of this shape that has these coefficients."""
-  if not coefficients.size:
-    return coefficients.reshape(shape)
   (rows, columns), (height, width) = _matrix(shape), tile(shape, chunk)
   if height == 1:
     x = coefficients.reshape(-1, width)

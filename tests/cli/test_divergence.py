@@ -114,6 +114,16 @@ def test_step_without_a_finite_loss_is_told_once_and_at_once(tmp_path, capsys):
   assert not capsys.readouterr().out
 
 
+def test_steps_of_runs_before_move_the_bar(tmp_path):
+  config = {"output": str(tmp_path), "workers": 1, "seed": 0}
+  status = _status.Status(config, lambda path: "x", "run", "heading", 90)
+  moved: list[tuple[int, str]] = []
+  status.bar.update = lambda *told: moved.append(told)
+  status.step(training.Record(3, 1, 1.0, 0.5, {}, 1.0, 1.0), "", "ssgd 2", 40)
+  ((step, told),) = moved
+  assert step == 43 and told.startswith("ssgd 2  loss 0.500")
+
+
 def test_tuning_never_chooses_a_diverged_rate(tmp_path, capsys):
   words = (
     "compare --methods ssgd --workers 2 --batch-size 64 --steps 6 --seeds 0 "

@@ -342,6 +342,14 @@ def test_failed_machine_loses_its_messages(begins):
   assert [*notes["messages"]] == ["push 1" if begins else "pull 1"]
 
 
+def test_messages_without_a_model_have_its_size():
+  learner, worker = server.EmptyServer(48), server.EmptyWorker()
+  more, pulled = learner.reply(server.Reply("a", 0, 0, 8))
+  worker.receive({"more": more}, pulled)
+  _, pushed = worker.compute({"more": more})
+  assert pulled.nbytes == pushed.nbytes == 48
+
+
 def test_failed_machine_loses_its_residual_as_a_process_does():
   machines = cluster.Cluster((
     cluster.Node("worker0"),

@@ -326,7 +326,7 @@ def test_masks_keys_and_counts_of_a_window_match_delayed_gradients():
     )
     for x in small.layers((8, 8, 8))
   ]  # fmt: skip
-  table = pipeline.ours(2, 2, window=2)
+  table = pipeline.ours(2, 2, window=3)
   pipe = _training.one_program(layers, table, (8, 8), mask=True)
   # A slot's number must count through all iterations.
   assert pipe.grid.num_microbatches % pipe.grid.slots
@@ -346,7 +346,7 @@ def test_masks_keys_and_counts_of_a_window_match_delayed_gradients():
 
   wanted, wanted_losses = _training.unsplit(
     layers,
-    lambda axis: transforms.delay_gradients(_momentum(axis), 1),
+    lambda axis: transforms.delay_gradients(_momentum(axis), 2),
     batches, 2, loss=whole,
   )  # fmt: skip
   behind = pipe.grid.behind
