@@ -270,7 +270,9 @@ def test_codecs_compare_and_hash_by_settings(name):
     with pytest.raises(ValueError, match="must be of a float dtype"):
       codec.encode(jnp.ones(3, dtype), (), jax.random.key(0))
   if codec.key != "none":
-    with pytest.raises(ValueError, match="`key` must be a typed PRNG key"):
+    remedy = {"worker": "each worker its", "shared": "all workers the same"}
+    rule = f"`key` must be a typed PRNG key .* Give {remedy[codec.key]} "
+    with pytest.raises(ValueError, match=rule):
       codec.encode(jnp.ones(3), codec.init(jnp.ones(3)))
 
 
