@@ -33,6 +33,19 @@ def test_address_of_version_6_is_listened_at(monkeypatch):
   assert channel.listen() == (("127.0.0.1", 0), socket.AF_INET)
 
 
+def test_host_that_loses_power_is_noticed_within_ten_seconds(pair):
+  connected = pair[0].socket
+  assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+  assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+  probes = {
+    name: connected.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+    if hasattr(socket, name)  # Not all platforms have them.
+  }
+  wanted = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+  assert probes == {name: wanted[name] for name in probes}
+
+
 def frame(magic=b"jdc1", words=2, size=0):
   return struct.pack("<4sIQ", magic, words, size)
 

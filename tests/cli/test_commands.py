@@ -229,16 +229,18 @@ def test_table_counts_bytes_from_the_method_that_sends_most():
 def test_diverged_run_has_no_value_in_the_table():
   row = {
     "seed": 0, "bits_per_token": None, "test_loss": None, "rounds": 3,
-    "sent_bytes": 1e6, "samples_per_s": 1.0, "learning_rate": 0.1,
+    "sent_bytes": 0.0, "samples_per_s": None, "learning_rate": 0.1,
   }  # fmt: skip
   options = types.SimpleNamespace(
-    seeds=[0], methods=["ssgd"], dataset="d", model="m", workers=4
+    seeds=[0], methods=["ssgd"], dataset="d", model="m", workers=1
   )
   made = pytest.importorskip("rich.console")
   console = made.Console(file=io.StringIO(), width=200)
   _compare._print_table(console, {"ssgd": [row]}, options)
   table = console.file.getvalue()
   assert re.search(r"ssgd \(1 diverged\) +│ +nan ", table)
+  # One worker sends nothing, and the only step has no rate.
+  assert re.search(r"│ +0 +│ +- +│ +– +│ +0\.1 +│", table)
 
 
 def test_bar_is_extended_by_trials_that_tuning_adds(monkeypatch):

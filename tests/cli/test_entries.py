@@ -4,10 +4,11 @@ import errno
 import json
 import os
 import re
+import types
 
 import pytest
 
-from jdist import cluster, training
+from jdist import cluster, server, training
 from jdist.cli import _commands, _compare, _parts, _run_end
 from jdist.cli.programs import _advise
 from jdist.cli.report import _page
@@ -185,3 +186,59 @@ def test_page_shows_the_state_of_a_run():
     assert words in shown, words
   shown = _page._state(status | {"train_loss": None})
   assert "loss" not in shown
+
+
+@pytest.mark.parametrize(
+  ("error", "folder", "kind", "said"),
+  [
+    (
+      server.LostRunError("Worker b is lost."), None, _run_end.LostError,
+      "Worker b is lost. The same command starts from the beginning.",
+    ),
+    (
+      server.LostRunError("Worker b is lost."), "c", _run_end.LostError,
+      "Worker b is lost. The same command starts from the last checkpoint.",
+    ),
+    (
+      KeyboardInterrupt(), None, KeyboardInterrupt,
+      "its status is in out; as there is no `--checkpoints DIR`, nothing is "
+      "saved. This starts again: go",
+    ),
+    (
+      KeyboardInterrupt(), "c", KeyboardInterrupt,
+      "its status is in out; step 4 is saved in c. This resumes: go",
+    ),
+    (
+      training.PreemptedError(7, saved=True), "c", _run_end.TerminatedError,
+      "ended after step 7 of 9, which is saved in c. This resumes: go",
+    ),
+    (
+      training.PreemptedError(7, saved=False), "c", _run_end.TerminatedError,
+      "ended after step 7 of 9, and step 4 is saved in c. This resumes: go",
+    ),
+    (
+      training.PreemptedError(7, saved=False), None, _run_end.TerminatedError,
+      "ended after step 7 of 9, and nothing is saved. This starts again: go",
+    ),
+  ],
+)  # fmt: skip
+def test_end_of_a_run_says_how_to_continue(error, folder, kind, said):
+  status = types.SimpleNamespace(command="go", output="out")
+  newest = (lambda: "step 4") if folder else (lambda: None)
+  with (
+    pytest.raises(kind) as told,
+    _run_end.explained(folder, newest, "step", 9, status),
+  ):
+    raise error
+  assert str(told.value) == said
+
+
+def test_method_of_which_one_seed_diverged_is_named():
+  tuned = types.SimpleNamespace(diverged=False)
+  rows = {
+    "ssgd": [{"test_loss": 1.0}, {"test_loss": 2.0}],
+    "diloco": [{"test_loss": 1.0}, {"test_loss": None}],
+  }
+  found = types.SimpleNamespace(tuned=dict.fromkeys(rows, tuned), rows=rows)
+  with pytest.raises(_run_end.DivergedError, match=r"^diloco ended with"):
+    _compare._raise_diverged(found)

@@ -114,6 +114,10 @@ def test_stages_are_launched_unless_they_are_told_where(monkeypatch):
   place += ["--process-id", "0"]
   assert cli._status([*words, *place]) == (0, "")
   assert given[1].coordinator_address == "a:1"
+  # One stage needs no other process.
+  words[2] = "1"
+  assert cli._status(words) == (0, "")
+  assert given[2].stages == 1 and not hasattr(given[2], "command")
 
 
 # -- Interrupts that Python drops.
