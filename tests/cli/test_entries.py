@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from jdist import cluster, server, training
+from jdist import cli, cluster, server, training
 from jdist.cli import _commands, _compare, _parts, _run_end
 from jdist.cli.programs import _advise
 from jdist.cli.report import _page
@@ -242,3 +242,13 @@ def test_method_of_which_one_seed_diverged_is_named():
   found = types.SimpleNamespace(tuned=dict.fromkeys(rows, tuned), rows=rows)
   with pytest.raises(_run_end.DivergedError, match=r"^diloco ended with"):
     _compare._raise_diverged(found)
+
+
+def test_error_of_a_library_is_one_line_where_it_passes(monkeypatch):
+  def fail(words):
+    raise OSError(errno.ENOSPC if words else errno.EXDEV, "It failed")
+
+  monkeypatch.setattr(cli, "_run", fail)
+  assert cli._status(["train"]) == (75, "error: [Errno 28] It failed")
+  with pytest.raises(OSError, match="It failed"):
+    cli._status([])

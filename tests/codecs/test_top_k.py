@@ -235,3 +235,9 @@ def test_ratio_of_entries_has_no_rounding_error():
   assert 0.07 * 100 > 7
   assert _sparse.num_entries(0.07, None, 100) == 7
   assert _sparse.num_entries(0.071, None, 100) == 8
+
+
+def test_slots_of_a_shorter_last_chunk_have_its_count():
+  codec = SampledTopK(0.5, chunk=4)
+  used = codec._used(jnp.array([2, 0, 1]), 10)
+  assert used.tolist() == [True, True, False, False, True]
