@@ -1,5 +1,6 @@
 """Tables on a virtual clock: times, waiting, memory and links."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -190,3 +191,28 @@ def test_device_holds_all_of_its_stages():
   assert found == (3 * (1 + 100) + 5.0, 3 * (10 + 1000) + 7.0)
   plain = pipeline.simulate(table, costs, machines, optimizer_copies=0.0)
   assert plain.memory_bytes == (2 * (1 + 100) + 5.0, 2 * (10 + 1000) + 7.0)
+
+
+def test_iteration_ends_with_its_last_update():
+  costs = [_Cost("a", 1.0, 2.0), _Cost("b", 1.0, 2.0, update_s=20.0)]
+  times = _simulate(pipeline.make_table("naive", 2, 1), costs)
+  # The update of b begins at 4 s, that of a at 6 s.
+  assert times.ends_s == (24.0,) and times.makespan_s == 24.0
+  # An update that takes no time is not drawn.
+  drawn = [(x.resource, x.name) for x in times.trace if x.name[0] == "U"]
+  assert drawn == [("worker1", "U/1")]
+
+
+def test_stages_of_one_device_send_nothing():
+  costs = [_Cost("a", 1.0, 2.0, output_bytes=x) for x in (8.0, 4.0, 2.0, 1.0)]
+  table = pipeline.make_table("zb_v", 2, 3)
+  assert table.device_of == (0, 1, 1, 0)
+  costs = [dataclasses.replace(x, weight_s=1.0) for x in costs]
+  assert _simulate(table, costs).edge_bytes == (3 * 8, 3 * 2)
+
+
+def test_machine_that_is_away_at_times_is_refused():
+  away = cluster.Node("b", outages=(cluster.Outage(1.0, 2.0),))
+  machines = cluster.Cluster((cluster.Node("a"), away))
+  with pytest.raises(ValueError, match="`outages` must be left out"):
+    _simulate(pipeline.make_table("1f1b", 2, 2), _EQUAL[:2], machines)
