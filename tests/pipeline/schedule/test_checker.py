@@ -48,6 +48,10 @@ _CASES = {
     "stages 1\ndevice F0 B0 U F0/3",
     "F0/3 is of a stage beyond the 1",
   ),
+  "a micro-batch beyond those named": (
+    "microbatches 1\ndevice F0 B0 U B9",
+    "B9/0 does not belong to it, which has 1 micro-batch",
+  ),
   "a whole and a split backward pass": (
     "device F0 I0 W0 B0 U",
     "backward passes in two parts, I and W",
@@ -83,13 +87,15 @@ def test_1f1b_deadlocks_with_blocking_sends_and_gpipe_does_not():
   assert not pipeline.check_table(table).blocking
   with pytest.raises(ValueError, match="Buffered sends let it run"):
     pipeline.check_table(table, sends="blocking")
-  gpipe = pipeline.make_table("gpipe", 2, 4)
-  assert pipeline.check_table(gpipe, sends="blocking").blocking
+  for stages in (2, 4):
+    gpipe = pipeline.make_table("gpipe", stages, 4)
+    assert pipeline.check_table(gpipe, sends="blocking").blocking
 
 
 def test_blocking_sends_are_received_in_their_order():
   table = pipeline.parse_table("device F0 F1 B0 B1 U\ndevice F1 F0 B0 B1 U")
-  with pytest.raises(ValueError, match="device 0 to send F0/0; device 1 to"):
+  stuck = "device 0 to send F0/0; device 1 to receive F1/0. "
+  with pytest.raises(ValueError, match=stuck):
     pipeline.check_table(table, sends="blocking")
 
 
