@@ -210,3 +210,14 @@ def test_timed_layers_take_turns_of_which_the_first_warms_up(monkeypatch):
   assert found == [[2.0, 4.0, 0.0], [2.0, 4.0, 6.0]]
   # Each forward pass runs before, to find what the layers pass on.
   assert log == ["F0", "F1", *["F0", "B0", "F1", "B1", "I1"] * 4]
+
+
+def test_measured_part_that_takes_longer_than_the_whole_leaves_nothing(
+  monkeypatch,
+):
+  seconds = [(1.0, 2.0, 3.0), (1.0, 5.0, 3.0)]
+  monkeypatch.setattr(_layer_costs, "_timed", lambda *given: seconds)
+  batch = {"image": np.ones((2, 8, 8, 1), np.float32)}
+  layers = _mlp(False).layers[:2]
+  found = pipeline.layer_costs(layers, batch, source="timed")
+  assert [x.weight_s for x in found] == [0.0, 2.0]

@@ -390,3 +390,10 @@ def test_needs_and_sends_stay_in_their_iteration():
   # Stages of one device send each other nothing.
   alone = pipeline.make_table("interleaved", 1, 2)
   assert {alone.sends_to(x) for x in alone} == {None}
+
+
+def test_greedy_refuses_more_passes_than_a_table_can_list():
+  times = [pipeline.StageTimes(1.0, 2.0)] * 2
+  for numbers in ((10**6, 10**6), (0, 1), (1, 0)):
+    with pytest.raises(ValueError, match=r"`num_|must be at most"):
+      pipeline.greedy(times, numbers[0], num_iterations=numbers[1])
