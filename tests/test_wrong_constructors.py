@@ -19,6 +19,7 @@ from jdist import (
   codecs,
   data,
   elastic,
+  methods,
   models,
   pipeline,
   prediction,
@@ -306,7 +307,10 @@ ROOMS = {
     },
   },
   "elastic": {
-    "Rounds": {"method": calls.DILOCO, "params": PARAMS, "workers": ["a", "b"]},
+    "Rounds": {
+      "method": methods.diloco(calls.SGD, 2, axis=None), "params": PARAMS,
+      "workers": ["a", "b"],
+    },
   },
 }  # fmt: skip
 _ROOM = {
@@ -320,11 +324,26 @@ for _room, _doors in ROOMS.items():
     calls.door(f"{_room}.{_name}", getattr(_ROOM[_room], _name), **_given)
 
 
+# Their right calls need a file, a network by name, or a program.
+_NEEDY = {
+  "data.load_text", "models.functional", "prediction.ParameterSet",
+  "prediction.published_cut", "prediction.published_model",
+  "profiling.forecast", "profiling.read_collectives", "server.replay",
+}  # fmt: skip
+_RIGHT = {f"{room}.{name}" for room, doors in ROOMS.items() for name in doors}
+
+
 VALUES = (
   None, -1, 0, 1.5, float("nan"), "", "text", b"x", [], [1, 2], (), {"x": 1},
   np.ones(5), int, object(), "a\0b", {1, 2}, range(3), 10**400, lambda: 1,
   jax.random.key(0),
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(_RIGHT - _NEEDY))
+def test_right_call_is_right(name):
+  function, given, then = calls.ROOMS[name]
+  then(function(**given))
 
 
 # The pipeline's cases take over 10 s.
