@@ -32,6 +32,9 @@ def test_pipeline_train_has_four_stages_by_default():
   ]  # fmt: skip
   for given in (["--stages", "2"], ["--stages=2"], ["--help"], ["-h"]):
     assert expand(["pipeline", "train", *given]) == ["train", *given]
+  for again in (["--table", "1f1b"], ["--table=1f1b"]):
+    with pytest.raises(ValueError, match=r"`--table` must be left out .*'gpip"):
+      expand(["pipeline", "train", "gpipe", *again])
 
 
 def test_version_is_printed(capsys):
@@ -46,7 +49,7 @@ def test_version_is_printed(capsys):
 @pytest.fixture(scope="module")
 def text():
   rows = np.arange(40, dtype=np.uint8).reshape(5, 8)
-  return data.TextDataset(rows, rows)
+  return data.TextDataset("mine", "train", rows)
 
 
 def test_quality_of_a_text_is_in_bits():
@@ -54,6 +57,58 @@ def test_quality_of_a_text_is_in_bits():
   assert _workload.quality(found) == "accuracy 25.00 %"
   found["bits_per_token"] = 1.5
   assert _workload.quality(found) == "1.500 bits per byte  accuracy 25.00 %"
+
+
+def _images(number, size=8):
+  return data.Dataset(
+    name="mine", split="train", num_classes=3, mean=(7.5,), std=(4.0,),
+    images=np.zeros((number, size, size, 1), np.uint8),
+    labels=np.zeros(number, np.int32),
+  )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("given", "where", "length"),
+  [
+    ({"epochs": 2.5}, "vmap", "2.5 epochs"),
+    ({"steps": 7, "driver": "clock"}, "clock", "7 steps"),
+  ],
+)
+def test_heading_says_what_is_run(given, where, length):
+  workload = types.SimpleNamespace(
+    train=_images(1200), test=_images(3),
+    workers=types.SimpleNamespace(substrate="vmap"),
+    model=lambda seed: models.Model({"w": jnp.ones((30, 50))}, {}, len),
+  )  # fmt: skip
+  options = _commands.Train(workers=4, batch_size=16, **given)
+  assert _workload.heading(options, workload, "ssgd, diloco") == (
+    "ssgd, diloco. digits: 1200 training and 3 test images; mlp, 1,500 "
+    f"parameters; N = 4 workers ({where}), 16 images a step; {length} on "
+    f"{training.make_row({}, 0)['device']}. Options not in the command have "
+    "the defaults of the preset digits."
+  )
+
+
+def test_samples_are_called_by_their_shape(text):
+  found = [_workload.words(x) for x in (_images(1), _images(1, 1), text)]
+  assert found == ["images", "rows", "windows of 7 bytes"]
+
+
+def test_line_of_an_evaluation_has_all_figures(capsys):
+  record = training.Record(
+    step=6, rounds=3, sent_bytes=8e6, train_loss=1.25, train_s=2.0,
+    metrics={"accuracy": 0.5, "loss": 1.0}, samples_per_s=1234.0,
+  )  # fmt: skip
+  _workload.print_record(record, 9, _images(1))
+  assert capsys.readouterr().out == (
+    "step 6/9  accuracy 50.00 %  train loss 1.2500  rounds 3  8 MB sent per "
+    "worker  1,234 images/s\n"
+  )
+
+
+def test_workers_evaluate_a_thousand_images_together():
+  found = [_workload._evaluation_batch(x, _images(1)) for x in (1, 8, 2000)]
+  assert found == [1024, 128, 1]
 
 
 def test_loss_is_a_dash_where_no_step_was_trained():

@@ -54,7 +54,8 @@ def test_sub_folders_are_classes(tmp_path):
 def test_images_of_different_sizes_are_scaled_and_cropped(tmp_path):
   _write_images(tmp_path, [(20, 10), (10, 40)])
   assert data.load(tmp_path, size=8).input_shape == (8, 8, 3)
-  with pytest.raises(ValueError, match=r"`size` .*: \S+/01.png has 10x40 "):
+  told = r"`size` .*: \S+/01.png has 10x40 pixels, and \S+/00.png 20x10\."
+  with pytest.raises(ValueError, match=told):
     data.load(tmp_path)
 
 
@@ -105,6 +106,29 @@ def test_one_column_may_hold_images(tmp_path):
   train = data.load(tmp_path / "mine.npz")
   assert (train.input_shape, train.images.dtype) == ((4, 4, 1), np.uint8)
   assert train.images[0, ..., 0].tolist() == pixels[0].tolist()
+
+
+@pytest.mark.parametrize(
+  ("columns", "shape", "dtype"),
+  [
+    ({"a": np.ones((10, 4, 4, 2), np.uint8)}, (4, 4, 2), np.uint8),
+    ({"a": np.ones((10, 4, 4))}, (4, 4, 1), np.float32),
+    ({"a": np.ones((10, 3), np.uint8)}, (1, 1, 3), np.float32),
+    # Images are in a column alone.
+    (
+      {"a": np.ones((10, 2, 2), np.uint8), "b": np.ones(10, bool)},
+      (1, 1, 5), np.float32,
+    ),
+    ({"a": np.full(10, 2**24)}, (1, 1, 1), np.float32),
+  ],
+)  # fmt: skip
+@pytest.mark.parametrize("label", [[True, False], [b"x", b"y"]])
+def test_columns_have_their_shape(columns, shape, dtype, label, tmp_path):
+  np.savez(tmp_path / "mine.npz", **columns, label=np.array(label * 5))
+  train = data.load(tmp_path / "mine.npz")
+  assert (train.input_shape, train.images.dtype) == (shape, dtype)
+  assert train.images.max() == columns["a"].max()
+  assert sorted(train.labels.tolist()) == [0] * 4 + [1] * 4
 
 
 _BAD_FOLDERS = [

@@ -479,8 +479,10 @@ def test_two_cpu_hosts_exchange_by_a_sum(monkeypatch, dtype):
 
 def test_small_messages_and_other_axes_are_exchanged_as_they_are(monkeypatch):
   monkeypatch.setattr(jax, "process_count", lambda *_: 2)
-  for workers, size in ((2, 1000), (4, 1 << 16)):
-    x = np.zeros((workers, size), np.uint8)
+  for workers, size, dtype in (
+    (2, 1000, np.uint8), (4, 1 << 16, np.uint8), (2, 1 << 16, bool),
+  ):  # fmt: skip
+    x = np.zeros((workers, size), dtype)
     program = jax.jit(
       jax.shard_map(
         lambda y: collectives.gather(y[0], "worker")[None],

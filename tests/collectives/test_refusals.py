@@ -93,6 +93,7 @@ def view(worker):
   ("args[0]", lambda: step_of({"a": 1.0}), "at 'a'"),
   # Meshes and devices.
   ("names", lambda: collectives.make_mesh((2, 2), ("worker",)), "one"),
+  ("names", lambda: collectives.make_mesh((2, 2), ("a", "a")), "names once"),
   (
     "shape",
     lambda: collectives.make_mesh((16,), ("worker",)),
@@ -135,7 +136,17 @@ def view(worker):
   ),
   ("worker", lambda: view(-1), "run in this process"),
   ("worker", lambda: view(2), "run in this process"),
+  (
+    "tree",
+    lambda: workers(substrate="vmap").view({"a": jnp.ones(())}),
+    "a scalar at 'a'",
+  ),
   # Collectives.
+  (
+    "axis",
+    lambda: collectives.mean(jnp.ones(2), "worker"),
+    "of the workers that run this, got 'worker'; there is none",
+  ),
   *(
     ("tree", lambda f=f, s=s: among_two(f, jnp.zeros(s)), "one row a worker")
     for f in (collectives.all_to_all, collectives.reduce_scatter)
@@ -185,6 +196,13 @@ def view(worker):
     "Leave out the axis of workers",
   ),
   ("specs", lambda: buckets(specs=[NONE, FSDP]), "the workers' mesh"),
+  (
+    "specs",
+    lambda: collectives.map_shards(
+      jnp.sin, ["x"], in_specs=(NONE,), out_specs=NONE
+    ),
+    "the workers' mesh, (), got ['x']",
+  ),
   ("tree", lambda: Buckets.of({"a": [1.0]}), "got float at 'a/0'"),
   (
     "tree",
@@ -209,3 +227,18 @@ def test_invalid_arguments_raise(argument, call, rule):
 @pytest.mark.parametrize("axis", [None, "worker", ("inner", "outer")])
 def test_valid_axes_are_accepted(axis):
   collectives.check_axis(axis)
+
+
+@pytest.mark.parametrize(
+  ("argument", "options", "rule"),
+  [
+    ("substrate='vmap'", {"substrate": "vmap"}, "has 2 processes"),
+    ("num_workers", {}, "multiple of the number of devices"),
+  ],
+)
+def test_workers_of_several_processes_need_every_device(
+  argument, options, rule, monkeypatch
+):
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  with _refusals.refused(argument, rule):
+    workers(6, **options)

@@ -136,6 +136,20 @@ def test_phase_in_a_phase_counts_from_its_beginning():
   assert traffic.sent_bytes(20, 20) == 2 * 120
 
 
+def test_phases_are_in_the_order_of_their_steps():
+  phases = [
+    collectives.Phase(*x)
+    for x in ((0,), (2, 5), (0, 3, "step"), (2, 2), (0, 3, "round"))
+  ]
+  traffic = _traffic.Traffic(
+    tuple(Collective("permute", 1, 2, True, phase=x) for x in phases)
+  )
+  # That without an end is the last of those that begin together.
+  assert [str(x) for x in traffic.phases] == [
+    "rounds 1-3", "steps 1-3", "from step 1 on", "steps 3-5",
+  ]  # fmt: skip
+
+
 def test_scan_counts_its_length():
   def step(x):
     body = lambda x, _: (collectives.mean(x, AXIS), None)  # noqa: E731

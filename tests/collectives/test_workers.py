@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jdist import collectives, transforms
+from jdist.collectives import _substrate
 from tests import _processes
 from tests.profiling import _reading
 
@@ -408,6 +409,16 @@ def test_user_mesh_is_used_unchanged():
   assert team.workers_per_device == 3
 
 
+def test_explicit_axes_become_automatic():
+  mesh = jax.make_mesh((2,), ("worker",), (jax.sharding.AxisType.Explicit,))
+  team = collectives.workers(2, mesh=mesh)
+  assert set(team.mesh.axis_types) == {jax.sharding.AxisType.Auto}
+  # A batch on such a mesh is split as any other.
+  spec = NamedSharding(mesh, PartitionSpec("worker"))
+  batch = jax.device_put(np.arange(4), spec)
+  np.testing.assert_array_equal(team.shard(batch), [[0, 1], [2, 3]])
+
+
 def test_meshes_have_automatic_axes():
   mesh = collectives.make_mesh((2, 4), ("a", "b"))
   assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
@@ -416,12 +427,32 @@ def test_meshes_have_automatic_axes():
 
 def test_devices_are_fixed_once_jax_has_started():
   assert jax.device_count() == 8
-  assert collectives.make_cpu_devices(3) == 8
+  assert [collectives.make_cpu_devices(x) for x in (3, 9)] == [8, 8]
+
+
+def test_platform_without_cpus_has_none(monkeypatch):
+  def none(backend):
+    raise RuntimeError(f"Unknown backend {backend}")
+
+  monkeypatch.setattr(jax, "local_devices", none)
+  assert collectives.make_cpu_devices(9) == 0
+
+
+def test_pool_has_a_thread_for_each_core(monkeypatch):
+  monkeypatch.setattr(
+    os, "sched_getaffinity", lambda _: range(20), raising=False
+  )
+  found = [_substrate._pool_threads(number) for number in (1, 4, 8)]
+  assert found == ["20", "20", "32"]
 
 
 @pytest.mark.parametrize(
   ("cores", "given", "threads"),
-  [(1, None, "2 16"), (2, None, "2 16"), (1, "3", "3 3")],
+  [
+    (1, None, "1 2 4 16 4 16"),
+    (2, None, "1 2 4 16 4 16"),
+    (1, "3", "1 3 4 3 4 3"),
+  ],
 )
 def test_pool_of_one_device_is_small_and_others_enlarge_it(
   cores, given, threads
@@ -433,9 +464,8 @@ def test_pool_of_one_device_is_small_and_others_enlarge_it(
   script = (
     f"import os; os.sched_setaffinity(0, {mine[:cores]})\n"
     "from jdist import collectives\n"
-    "for number in (1, 4):\n"
-    "  collectives.make_cpu_devices(number)\n"
-    "  print(os.environ['NPROC'])\n"
+    "for number in (1, 4, 2):\n"  # The highest number of them counts.
+    "  print(collectives.make_cpu_devices(number), os.environ['NPROC'])\n"
   )
   own = _processes.environment() | ({"NPROC": given} if given else {})
   done = subprocess.run(

@@ -246,5 +246,6 @@ def test_evaluation_batches_are_a_sequence():
   assert len(batches) == 3
   np.testing.assert_array_equal(batches[-1]["mask"], [[1, 1], [0, 0]])
   assert len(batches[1:]) == 2
-  with pytest.raises(IndexError):
-    batches[3]
+  for outside in (3, -4):
+    with pytest.raises(IndexError):
+      batches[outside]

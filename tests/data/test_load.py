@@ -151,8 +151,9 @@ def test_normalize_uses_statistics_of_each_channel():
 
 
 def test_loaded_arrays_are_read_only():
-  with pytest.raises(ValueError, match="read-only"):
-    data.load("digits").images[0] = 0
+  for array in (data.load("digits").images, data.load("digits").labels):
+    with pytest.raises(ValueError, match="read-only"):
+      array[0] = 0
 
 
 def test_dataset_prints_without_its_pixels():

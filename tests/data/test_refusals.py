@@ -67,6 +67,7 @@ def flip(shape):
   ("split", lambda: data.load("digits", "validation"), "'train' or 'test'"),
   ("split", lambda: data.load("digits", "validation"), "hold back samples"),
   ("images", lambda: dataset(images=IMAGES[0]), "[n, height"),
+  ("images", lambda: dataset(images=IMAGES[None]), "[n, height"),
   ("labels", lambda: dataset(labels=LABELS[:3]), "one class per"),
   ("labels", lambda: dataset(labels=LABELS * 1.0), "integers"),
   ("labels", lambda: dataset(labels=LABELS + 2), "0 .. 1, got 2"),
@@ -84,6 +85,11 @@ def flip(shape):
     "an array, got [[0",
   ),
   ("std", lambda: dataset(std=(0.0,)), "positive"),
+  (
+    "std",
+    lambda: dataset(images=IMAGES[..., :0], mean=(), std=()),
+    "positive, got ()",
+  ),
   ("windows", lambda: windows([[0], [0]]), "a length of at least 1"),
   ("windows", lambda: windows([0, 0, 0, 0]), "got shape (4,)"),
   ("windows", lambda: windows(np.zeros((2, 3))), "integers"),
@@ -148,6 +154,7 @@ def test_invalid_arguments_raise(argument, call, rule):
   [
     ("step", lambda: batches()[-1]),
     ("worker", lambda: stream().indices(4, 0, 1)),
+    ("worker", lambda: stream().indices(-1, 0, 1)),
     ("start", lambda: stream().indices(0, -1, 1)),
   ],
 )

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from jdist import data, models
-from jdist.models import _lenet, _resnet
+from jdist.models import _lenet, _resnet, _vgg
 from tests.models import _variants
 from tests.models._variants import build, leaves_of, variants
 
@@ -109,10 +109,10 @@ def test_training_and_evaluation_return_equal_shapes(name, options):
 
 
 @pytest.mark.parametrize("name", ["alexnet", "vgg11", "resnet18"])
-@pytest.mark.parametrize("size", [64, 65, 160, 224])
-def test_form_follows_the_size_of_the_images(name, size):
-  shape = (size, size, 3)
-  form = "cifar" if size <= 64 else "imagenet"
+@pytest.mark.parametrize("size", [(64, 64), (63, 65), (160, 160), (224, 224)])
+def test_form_follows_the_longer_side_of_the_images(name, size):
+  shape = (*size, 3)
+  form = "cifar" if max(size) <= 64 else "imagenet"
   model = build(name, input_shape=shape, abstract=True)
   named = build(name, {"form": form}, input_shape=shape, abstract=True)
   other = "imagenet" if form == "cifar" else "cifar"
@@ -244,12 +244,28 @@ def test_stride_of_a_block_is_that_of_its_first_window_of_three(bottleneck):
     shortcut_size=None, num_blocks=1, rngs=nnx.Rngs(0),
   )  # fmt: skip
   convs = [getattr(block, name) for name in block.names]
+  assert {x.padding for x in convs} == {"SAME"}
   found = [(x.kernel_size, x.strides) for x in convs]
   one, three = (1, 1), (3, 3)
   assert found == (
     [(one, (1, 1)), (three, (2, 2)), (one, (1, 1))] if bottleneck
     else [(three, (2, 2)), (three, (1, 1))]
   )  # fmt: skip
+
+
+def test_block_with_a_shortcut_of_its_own_is_padded_alike_on_all_sides():
+  block = _resnet._Block(
+    8, 4, bottleneck=True, strides=2, norm="none", num_groups=1,
+    shortcut_size=3, num_blocks=1, rngs=nnx.Rngs(0),
+  )  # fmt: skip
+  names = (*block.names, "shortcut")
+  assert [getattr(block, x).padding for x in names] == [0, 1, 0, 1]
+
+
+def test_block_of_vgg_pools_a_last_odd_row_and_column():
+  x = jnp.arange(9.0).reshape(1, 3, 3, 1)
+  assert _vgg._end_block(False, x).ravel().tolist() == [4, 5, 7, 8]
+  assert _vgg._end_block(True, x).tolist() == [[6]]
 
 
 def test_odd_border_of_lenet_is_larger_below_and_to_the_right():
@@ -260,11 +276,11 @@ def test_odd_border_of_lenet_is_larger_below_and_to_the_right():
 
 
 DEEP = [
-  ("mlp", {"hidden_sizes": (3,) * 11}),
+  ("mlp", {"hidden_sizes": (3,) * 9}),
   ("resnet20", {}),
   ("resnet50", {"norm": "none"}),
   ("vgg19", {"hidden_sizes": (20, 20)}),
-  ("transformer", {"num_layers": 11, "positions": "rotary"}),
+  ("transformer", {"num_layers": 8, "positions": "rotary"}),
 ]
 
 
@@ -523,8 +539,13 @@ def test_first_pool_is_left_out_for_small_images(size, left):
   x = jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)
   first = model.layers[0]
   apply = functools.partial(first.apply, train=True)
-  y, _ = jax.eval_shape(apply, first.params, first.state, x)
+  program, (y, _) = jax.make_jaxpr(apply, return_shape=True)(
+    first.params, first.state, x
+  )
   assert y.shape == (1, left, left, 8)
+  # As torchvision does it.
+  padding = "padding=((0, 0), (1, 1), (1, 1), (0, 0))"
+  assert (padding in str(program)) == (size == 96)
 
 
 def test_alexnet_has_the_published_number_of_parameters():

@@ -38,6 +38,9 @@ def test_one_batch_matches_hand_computation():
   np.testing.assert_allclose(y, expected, rtol=1e-6)
   assert state["mean"].tolist() == [1.0]  # 0.75 * 0 + 0.25 * 4
   assert state["var"].tolist() == [2.0]  # 0.75 * 1 + 0.25 * 5
+  # One sample counts, too.
+  _, state = run(norm, jnp.array([[2.0], [9.0]]), jnp.array([1, 0]))
+  assert state["mean"].tolist() == [0.5]
 
 
 def test_evaluation_uses_the_running_statistics():
@@ -54,7 +57,7 @@ def test_batch_norm_equals_that_of_flax():
   flax = nnx.BatchNorm(5, momentum=0.9, epsilon=1e-5, rngs=nnx.Rngs(0))
   params = {"scale": jnp.arange(1.0, 6.0), "bias": jnp.arange(5.0)}
   state = {"mean": jnp.arange(2.0, 7.0), "var": jnp.arange(3.0, 8.0)}
-  x = inputs(7, 3, 4, 5)
+  x = inputs(7, 3, 4, 5) / 500  # So that epsilon counts.
   for train in (True, False):
     results = [
       run(norm, x, train=train, params=params, state=state)
@@ -67,7 +70,7 @@ def test_group_norm_equals_that_of_flax():
   ours = _normalization.GroupNorm(6, num_groups=3)
   flax = nnx.GroupNorm(6, num_groups=3, epsilon=1e-5, rngs=nnx.Rngs(0))
   params = {"scale": jnp.arange(1.0, 7.0), "bias": jnp.arange(6.0)}
-  x = inputs(7, 3, 4, 6)
+  x = inputs(7, 3, 4, 6) / 500
   y, _ = run(ours, x, params=params)
   expected, _ = run(flax, x, params=params)
   np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
@@ -77,10 +80,26 @@ def test_layer_norm_equals_that_of_flax():
   ours = _normalization.LayerNorm(6)
   flax = nnx.LayerNorm(6, epsilon=1e-5, rngs=nnx.Rngs(0))
   params = {"scale": jnp.arange(1.0, 7.0), "bias": jnp.arange(6.0)}
-  x = inputs(7, 3, 6)
+  x = inputs(7, 3, 6) / 500
   y, _ = run(ours, x, params=params)
   expected, _ = run(flax, x, params=params)
   np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_epsilon_of_groups_is_the_given_one():
+  norm = _normalization.GroupNorm(2, num_groups=1, epsilon=3.0)
+  # The variance is 1, and the deviation 2 with epsilon.
+  assert norm(jnp.array([[3.0, 5.0]])).tolist() == [[-0.5, 0.5]]
+
+
+def test_type_of_inputs_and_parameters_is_promoted():
+  half = jnp.ones((1, 2), jnp.bfloat16)
+  norm = _normalization.LayerNorm(2)
+  with jax.numpy_dtype_promotion("standard"):
+    assert norm(half).dtype == jnp.float32
+    norm.scale, norm.bias = nnx.Param(half[0]), nnx.Param(half[0])
+    assert norm(half).dtype == jnp.bfloat16
+    assert norm(half.astype(jnp.float32)).dtype == jnp.float32
 
 
 def test_group_norm_keeps_samples_independent():
@@ -123,3 +142,7 @@ def test_half_precision_is_summed_in_float32():
   assert state["mean"].tolist() == [1.0]
   assert state["mean"].dtype == jnp.float32
   assert y.dtype == jnp.bfloat16
+  # A state in half precision stays so.
+  half = {"mean": jnp.zeros(1, x.dtype), "var": jnp.ones(1, x.dtype)}
+  _, state = run(norm, x, params=params, state=half)
+  assert {x.dtype for x in state.values()} == {jnp.dtype(jnp.bfloat16)}

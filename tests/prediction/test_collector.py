@@ -165,6 +165,11 @@ def test_resumed_run_resumes_its_samples(
   run(collector(tmp_path), stop=4)
   half = prediction.ParameterSet(tmp_path)
   assert (half.done, half.fronts(_tiny.cut(1)).shape[0]) == (2, 2)
+  one, two = half.cuts
+  assert repr(half) == f"ParameterSet(2 of 3 samples, {one!r}, {two!r})"
+  # Another cut is compared with the one of as many layers.
+  with _refusals.refused("cut", f"of {two!r}, got one of"):
+    half.fronts(_tiny.cut(2, hidden_sizes=(7, 5)))
   collect = collector(tmp_path)
   assert collect.done == 2
   run(collect, start=3)

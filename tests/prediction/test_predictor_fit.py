@@ -32,7 +32,6 @@ from tests.prediction._fits import (
 )
 
 
-@pytest.mark.slow
 def test_loss_of_an_update_is_mixed_over_all_networks():
   """By hand: both labels' cross-entropies, weighted, of every sample."""
   fit = FIT
@@ -40,13 +39,13 @@ def test_loss_of_an_update_is_mixed_over_all_networks():
     predictor(), fit.learning_rate, jax.random.key(0)
   )
   params = jax.tree.map(jnp.copy, state["params"])
-  images = np.random.default_rng(0).integers(0, 17, (4, 8, 8, 1))
-  labels = np.array([1, 2, 3, 4])
+  images = np.random.default_rng(0).integers(0, 17, (2, 8, 8, 1))
+  labels = np.array([1, 2])
   key = jax.random.key(3)
   order, share = _predictor_fit._mix(fit.mixup, jax.random.fold_in(key, 5), 2)
   share = float(share)
   assert 0 < share < 1 and sorted(order.tolist()) == [0, 1]
-  rows = np.array([3, 1], np.int32)
+  rows = np.array([1, 0], np.int32)
   inputs = images[rows] / 16
   inputs = share * inputs + (1 - share) * inputs[order]
   losses = []
@@ -130,8 +129,16 @@ def test_mixup_share_has_beta_distribution():
     assert abs(shares.var() - 0.25 / (2 * alpha + 1)) < 0.01
 
 
-def test_zero_mixup_keeps_images():
-  assert _predictor_fit._mix(0.0, jax.random.key(0), 4)[1] == 1
+def test_share_of_a_mix_is_drawn_by_the_parameter(monkeypatch):
+  """Without it images are kept; that of 1 is uniform."""
+  key = jax.random.key(0)
+  one, other = jax.random.split(key)
+  monkeypatch.setattr(jax.random, "beta", lambda *given: given)
+  shares = 1, jax.random.uniform(other), (other, 2.0, 2.0)
+  for alpha, wanted in zip((0.0, 1.0, 2.0), shares, strict=True):
+    order, share = _predictor_fit._mix(alpha, key, 4)
+    assert order.tolist() == jax.random.permutation(one, 4).tolist()
+    assert share == wanted
 
 
 def test_predictor_learns_to_complete_unseen_networks():
@@ -349,7 +356,22 @@ def test_epoch_has_every_sample_once():
   ]
   for first, second in epochs:
     assert sorted(first + second) == list(range(8))
+    # A file is read from its front to its back.
+    assert first == sorted(first) and second == sorted(second)
   assert epochs[0] != epochs[1]
+  # More batches begin with the first samples again.
+  assert _predictor_fit._sample_rows(fit, 8, 0, 2).tolist() == epochs[0][0]
+
+
+@pytest.mark.parametrize(("batches", "number"), [(None, 2), (5, 5)])
+def test_epoch_has_batches_for_all_samples_unless_they_are_told(
+  batches, number
+):
+  fit = dataclasses.replace(FIT, sample_batches=batches)
+  # An update's images are 3 times 20.
+  assert _predictor_fit._count_batches(fit, 11, 60) == number
+  with _refusals.refused("image_batches", "number of images, 59, got 60"):
+    _predictor_fit._count_batches(fit, 11, 59)
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,11 @@ def evaluate(of=None, network=None, samples=None, images=0, **options):
   ("key", lambda: predictor().init(0), "a random key, got"),
   ("key", lambda: predictor().init(np.zeros(2)), "a random key, got"),
   (
+    "key",
+    lambda: predictor().init(np.zeros((2, 2), np.uint32)),
+    "a random key, got uint32[2, 2]",
+  ),
+  (
     "vector",
     lambda: front_params()[0].apply_vector(
       front_params()[1], jnp.zeros((2, 8))

@@ -72,6 +72,8 @@ def test_images_and_labels_that_do_not_belong_together_are_refused():
   ):
     with pytest.raises(ValueError, match=f"`{name}` must be finite.*row {row}"):
       fit_predictor(**{name: value})
+  with _refusals.refused("images", "that `normalize` makes inputs"):
+    fit_predictor(normalize=lambda images: images + "text")
   evaluate = functools.partial(
     prediction.evaluate_predictor, predictor(), {}, model()
   )

@@ -278,6 +278,18 @@ def test_tree_of_which_workers_share_nothing_is_saved(kind, tmp_path):
     _tiny.assert_same_bits(checkpoints.restore(state).state, state)
 
 
+def test_tree_that_can_be_called_is_a_template(tmp_path):
+  """As a module of Equinox can; other functions make one."""
+  state = jax.tree_util.Partial(jnp.add, jnp.ones((1, 2)))
+  with training.Checkpoints(tmp_path, _tiny.team("none")) as checkpoints:
+    checkpoints.save(3, state)
+    for template in (state, lambda step: state if step == 3 else None):
+      _tiny.assert_same_bits(checkpoints.restore(template).state, state)
+    other = {"a": jnp.ones((1, 2)), "b": jnp.ones((1, 3))}
+    with _refusals.refused("template", "3 leaves differ: `['a']` is None in"):
+      checkpoints.restore(other)
+
+
 def test_host_number_that_would_be_cut_is_not_saved(tmp_path):
   team = collectives.workers(2, substrate="vmap")
   state = {"tokens": np.array([2_000_000_000] * 2), "w": team.replicate(1.0)}

@@ -165,7 +165,10 @@ def updated(gradient):
   ),
   ("metadata", lambda: fit(metadata="text"), "a dict or None"),
   ("metadata", lambda: fit(metadata={"a": jnp.ones(1)}), "a value of JSON"),
-  ("metadata", lambda: fit(metadata={"sent_bytes": 1}), "must not have"),
+  *(
+    ("metadata", lambda x=x: fit(metadata={x: 1}), f"must not have {x!r}")
+    for x in ("sent_bytes", "jdist.history")
+  ),
   ("num_steps", lambda: fit(num_steps=5.5), "an int >= 1"),
   ("num_steps", lambda: fit(num_steps=0), "an int >= 1"),
   ("state", lambda: fit(used=True), "still be there"),

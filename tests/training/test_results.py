@@ -1,9 +1,12 @@
 """Rows stand alone, and a file of them survives being cut off."""
 
 import json
+import os
 import pathlib
+import platform
 import subprocess
 
+import jax
 import numpy as np
 import pytest
 
@@ -16,9 +19,15 @@ def test_row_holds_all_that_repeats_it():
   assert row["config"] == {"workers": 8}
   assert (row["seed"], row["accuracy"]) == (3, 0.9)
   assert set(row["versions"]) >= {"python", "jdist", "jax", "numpy", "optax"}
-  assert "8 x" in row["device"] and row["device"].endswith("in 1 process")
+  machine = f"{platform.machine()} CPU with {os.cpu_count()} cores"
+  assert row["device"] == f"8 x {machine} in 1 process"
   assert row["commit"]
   json.dumps(row)
+
+
+def test_row_of_several_processes_counts_them(monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  assert _results._device().endswith(" cores in 2 processes")
 
 
 def test_copy_without_a_repository_is_told_its_commit(monkeypatch):
@@ -46,6 +55,7 @@ def test_commit_has_a_plus_if_code_was_changed_but_not_for_rows(
   ):  # fmt: skip
     (tmp_path / file).write_text("2\n")
     _results._commit.cache_clear()
+    assert len(_results._commit()) == 12 + plus
     assert _results._commit().endswith("+") is plus
     (folder / "run.py").unlink(missing_ok=True)
   _results._commit.cache_clear()

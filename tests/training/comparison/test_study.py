@@ -81,6 +81,7 @@ def test_rate_with_one_diverged_seed_is_not_chosen():
   ),
   ("max_extensions", lambda: _study.tune([1.0], _measure(1, []), -1), ">= 0"),
   ("rows", lambda: _study.tune([1.0], lambda rate: None), "a list"),
+  ("learning_rates", lambda: _study.tune([], _measure(1, [])), "one at least"),
   ("rows", lambda: _study.tune([1.0], lambda rate: []), "one for each seed"),
 )
 def test_grids_and_measurements_are_checked(argument, call, rule):
@@ -136,10 +137,14 @@ def test_interrupted_comparison_resumes(tmp_path):
 
 
 def test_every_tuning_seed_runs_at_every_rate(tmp_path):
-  calls = []
+  calls, told = [], []
   study = make_study(variants=("a",), tuning_seeds=(8, 9), max_extensions=0)
   rows = comparison.Rows(tmp_path / "rows.jsonl", {})
-  comparison.compare(study, rows, _fit(calls))
+  found = comparison.compare(
+    study, rows, _fit(calls), on_row=lambda trial, row: told.append(trial),
+    on_tuned=lambda *tuned: told.append(tuned),
+  )  # fmt: skip
+  assert told == [*calls[:6], ("a", found.tuned["a"]), *calls[6:]]
   tuning = [(t.learning_rate, t.seed) for t in calls if t.purpose == "tuning"]
   rates = (0.1, 0.15, 0.2)
   assert tuning == [(rate, seed) for rate in rates for seed in (8, 9)]

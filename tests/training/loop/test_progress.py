@@ -91,3 +91,11 @@ def test_progress_says_what_is_done_between_steps(monkeypatch):
   text = out.getvalue()
   assert "ssgd seed 1  compiling" in text and "7/10" in text
   assert "loss 0.250  1,234 samples/s  2 MB sent" in text
+
+
+def test_bar_grows_with_its_steps_and_may_have_no_end():
+  bar = training.Progress(10, "a run")
+  for number, total in ((8, 10), (12, 12)):
+    bar.extend(number)
+    assert bar._bar.tasks[0].total == total
+  assert training.Progress(0, "a run")._bar.tasks[0].total is None

@@ -12,7 +12,13 @@ import pytest
 from jdist import codecs, collectives, methods, reducers, training, transforms
 from jdist.storage import sealed_json
 from jdist.training import comparison
-from jdist.training.loop import _programs, _record, _trainer, _training_run
+from jdist.training.loop import (
+  _programs,
+  _record,
+  _trainer,
+  _training_run,
+  _watchdog,
+)
 from tests import _refusals
 from tests.training import _tiny
 
@@ -419,6 +425,24 @@ def test_run_is_watched_until_it_ends(monkeypatch):
   assert "jdist-watchdog" not in {x.name for x in threading.enumerate()}
 
 
+def test_only_work_longer_than_a_step_may_take_four_times_as_long(
+  monkeypatch, tmp_path
+):
+  told = {}
+
+  def beat(self, note="", *, patience=1.0):
+    told[note.partition(" step")[0]] = patience
+
+  monkeypatch.setattr(_watchdog.Watchdog, "beat", beat)
+  fake = _Fake(monkeypatch)
+  with training.Checkpoints(tmp_path, fake.trainer.workers) as checkpoints:
+    fake.fit(2, evaluate=lambda state: {}, checkpoints=checkpoints)
+  assert told == {
+    "": 1.0, "the last was": 1.0, "compiling": 4.0, "evaluating after": 4.0,
+    "evaluated after": 1.0, "saving after": 4.0, "saved after": 1.0,
+  }  # fmt: skip
+
+
 def test_second_call_continues_training():
   team = _tiny.team("vmap")
   trainer = _tiny.trainer(team, "local_sgd")
@@ -447,6 +471,8 @@ def test_continued_records_count_from_those_before(monkeypatch):
   assert found[: len(before)] == before and found[-1].step == 6
   assert 1000.0 < found[-1].train_s < 1500.0
   assert 5e6 < found[-1].sent_bytes < 5.1e6
+  # A thousand seconds had as many samples as their rate says.
+  assert found[-1].samples_per_s > 0.5 * before[-1].samples_per_s
 
 
 def test_training_time_counts_all_steps_except_the_first(monkeypatch):
