@@ -159,6 +159,38 @@ def test_columns_of_messages():
 
 
 @pytest.mark.usefixtures("shown")
+def test_columns_and_row_of_steps_on_gpus():
+  def step(**figures):
+    usual = dict.fromkeys(("send_s", "exposed_s", "wire_bytes"), 0.0)
+    return types.SimpleNamespace(
+      **usual | {"collectives": (), "compute_s": 0.25, "flops": 7.0} | figures
+    )
+
+  end = step(
+    end_s=0.01, send_s=0.004, exposed_s=0.001, wire_bytes=4e6, hidden_share=0.5
+  )
+  rest = step(end_s=0.006, hidden_share=1.0)
+  found = _overlap.Found("msdpu", end, rest, 4, 9, 3.0)
+  assert _overlap.methods_table([found])[2] == {
+    "method": ["msdpu"], "round": ["4"], "MB a step": ["1"],
+    "sending ms": ["1.000"], "hidden %": ["75.0"], "step ms": ["7.000"],
+    "last step ms": ["10.000"], "its hidden %": ["50.0"],
+  }  # fmt: skip
+  row = _overlap.row(_commands.Overlap(), found)
+  for name, value in {
+    "method": "msdpu", "interval": 4, "compile_s": 3.0, "memory_bytes": 9,
+    "mean_step_s": 0.007, "mean_wire_bytes": 1e6, "hidden_share": 0.75,
+    "messages": [],
+  }.items():  # fmt: skip
+    assert row[name] == pytest.approx(value), name
+  assert row["between"] == {
+    "step_s": 0.006, "compute_s": 0.25, "send_s": 0.0, "exposed_s": 0.0,
+    "hidden_share": 1.0, "wire_bytes": 0.0, "flops": 7.0,
+  }  # fmt: skip
+  assert row["meeting"]["step_s"] == 0.01
+
+
+@pytest.mark.usefixtures("shown")
 def test_columns_of_counted_bytes():
   model = models.build("mlp", input_shape=(8, 8, 1), num_classes=10)
   # A ring of four sends one and a half times the parameters.

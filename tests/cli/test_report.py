@@ -9,7 +9,7 @@ import types
 import pytest
 
 from jdist import cli, cluster, training
-from jdist.cli import _groups
+from jdist.cli import _groups, _run_end
 from jdist.cli.report import _page, _status
 
 _RUN = "train --method ssgd --steps 6 --workers 4 --batch-size 32 "
@@ -308,6 +308,84 @@ def test_files_of_others_end_no_run(name, text, tmp_path):
   else:
     with pytest.raises(ValueError, match=r"JSON|rows of objects"):
       _page.write(tmp_path)
+
+
+@pytest.fixture
+def written(monkeypatch):
+  """Notes the files of a status in place of writing them."""
+  found = []
+  monkeypatch.setattr(
+    _status.json_lines, "write", lambda path, rows: found.extend(rows)
+  )
+  monkeypatch.setattr(
+    _status.importlib.util, "find_spec", lambda name: name == "vl_convert"
+  )
+  monkeypatch.setattr(_page, "write", lambda *given: found.append("page"))
+  return found
+
+
+@pytest.mark.parametrize(
+  ("error", "state"),
+  [
+    (None, "ended"), (KeyboardInterrupt("stop"), "interrupted"),
+    (_run_end.TerminatedError("stop"), "ended by SIGTERM"),
+    (_run_end.DivergedError("stop"), "diverged"), (OSError("stop"), "failed"),
+  ],
+)  # fmt: skip
+def test_status_says_how_a_run_has_ended(error, state, tmp_path, written):
+  config = {"output": str(tmp_path)}
+  with (
+    contextlib.suppress(BaseException),
+    _status.Status(config, lambda output: "go", "run", "heading"),
+  ):
+    assert written[-1]["state"] == "running"
+    if error:
+      raise error
+  *_, body, page = written
+  assert (body["state"], page) == (state, "page")
+  assert body["doing"] == ("stop" if error else "")
+
+
+def test_page_is_written_less_often_than_the_file(
+  tmp_path, written, monkeypatch
+):
+  clock = types.SimpleNamespace(now_s=0.0)
+  clock.monotonic = lambda: clock.now_s
+  monkeypatch.setattr(_status, "time", clock)
+  config, log = {"output": str(tmp_path)}, []
+  with _status.Status(config, lambda output: "go", "run", "heading") as status:
+    # The first note draws the page, and later ones with another row.
+    for now_s, row in (
+      (0, 0), (1, 0), (2.5, 0), (3, 1), (10, 2), (21, 0), (22, 3),
+    ):  # fmt: skip
+      clock.now_s, before = now_s, len(written)
+      status.note(**({"row": row} if row else {}))
+      log.append(len(written) - before)
+  assert log == [2, 0, 1, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+  ("config", "shown"),
+  [
+    ({}, True), ({"driver": "clock"}, True), ({"driver": "threads"}, False),
+    ({"process_id": 1}, False),
+  ],
+)  # fmt: skip
+def test_bar_is_shown_where_nothing_tears_it(config, shown, tmp_path, written):
+  config = {"output": str(tmp_path / "out"), **config}
+  config |= {"checkpoints": str(tmp_path / "a" / "b")}
+  config |= {"final_params": str(tmp_path / "c" / "d.safetensors")}
+  status, told = _status.Status(config, lambda _: "go", "run", "heading"), []
+  status.bar = types.SimpleNamespace(
+    __enter__=lambda: told.append("begun"), __exit__=lambda: told.append("over")
+  )
+  with status:
+    assert told == ["begun"] * shown
+  assert told[-1] == "over"
+  made = sorted(str(x.relative_to(tmp_path)) for x in tmp_path.rglob("*"))
+  assert made == (
+    ["a", "a/b", "c", "out"] if "process_id" not in config else []
+  )
 
 
 def test_each_round_waits_for_the_latency_of_its_messages(folder):

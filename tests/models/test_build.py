@@ -280,7 +280,7 @@ DEEP = [
   ("resnet20", {}),
   ("resnet50", {"norm": "none"}),
   ("vgg19", {"hidden_sizes": (20, 20)}),
-  ("transformer", {"num_layers": 8, "positions": "rotary"}),
+  ("transformer", {"num_layers": 11, "positions": "rotary"}),
 ]
 
 

@@ -62,6 +62,11 @@ def test_layers_are_cut_where_little_is_passed_on():
   assert names == ["stage0_conv", *blocks, "stage4_dense"]
   names = [x.name for x in build("transformer", {"num_layers": 2}).layers]
   assert names == ["layer0_tokens", "layer1", "layer2", "layer3_norm"]
+  # They sort in this order, as the head is the tenth behind the first.
+  deep = build("transformer", {"num_layers": 8, "width": 16}, abstract=True)
+  layers = [f"layer{i:02}" for i in range(1, 9)]
+  names = [x.name for x in deep.layers]
+  assert names == ["layer00_tokens", *layers, "layer09_norm"]
 
 
 def test_abstract_layers_hold_shapes():
