@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -133,27 +134,36 @@ def test_missing_gpus_raise_one_line_and_leave_nothing(tmp_path, capsys):
 
 @needs_ray
 @pytest.mark.slow
-def test_start_that_fails_halfway_leaves_nothing():
+@pytest.mark.parametrize(
+  ("module", "name"), [("worker", "connect"), ("services", "get_node")]
+)
+def test_start_that_fails_halfway_leaves_nothing(module, name):
   code = (
-    "import os, subprocess, ray._private.worker as worker\n"
+    f"import os, subprocess, ray._private.{module} as module\n"
     "from jdist import server\n"
-    "def connect(*args, **options): raise RuntimeError('It has failed.')\n"
-    "worker.connect = connect\n"
-    "try: server.RayEngine(1, cpus_per_worker=0.1)\n"
+    "def fails(*args, **options): raise OSError('It has failed.')\n"
+    f"module.{name} = fails\n"
+    "own = {'OF_A_TEST': '1'}\n"
+    "try: server.RayEngine(1, cpus_per_worker=0.1, environment=own)\n"
     "except ConnectionError as error: print(error)\n"
+    "print(os.environ.get('OF_A_TEST'), os.listdir(os.environ['TMPDIR']))\n"
     "words = ['pgrep', '-P', str(os.getpid())]\n"
     "own = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)\n"
     "print(set(own.communicate()[0].split()) - {str(own.pid)})\n"
   )
-  found = subprocess.run(
-    [sys.executable, "-c", code],
-    env=_processes.environment() | {"RAY_AUTH_MODE": "token"},
-    capture_output=True,
-    text=True,
-    timeout=240,
-  )
-  assert found.stdout.splitlines()[-2:] == [
+  # Not pytest's own folder, whose name is too long for Ray's sockets.
+  with tempfile.TemporaryDirectory() as folder:
+    more = {"RAY_AUTH_MODE": "token", "TMPDIR": folder}
+    found = subprocess.run(
+      [sys.executable, "-c", code],
+      env=_processes.environment() | more,
+      capture_output=True,
+      text=True,
+      timeout=240,
+    )
+  assert found.stdout.splitlines()[-3:] == [
     "Ray did not start on this machine, which may be too busy: It has failed.",
+    "None []",
     "set()",
   ]
 

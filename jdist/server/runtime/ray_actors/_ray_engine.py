@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -103,26 +104,17 @@ class RayEngine:
     needed = (workers + 1 + spares) * cpus_per_worker
     if address is None:
       _check_cpus(needed, os.cpu_count() or 1)
-    self._before = {
-      x: os.environ.get(x)
-      for x in (
-        *ONE_THREAD,
-        *_CACHE,
-        *_NO_METRICS,
-        _ray_access.MODE,
-        _ray_access.TOKEN,
-      )
-    }
+    own = ONE_THREAD if environment is None else environment
+    names = [*own, *_CACHE, *_NO_METRICS, _ray_access.MODE, _ray_access.TOKEN]
+    self._before = {x: os.environ.get(x) for x in names}
     if address is None:
       _ray_access.set_token()
     ray = _ray_access.import_ray()  # It reads once whether there are tokens.
     self._sigterm = signal.getsignal(signal.SIGTERM)
     self._folder = tempfile.mkdtemp(prefix="jdist-ray-")
     compiled = cache or f"{self._folder}/compiled"
-    self._environment = {
-      **dict(zip(_CACHE, (compiled, "0", "-1"), strict=True)),
-      **(ONE_THREAD if environment is None else environment),
-    }
+    cached = zip(_CACHE, (compiled, "0", "-1"), strict=True)
+    self._environment = dict(cached) | own
     self._ray: Any = ray
     # Each worker's actor, and the call that it is working on. Actors without a
     # call wait in `_idle` for the next run.
@@ -181,7 +173,14 @@ class RayEngine:
           namespace=self._namespace,
           **options,
         )
-    except Exception as error:
+    except BaseException as error:
+      # Ray does not end the processes of a node that it has not completed.
+      for frame, _ in traceback.walk_tb(error.__traceback__):
+        end = getattr(frame.f_locals.get("self"), "kill_all_processes", None)
+        if end is not None:
+          end(check_alive=False, allow_graceful=True)
+      if not isinstance(error, Exception):
+        raise
       raise kind(f"{what}: {_ray_actors.one_line(error)}") from None
 
   def serve(self, make: _engine.Make, *shards: _engine.Make) -> None:
