@@ -277,13 +277,14 @@ def test_bar_is_extended_by_trials_that_tuning_adds(monkeypatch):
   ],
 )
 def test_bar_of_a_comparison_counts_rows_that_are_there(
-  present, rates, trials, tmp_path, monkeypatch
+  present, rates, trials, tmp_path, monkeypatch, capsys
 ):
-  seen = []
+  seen, studies = [], []
 
   def begun(study, rows, fit, **options):
-    del study, rows, options
+    del rows, options
     seen.append(fit.trials)
+    studies.append(study)
     raise KeyboardInterrupt
 
   monkeypatch.setattr(comparison, "compare", begun)
@@ -292,6 +293,17 @@ def test_bar_of_a_comparison_counts_rows_that_are_there(
   words += ["5", "--learning-rate", *rates.split()]
   assert cli.main([*words, "--output", str(tmp_path)]) == 130
   assert seen == [trials]
+  ((study,), (out, error)) = studies, capsys.readouterr()
+  # The preset has three of them.
+  several = 2 if "tuning" in rates else 3
+  assert study.tuning_seeds == (10_000, 10_001, 10_002)[:several]
+  assert (study.order, study.max_extensions) == ("seed", 2)
+  there = f"{present} rows are in {tmp_path}; runs among them are not repeated."
+  assert (there in " ".join(out.split())) == (present > 0)
+  assert error.startswith(
+    f"jdist: interrupted: {present} rows are saved in {tmp_path}. This "
+    "resumes: jdist compare "
+  )
 
 
 def test_table_of_an_interrupt_has_rows_of_the_chosen_rates(

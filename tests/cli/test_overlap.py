@@ -153,6 +153,23 @@ def test_donated_memory_counts_once():
   assert _overlap_inputs.memory_bytes(program) == 8 + 7 - 6 + 5
 
 
+@pytest.mark.parametrize(
+  ("name", "size", "shape", "classes"),
+  [
+    ("lenet", None, (28, 28, 1), 10), ("resnet8", None, (32, 32, 3), 10),
+    ("resnet18", None, (224, 224, 3), 1000), ("resnet18", 32, (32, 32, 3), 10),
+    ("resnet18", 33, (33, 33, 3), 1000),
+  ],
+)  # fmt: skip
+def test_images_are_of_the_size_for_which_a_model_was_made(
+  name, size, shape, classes
+):
+  model, found = _overlap_inputs.image_model(name, size)
+  assert found == shape
+  # The last layer has a bias for each class.
+  assert jax.tree.leaves(model.params)[-2].shape == (classes,)
+
+
 def test_transformer_is_the_smallest_gpt_2():
   task = _overlap_inputs.make_task(_commands.Overlap(model="transformer"))
   # It has 50,257 tokens, a length of 1,024 and 12 layers of width 768.

@@ -198,6 +198,29 @@ def test_defaults_are_a_thousand_updates_and_tasks_of_the_median(
   assert made == [pytest.approx(20 * 0.5 / 8), 3.0]
 
 
+@pytest.mark.parametrize("ended", ["asp", None])
+def test_interrupt_says_which_rows_are_saved(
+  ended, file, tmp_path, monkeypatch, capsys
+):
+  run, left = server.Simulation.run, [1] * bool(ended)
+
+  def interrupted(simulation, **limits):
+    if not left:
+      raise KeyboardInterrupt
+    left.pop()
+    run(simulation, **limits)
+
+  monkeypatch.setattr(server.Simulation, "run", interrupted)
+  words = f"simulate {file} --updates 3 --protocols asp bsp --output {tmp_path}"
+  assert cli.main(words.split()) == 130
+  out, error = capsys.readouterr()
+  assert ("No protocol has ended." in out) == (ended is None)
+  assert error.startswith(
+    f"jdist: interrupted: the rows of {ended or 'no protocol'} are saved in "
+    f"{tmp_path}. This starts again: jdist simulate {file} "
+  )
+
+
 def test_figures_have_the_units_of_their_headings(file, capsys):
   machines, profile = _protocols.load(file)
   run = server.Simulation(machines, server.ASP(), profile)

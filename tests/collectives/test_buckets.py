@@ -72,7 +72,9 @@ def test_orders_match_hand_computation():
   front_first = ["head", "layer1", "layer10", "layer2"]
   assert paths_in("front_first") == front_first
   assert paths_in("back_first") == front_first[::-1]
-  assert paths_in((3, 1, 2, 0)) == ["layer2", "layer1", "layer10", "head"]
+  numbered = ["layer2", "layer1", "layer10", "head"]
+  for order in ((3, 1, 2, 0), [*np.array([3, 1, 2, 0])]):
+    assert paths_in(order) == numbered
   assert paths_in(
     lambda path: math.inf if path == "head" else int(path.removeprefix("layer"))
   ) == ["layer1", "layer2", "layer10", "head"]
@@ -106,6 +108,10 @@ def test_pieces_and_rows_begin_at_granules():
     [Piece(0, 0, 3), Piece(1, 0, 2)], "int32", num_rows=3, granule=2
   )
   assert (bucket.offsets, bucket.row_size) == ((0, 4), 2)
+  # A row may have no element of its own.
+  assert (
+    Bucket.of([Piece(0, 0, 2)], "int8", num_rows=2, granule=2).row_size == 2
+  )
   tree = [jnp.arange(1, 4), jnp.arange(1, 3)]
   buckets = Buckets.given(tree, [bucket])
   (rows,) = buckets.pack(tree)
@@ -237,6 +243,13 @@ def test_collectives_round_trip_on_every_substrate(substrate):
     np.testing.assert_allclose(
       mean[name].astype(np.float32), wanted, rtol=1e-2, atol=1e-2
     )
+
+
+def test_leaves_have_the_dtypes_that_jax_gives_them():
+  tree = {"a": np.arange(2.0), "b": np.arange(3)}
+  buckets = Buckets.of(tree)
+  assert buckets.dtypes == ("float32", "int32")
+  assert [x.tolist() for x in buckets.pack(tree)] == [[[0, 1]], [[0, 1, 2]]]
 
 
 def test_leaves_take_the_dtype_of_the_buffers():

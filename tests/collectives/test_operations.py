@@ -410,6 +410,12 @@ def test_sharded_leaves_share_no_buffer(monkeypatch):
   assert means.lower(placed).as_text().count('all_reduce"') == 2
 
 
+def test_parts_of_a_model_end_with_their_block():
+  with collectives.model_parts("stage"):
+    pass
+  assert collectives.sum_of_parts(jnp.array(2.0)) == 2
+
+
 def test_sum_of_bools_is_an_integer():
   alone = collectives.sum(jnp.array([True, False]), None)
   two = jax.vmap(lambda x: collectives.sum(x, "worker"), axis_name="worker")(

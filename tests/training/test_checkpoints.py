@@ -354,6 +354,20 @@ def test_first_write_that_fails_says_so(tmp_path, monkeypatch):
     checkpoints.close()
 
 
+def test_rest_of_a_failed_write_is_removed(tmp_path):
+  rest = tmp_path / "step_00000004.orbax-checkpoint-tmp"
+  with training.Checkpoints(tmp_path, _tiny.team("none")) as checkpoints:
+    rest.mkdir()
+    with (
+      pytest.raises(
+        OSError, match=r"of step 4 could not be written to .*: full"
+      ),
+      checkpoints._written(4),
+    ):
+      raise OSError("full\nof files")
+  assert not rest.exists()
+
+
 def test_empty_or_new_directory_has_no_checkpoint(tmp_path):
   team = _tiny.team("vmap")
   template = _tiny.init(team, "adam")

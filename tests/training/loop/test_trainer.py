@@ -599,6 +599,15 @@ def test_diverged_state_is_not_saved(step):
     assert not _trainer._save(run, checkpoints, None)
 
 
+def test_continued_run_reads_no_checkpoint(monkeypatch, tmp_path):
+  fake = _Fake(monkeypatch)
+  first = training.Record(0, 0, 0.0, 1.0, {}, 1.0, 1.0)
+  with training.Checkpoints(tmp_path, fake.trainer.workers) as checkpoints:
+    monkeypatch.setattr(checkpoints, "restore", pytest.fail)
+    _, records = fake.fit(2, continues=[first], checkpoints=checkpoints)
+  assert records[0] == first and records[-1].step == 2
+
+
 def test_records_of_a_later_state_are_refused(monkeypatch):
   # The state of this run is of step 0, as the first record is.
   records = [training.Record(x, x, 0.0, 1.0, {}, 1.0, 1.0) for x in (0, 4)]
