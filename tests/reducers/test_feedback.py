@@ -348,3 +348,13 @@ def test_leaf_that_is_sent_whole_in_float32_keeps_its_momentum(dtype):
     ):
       _, new = feedback.finish(sent, sent, wanted, state)
       np.testing.assert_allclose(new.momentum, kept, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", ["mean", "share"])
+def test_estimate_skips_an_entry_that_one_side_lacks(bad):
+  feedback, good = reducers.EF21(), jnp.array([1.0, 2.0])
+  wrong = jnp.array([jnp.nan, 2.0])
+  mean, share = (wrong, good) if bad == "mean" else (good, wrong)
+  _, state = feedback.finish(mean, share, good, feedback.init(good))
+  assert state.nonfinite == 1
+  assert state.own.tolist() == [0.0, 2.0]
