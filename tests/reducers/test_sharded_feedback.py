@@ -360,3 +360,25 @@ def test_cast_error_of_a_mean_of_shards_is_kept():
   assert np.abs(residual).max() > 1e-3
   mean = np.asarray(mean["a"][0], np.float32)
   close(2 * mean + residual.sum(0), given.sum(0))
+
+
+def test_devices_of_a_worker_draw_numbers_of_their_own():
+  team, specs = team_of(), {"a": SPECS["a"], "c": SPECS["c"]}
+  codec = codecs.Quantize(1, 64, rounding="stochastic")
+  compression = reducers.Compression(codec, specs=specs)
+  optimizer = transforms.average_gradients(team.axis, compression)
+  params = {"a": np.zeros((16, 6), "float32"), "c": np.zeros(64, "float32")}
+  state = training.init_state(team, optimizer, params, specs=specs)
+  # Rounding is random where an entry is no step of its block.
+  given = {x: np.full((2, *y.shape), 0.3, "float32") for x, y in params.items()}
+  for tree in given.values():
+    tree[:, ::8] = 1.0
+  program = team.jit(lambda x, s: optimizer.update(x, s)[0])
+  found = program(
+    {x: jax.device_put(y, team.sharding(specs[x])) for x, y in given.items()},
+    state.opt_state,
+  )
+  first, second = np.split(np.asarray(found["a"][0]), 2)
+  assert (first != second).any()
+  # Both have all of an unsplit leaf, and must round it alike.
+  np.testing.assert_array_equal(*found["c"])
