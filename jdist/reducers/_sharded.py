@@ -194,7 +194,7 @@ def split_axes(path: Iterable[Any]) -> tuple[str, ...] | None:
     The axes, `()` for rows that are not split; None for other leaves, which
     are split as the parameters are or not at all.
 
-  >>> state = {"shards:x,y": 1, "shards:": 2, "kernel": 3}
+  >>> state = {"shards:x,y/float32": 1, "shards:": 2, "kernel": 3}
   >>> paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
   >>> [split_axes(path) for path in paths]
   [None, (), ('x', 'y')]

@@ -484,3 +484,11 @@ def test_rate_that_is_known_at_run_time_alone_may_rise():
 
   assert int(first(0.1)) == 16
   assert int(intervals.qsr(0.1, 0.4, 2).next((), jnp.array(0), None)[0]) == 16
+
+
+@pytest.mark.parametrize(
+  "wrap", [lambda x: intervals.ending_at(20, x), lambda x: x], ids=["end", "-"]
+)
+def test_wrapped_policy_still_asks_for_the_loss(wrap):
+  assert wrap(intervals.adacomm(4, period_steps=2)).needs_loss
+  assert not wrap(intervals.fixed(4)).needs_loss
