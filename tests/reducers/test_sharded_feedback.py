@@ -1,5 +1,6 @@
 """Workers that are themselves sharded: codecs see what a device holds."""
 
+import dataclasses
 import functools
 
 import chex
@@ -382,3 +383,9 @@ def test_devices_of_a_worker_draw_numbers_of_their_own():
   assert (first != second).any()
   # Both have all of an unsplit leaf, and must round it alike.
   np.testing.assert_array_equal(*found["c"])
+
+
+def test_compression_with_another_seed_is_sharded_once():
+  first = reducers.Compression(codecs.TopK(0.1), FEEDBACK, specs=SPECS)
+  again = dataclasses.replace(first, seed=3)
+  assert (again.reducer, again.feedback) == (first.reducer, first.feedback)
