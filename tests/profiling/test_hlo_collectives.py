@@ -110,3 +110,22 @@ def test_groups_are_read_on_a_2x2_mesh():
   assert _hlo.read_collectives(step.lower(x).compile()) == (
     Collective("all-reduce", 2 * 6 * 4, num_workers=2),
   )
+
+
+def test_phase_of_a_branch_is_read_and_the_entry_may_be_first():
+  path = "jit(step)/cond/branch_0_fun/jdist_phase_from_2_to_5/psum"
+  named = f'dimensions={{0}}, metadata={{op_name="{path}"}}'
+  text = ASYNCHRONOUS.replace("dimensions={0}", named)
+  head, entry = text.split("ENTRY")
+  text = head.replace("jit_step\n", f"jit_step\n\nENTRY{entry}")
+  found = _hlo.read_collectives(text)
+  assert [x.phase for x in found if x.conditional] == [collectives.Phase(2, 5)]
+  assert [x.payload_bytes for x in found] == [64, 64, 100]
+
+
+def test_numbers_of_operands_are_no_names():
+  text = ASYNCHRONOUS.replace(
+    "tuple(%i, %perm-d", "tuple(%i, /*index=1*/%perm-d"
+  )
+  root = _hlo.parse(text).instructions["t"]
+  assert root.operands == ("i", "perm-done")
