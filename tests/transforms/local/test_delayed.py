@@ -136,6 +136,29 @@ def test_delay_begins_at_once_if_first_round_is_long():
   np.testing.assert_array_equal(*runs)
 
 
+@pytest.mark.parametrize(
+  ("mix", "delay", "interval"), [(0.25, 1, 4), (0.5, 3, 4), (0.0, 2, 3)]
+)
+def test_late_mean_is_mixed_with_the_workers_own(mix, delay, interval):
+  targets = random_targets(3 * interval + delay)
+  optimizer = transforms.local_steps(
+    optax.sgd(RATE), interval, axis="worker",
+    overlap=transforms.Delayed(delay, mix=mix),
+  )  # fmt: skip
+  found, states = train(optimizer, targets)
+  w, sent, anchor = np.zeros(targets.shape[1:]), None, 0.0
+  for step, target in enumerate(targets):
+    w = w - RATE * (w - target)
+    # What was sent at the end of a round arrives some steps later.
+    if sent is not None and step % interval == delay - 1:
+      anchor = sent
+      w = mix * w + (1 - mix) * anchor
+    if step % interval == interval - 1:
+      sent = w.mean(0)
+    np.testing.assert_allclose(found[step], w, 1e-5, 1e-6)
+    np.testing.assert_allclose(states.anchor[step, 0], anchor, 1e-5, 1e-6)
+
+
 def test_nothing_is_mixed_before_the_delay_begins():
   targets, inner = random_targets(14), optax.sgd(RATE)
 
