@@ -1,6 +1,7 @@
 """Runs of stages: how they are built, without models, devices or processes."""
 
 import contextlib
+import itertools
 import types
 
 import jax
@@ -234,3 +235,197 @@ def test_micro_batch_is_a_workers_part_of_the_batch(monkeypatch):
   assert cut(cuts=(2,))[0] == (layers, (2,)) and len(asked) == 1
   with pytest.raises(ValueError, match="must be 1 layers for the 2 stages"):
     cut(cuts=(1, 2))
+
+
+class _Process:
+  """A stage's process whose states are numbers of steps."""
+
+  edge_bytes = 0
+
+  def __init__(self, peers, count, begun=None):
+    self.peers, self.begun = peers, begun
+    self.table = types.SimpleNamespace(num_iterations=count)
+    self.taken = []
+
+  def init_state(self, optimizer, *, seed):
+    return _state(0)
+
+  def restore(self, directory, optimizer):
+    return None if self.begun is None else _state(self.begun)
+
+  def gather(self, state):
+    return state.params, state.model_state
+
+  def save(self, folder, state):
+    (folder / f"step_{state.step:08d}").mkdir()
+
+  def run(self, state, batches):
+    self.taken.append(batches)
+    metrics = [{"loss": float(x)} for x in batches]
+    return _state(state.step + len(batches)), metrics
+
+
+def _state(step, weight=1.0):
+  return pipeline.ProcessState(
+    step, {0: np.float32(weight), 1: np.float32(2.0)}, {0: 7.0, 1: ()},
+    {0: (), 1: ()}, np.zeros(2, "uint32"),
+  )  # fmt: skip
+
+
+def _run(process, first=True, **options):
+  """Returns a run of eight steps, recorded each five and saved each four."""
+  made = object.__new__(_process_run._Run)
+  made._options = _commands.Train(
+    **{"evaluate_every_epochs": 5, "checkpoint_every_epochs": 4} | options
+  )
+  made.budget = types.SimpleNamespace(num_steps=8)
+  made.workload = types.SimpleNamespace(
+    batches=lambda seed: types.SimpleNamespace(
+      iterate=lambda first: itertools.count(first)
+    ),
+    steps=lambda epochs: epochs, batch_size=48, steps_per_epoch=1.0,
+    train=types.SimpleNamespace(input_shape=(8, 8, 1)),
+    workers=types.SimpleNamespace(view=lambda tree: tree),
+  )  # fmt: skip
+  made._process, made._peers, made._first = process, process.peers, first
+  made._optimizer, made._identity = "optimizer", {"epochs": 2, "steps": 8}
+  made._drained = lambda params, own, kept: (params * 10, own)
+  made._evaluate = None
+  if first:
+    made._evaluate = types.SimpleNamespace(
+      measure=lambda params, state: {
+        "accuracy": 0.5, "loss": float(params[0] + params[1]), "kept": state[0]
+      }
+    )  # fmt: skip
+  made._traffic = [
+    types.SimpleNamespace(sent_bytes=lambda step, rounds, x=x: x * step)
+    for x in (100, 1)
+  ]
+  made.records, made.added, made._losses = [], {}, []
+  made._train_s, made._samples = 0.0, 0
+  return made
+
+
+def _peers(device=0):
+  return types.SimpleNamespace(device=device, any=lambda mine, step: mine)
+
+
+def _signal(monkeypatch, asked):
+  signal = types.SimpleNamespace(asks_at=lambda step: step == asked)
+  monkeypatch.setattr(
+    training, "Preemption", lambda: contextlib.nullcontext(signal)
+  )
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_process_records_and_saves_at_their_steps(first, monkeypatch, capsys):
+  _signal(monkeypatch, None)
+  clock = itertools.count(0.0, 3.0)
+  monkeypatch.setattr(
+    _process_run, "time",
+    types.SimpleNamespace(perf_counter=lambda: next(clock)),
+  )  # fmt: skip
+  process, saved, shown = _Process(_peers(), 2, begun=2), [], []
+  made = _run(process, first, checkpoints="kept")
+  made._restore = lambda: _state(2)
+  made._save = lambda state: saved.append(state.step)
+  monkeypatch.setattr(
+    _process_run.transforms, "rounds",
+    lambda own, step: step // 2 if own == 7.0 else -1,
+  )  # fmt: skip
+  made.run(types.SimpleNamespace(record=lambda record: shown.append(record)))
+  # A resumed run takes the batches that come next.
+  assert process.taken == [[2, 3], [4, 5], [6, 7]] and saved == [4, 8]
+  assert [x.step for x in made.records] == [6, 8]
+  one, two = made.records
+  # The mean loss is of the steps since the record before.
+  assert (one.train_loss, two.train_loss) == (3.5, 6.5)
+  assert (one.rounds, two.rounds, one.sent_bytes) == (3, 4, 606)
+  # The first call compiles, and has no seconds.
+  assert (one.train_s, two.train_s) == (3.0, 6.0)
+  assert one.samples_per_s == two.samples_per_s == 32.0
+  # One process evaluates, by stages drained where they have a state.
+  drained = {"accuracy": 0.5, "loss": 12.0, "kept": 7.0}
+  assert one.metrics == (drained if first else {})
+  assert shown == (made.records if first else [])
+  assert capsys.readouterr().out.count("\n") == (2 if first else 0)
+  assert not one.diverged
+
+
+@pytest.mark.parametrize(("asked", "saved"), [(4, True), (6, False), (8, None)])
+def test_sigterm_ends_processes_between_two_runs_of_the_table(
+  asked, saved, monkeypatch
+):
+  _signal(monkeypatch, asked)
+  made = _run(_Process(_peers(), 2), evaluate_every_epochs=9)
+  made._restore, made._record = lambda: None, lambda *given: None
+  kept = []
+  made._save = lambda state: kept.append(state.step) or state.step == 4
+  if saved is None:  # A run that is over ends as usual.
+    made.run(None)
+    assert kept == [4, 8]
+    return
+  with pytest.raises(training.PreemptedError) as stopped:
+    made.run(None)
+  assert (stopped.value.step, stopped.value.saved) == (asked, saved)
+  assert kept == [4, 6][: asked // 2 - 1]
+
+
+def test_process_resumes_with_the_records_of_its_step(tmp_path, capsys):
+  """A newer file without its arrays was left by a save that has failed."""
+  folder = tmp_path / "saved"
+  folder.mkdir()
+  process = _Process(_peers(), 2)
+  made = _run(process, checkpoints=str(folder))
+  record = training.Record(
+    step=4, rounds=4, sent_bytes=8.0, train_loss=1.0, train_s=2.0,
+    metrics={"accuracy": 0.5}, samples_per_s=3.0,
+  )  # fmt: skip
+  made.records = [record]
+  made._train_s, made._samples, made._losses = 2.5, 96, [0.5]
+  assert made._save(_state(4)) is True
+  made.records, made._losses = [record, record], []
+  keep = process.save
+
+  def fail(folder, state):
+    raise OSError("full")
+
+  process.save = fail
+  with pytest.raises(OSError, match="full"):
+    made._save(_state(6))
+  assert [*made._files()] == [6, 4] and made.newest() == "step 6"
+  found = _run(_Process(_peers(), 2, begun=4), checkpoints=str(folder))
+  assert found._restore().step == 4
+  assert capsys.readouterr().out == "Resumes from step 4.\n"
+  assert found.records == [record] and found.added == {"resumed_from_step": 4}
+  assert (found._train_s, found._samples, found._losses) == (2.5, 96, [0.5])
+  # Another process has the state alone.
+  other = _run(_Process(_peers(1), 2, begun=4), False, checkpoints=str(folder))
+  assert other._restore().step == 4 and other.records == []
+  assert capsys.readouterr().out == ""
+  other._identity = {"epochs": 2, "steps": 8, "seed": 3}
+  with pytest.raises(training.OtherRunError, match="seed"):
+    other._restore()
+  # A run may become longer.
+  other._identity = {"epochs": 4, "steps": 16}
+  assert other._restore().step == 4
+  # The next save removes the file that is of no arrays.
+  process.save = keep
+  assert made._save(_state(8)) is True
+  assert [*made._files()] == [8, 4]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_stages_that_are_not_finite_are_not_saved(elsewhere, tmp_path):
+  asked, peers = [], _peers()
+  peers.any = lambda mine, step: (
+    asked.append((mine, step)) or (elsewhere or mine)
+  )
+  made = _run(_Process(peers, 2), checkpoints=str(tmp_path))
+  told = "The state after step 4 is not finite and was not saved."
+  with pytest.warns(RuntimeWarning, match=told):
+    assert made._save(_state(4, 1.0 if elsewhere else np.nan)) is False
+  # Each process has its own stages, and all of them ask.
+  assert asked == [(not elsewhere, -4)] and not [*tmp_path.iterdir()]
+  made._options = _commands.Train()
+  assert made._save(_state(4)) is False and len(asked) == 1
