@@ -191,11 +191,35 @@ def test_cluster_of_this_machine_has_its_own_files_and_token(ray, monkeypatch):
 def test_handler_of_the_program_is_back_at_the_end(ray):
   handler = lambda number, frame: None  # noqa: E731
   signal.signal(signal.SIGTERM, handler)
+  before = dict(os.environ)
   server.RayEngine(1, environment={"A": "b"}, cache="there").stop()
+  assert dict(os.environ) == before
   _, environment = ray.started
   assert environment["A"] == "b" and "OMP_NUM_THREADS" not in environment
   assert environment["JAX_COMPILATION_CACHE_DIR"] == "there"
   assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.parametrize(
+  ("error", "raised"),
+  [(OSError, ConnectionError), (KeyboardInterrupt, KeyboardInterrupt)],
+)
+def test_processes_of_a_node_that_does_not_start_are_ended(
+  error, raised, ray, monkeypatch
+):
+  ended = []
+
+  class Node:
+    def __init__(self, **options):
+      raise error
+
+    def kill_all_processes(self, **options):
+      ended.append(options)
+
+  monkeypatch.setattr(ray, "init", Node)
+  with pytest.raises(raised):
+    server.RayEngine(1)
+  assert ended == [{"check_alive": False, "allow_graceful": True}]
 
 
 def test_cluster_of_an_address_gets_the_environment(ray, monkeypatch):
