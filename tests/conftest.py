@@ -9,6 +9,7 @@ import atexit
 import gc
 import importlib.util
 import os
+import pathlib
 import shutil
 import sys
 import tempfile
@@ -92,3 +93,21 @@ def _released_leases():
     yield
   for held in claimed:
     held.release()
+
+
+@pytest.fixture(autouse=True)
+def _only_cluster_of_ray(request):
+  """Tests that start Ray wait for each other, in all processes of a run.
+
+  Some look at all of Ray's processes on the machine before and after.
+  """
+  marks = request.node.iter_markers("skipif")
+  if not any("Ray" in mark.kwargs.get("reason", "") for mark in marks):
+    yield
+    return
+  import fcntl
+
+  path = pathlib.Path(os.environ["JDIST_TEST_PROGRAMS"]) / "ray"
+  with path.open("w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    yield
