@@ -153,6 +153,27 @@ def test_listener_with_another_key_is_not_told_the_first_message(listener):
   assert not admitted.is_set()
 
 
+def test_process_that_closes_at_once_is_called_until_the_deadline():
+  with channel.listen() as listening:
+    address, closed = listening.getsockname(), []
+
+    def close():
+      with contextlib.suppress(OSError):
+        while connected := listening.accept()[0]:
+          connected.recv(100)
+          connected.close()
+          closed.append(connected)
+
+    threading.Thread(target=close, daemon=True).start()
+    deadline = time.monotonic() + 0.3
+    with pytest.raises(
+      TimeoutError, match=r"Process 1 did not .* within 0.3 s \(the connection"
+    ):
+      channel.call(address, b"key", deadline, "first", "Process 1")
+    listening.shutdown(socket.SHUT_RDWR)
+  assert len(closed) > 1
+
+
 def test_oldest_of_too_many_strangers_is_dropped(listener, monkeypatch):
   monkeypatch.setattr(_connection, "_PENDING", 2)
   found, address, _ = listener

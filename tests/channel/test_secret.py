@@ -86,6 +86,12 @@ def test_directory_of_ones_own_is_closed_to_others(tmp_path):
   assert folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_directory_of_another_user_is_refused(tmp_path, monkeypatch):
+  monkeypatch.setattr("os.getuid", lambda: tmp_path.stat().st_uid + 1)
+  with pytest.raises(PermissionError, match="belongs to another user"):
+    channel.private_directory(tmp_path / "own")
+
+
 @pytest.mark.parametrize(
   ("ours", "theirs", "told"),
   [

@@ -73,6 +73,20 @@ def test_links_and_profile_may_be_left_out(tmp_path):
   assert (found.topology, profile) == (None, None)
 
 
+def test_machine_may_be_the_server_and_a_batch_all_that_costs(tmp_path):
+  text = """
+  server = "a"
+  nodes = [{ name = "a" }]
+
+  [profile]
+  name = "toy"
+  seconds_per_batch = 0.5
+  """
+  found, profile = load(tmp_path, text)
+  assert (found.server, found.topology) == ("a", None)
+  assert profile == cluster.Profile(0.0, 0.5, name="toy")
+
+
 WRONG = {
   "no TOML": ("nodes = [", "must be a TOML file"),
   "too deep": ("nodes = " + "[" * 3000 + "]" * 3000, "must be a TOML file"),

@@ -161,6 +161,8 @@ def test_routes_have_the_fewest_hops():
   pairs = zip(names, names[1:] + names[:1], strict=True)
   found = cluster.Topology(dict.fromkeys(pairs, link))
   assert found.route("a", "c") == (("a", "b"), ("b", "c"))
+  # By the search for the way there.
+  assert found.route("c", "a") == (("c", "b"), ("b", "a"))
   assert found.route("f", "a") == (("f", "a"),)
   assert found.route("d", "d") == ()
   for one in names:

@@ -155,6 +155,28 @@ def test_crafted_file_that_is_no_array_is_damaged(content, tmp_path):
     load(tmp_path)
 
 
+@pytest.mark.parametrize(
+  "changed",
+  [{"files": {"w0": 3}}, {"files": [1]}, {"stale": 3}, {"body": {}}],
+)
+def test_crafted_manifest_of_another_form_is_damaged(changed, tmp_path):
+  save(tmp_path, 1.0)
+  crafted(tmp_path, **changed)
+  with pytest.raises(hashes.DamagedError, match="cannot be read"):
+    load(tmp_path)
+
+
+def test_rows_of_another_shape_or_type_are_damaged(tmp_path):
+  path = tmp_path / "rows.npy"
+  array_files.create_rows(path, 3, 2)
+  assert array_files.open_rows(path, 3, 2).shape == (3, 2)
+  with pytest.raises(hashes.DamagedError, match=r"float32\[3, 2\] and not"):
+    array_files.open_rows(path, 2, 3)
+  np.save(path, np.zeros((3, 2)))
+  with pytest.raises(hashes.DamagedError, match="holds float64"):
+    array_files.open_rows(path, 3, 2)
+
+
 def test_damage_and_other_arrays_raise_different_errors(tmp_path):
   save(tmp_path, 1.0)
   with pytest.raises(ValueError, match="must hold y, got x") as other:

@@ -82,3 +82,15 @@ def test_hashes_of_today_stay():
   assert hashes.fingerprint(np.float32([1, 2]), np.int8([[3]])) == (
     "28d7d774a190fc47ddbcfd1af17e5f7735e3387fc7309fba4d7ca8aabb9766b5"
   )
+
+
+def test_hash_is_the_same_however_few_bytes_are_read_at_a_time(monkeypatch):
+  arrays = (
+    np.arange(15.0).reshape(5, 3)[:, ::2],
+    np.float32(2),
+    np.zeros((0, 2)),
+  )
+  whole = hashes.fingerprint(*arrays)
+  monkeypatch.setattr(hashes, "_PART", 33)  # Two rows of 16 bytes.
+  assert hashes.fingerprint(*arrays) == whole
+  assert hashes.fingerprint(arrays[0][:4], *arrays[1:]) != whole

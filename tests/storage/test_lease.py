@@ -182,6 +182,16 @@ def test_unreadable_lease_is_one_of_a_dead_run(content, clock, tmp_path):
   found.release()
 
 
+def test_run_whose_process_is_no_more_loses_its_lease(clock, tmp_path):
+  """By its number nothing runs here, so that there is no beat to wait for."""
+  entry = lease.Lease(tmp_path, "one")._entry() | {"process": 2**30}
+  (tmp_path / "lease.json").write_text(json.dumps(entry))
+  found = lease.Lease(tmp_path, "two")
+  found.claim()
+  assert clock.now_s == lease._SETTLE_S
+  found.release()
+
+
 def test_living_run_of_an_unknown_machine_beats(monkeypatch, tmp_path):
   """Nothing but the beat says that such a run lives, as in a container."""
   monkeypatch.setattr(lease, "_PATIENCE_S", 60.0)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jdist.storage import json_lines, plain_data
+from tests import _refusals
 
 
 class Point(NamedTuple):
@@ -100,3 +101,15 @@ def test_line_after_a_cut_off_one_is_whole(rest, tmp_path):
   assert list(json_lines.read(path)) == [{"a": 1}]
   json_lines.append(path, [[2]])
   assert list(json_lines.read(path)) == [{"a": 1}, [2]]
+
+
+@pytest.mark.parametrize(
+  "content", [b'{"a"\n', b"[" * 100_000 + b"\n", b"\xff\n"]
+)
+def test_file_without_json_in_its_lines_is_refused(content, tmp_path):
+  path = tmp_path / "rows.jsonl"
+  path.write_bytes(b"1\n\n2\n")
+  assert list(json_lines.read(path)) == [1, 2]  # An empty line is no value.
+  path.write_bytes(b"1\n" + content)
+  with _refusals.refused("path", "be a file of JSON in lines"):
+    list(json_lines.read(path))
