@@ -127,6 +127,16 @@ def test_machine_that_returns_computes_no_task_of_its_earlier_life():
   assert all(int(x.name.removeprefix("task ")) >= given for x in later)
 
 
+def test_task_that_ends_at_once_is_refused():
+  """Time would stand still: the clock cannot tell its end from its start."""
+  node = cluster.Node("a", outages=(cluster.Outage(0.0, 5.0),))
+  run = server.Simulation(
+    cluster.Cluster((node,)), server.ASP(), cluster.Profile(1e-20)
+  )
+  with pytest.raises(ValueError, match="`speed` of 'a' must make a task of"):
+    run.run(updates=1)
+
+
 def test_push_says_how_long_its_task_waited_for_the_one_before():
   run = run_of([cluster.Node("a")], server.h_ps(5, plans=None))
   waited, deliver = [], run.deliver

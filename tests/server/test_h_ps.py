@@ -264,6 +264,10 @@ def test_exchange_is_scaled_to_exact_messages_by_both_plans():
   rule.observe(state, task, server.Push("a", 0, 8, 1.0, waited_s=0.5))
   exact_s = 2.5 / ((1.0 + PLANS.share(2)) / 2)
   assert state.members["a"].exchange_s == pytest.approx(exact_s)
+  # A worker's clock may say more than has passed here.
+  state.members["a"].exchange_s = None
+  rule.observe(state, task, server.Push("a", 0, 8, 3.75, waited_s=0.5))
+  assert state.members["a"].exchange_s == 0.0
 
 
 def test_messages_of_few_bits_lengthen_a_round_less():
@@ -288,6 +292,19 @@ def test_gradients_of_a_round_are_summed_in_the_order_of_joining():
   assert rule.receive(state, 1.0, server.Push("b", 1, 32, 1.0)) == []
   update, *_ = rule.receive(state, 2.0, server.Push("a", 0, 32, 2.0))
   assert update.tasks == (0, 1)
+
+
+def test_member_that_returns_is_given_a_task_once_it_asks():
+  rule = server.h_ps(20, tasks=False, pipelined=False, plans=None)
+  state = rule.init("ab")
+  for worker in "ab":
+    rule.receive(state, 0.0, server.Pull(worker))
+  rule.receive(state, 1.0, server.Leave("b"))
+  rule.receive(state, 1.0, server.Join("b"))
+  _, *replies = rule.receive(state, 2.0, server.Push("a", 0, 10, 1.0))
+  assert [x.worker for x in replies] == ["a"]
+  (reply,) = rule.receive(state, 3.0, server.Pull("b"))
+  assert (reply.worker, reply.version) == ("b", 1)
 
 
 def test_task_without_a_pull_takes_no_bytes_of_it():

@@ -147,3 +147,20 @@ def test_saves_hold_what_was_sent_for_pushes_that_wait():
   assert learner.save(whole=True)[0]["read"] == [0, 1]
   learner.leave("a")
   assert learner.save(whole=True)[0]["held"] == [1]
+
+
+def test_server_has_copies_and_the_last_task_that_is_settled():
+  params, statistics = np.zeros(2, np.float32), np.ones(1, np.float32)
+  learner = server.GradientServer(
+    optax.sgd(1.0), params, server.message_plans(), workers=["a"],
+    model_state=statistics,
+  )  # fmt: skip
+  params[:] = statistics[:] = 9.0
+  assert learner.model.params.tolist() == [0.0, 0.0]
+  assert learner.model.model_state.tolist() == [1.0]
+  for task in range(2):
+    learner.reply(server.Reply("a", task, 0, 8))
+  for task in (1, 0):  # One that is dropped late is older.
+    learner.discard(task)
+  more, _ = learner.reply(server.Reply("a", 2, 0, 8))
+  assert more == {"start": 16, "settled": 1}

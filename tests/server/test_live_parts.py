@@ -423,6 +423,17 @@ def test_run_begins_once_and_has_no_work_after_its_end():
   assert words("a") == ["task", "stop"]
 
 
+def test_pull_of_a_worker_that_is_lost_before_the_start_ends():
+  core = _server_core.ServerCore(
+    server.ASP(), server.EmptyServer(100), server.LivePlan(workers=("a",))
+  )
+  future = concurrent.futures.Future()
+  for kind in ("hello", "pull", "lost"):
+    header = {"life": 0, "future": future}
+    core.handle(_server_core.Item(0.0, kind, "a", header, _NONE))
+  assert future.result(timeout=0)[0] == {"kind": "stop"}
+
+
 @pytest.mark.parametrize("reached", [True, False])
 def test_run_that_was_killed_after_its_last_mark_is_finished(
   reached, monkeypatch

@@ -403,6 +403,27 @@ def test_checkpoint_that_waits_is_written_before_the_next_one(tmp_path):
   assert sorted(x.name[-1] for x in tmp_path.glob("update_*")) == ["5", "6"]
 
 
+def test_saved_state_of_a_worker_is_that_of_its_message(tmp_path):
+  """Whose bytes may be others by the time that the checkpoint is written."""
+  run, state = _run_checkpoints.RunCheckpoints(tmp_path, {}), np.uint8([1, 2])
+  checkpoint(run, 5, owing="ab")
+  run.add_state("a", state)
+  state[:] = 9
+  run.add_state("b", state)
+  found = _run_checkpoints.RunCheckpoints(tmp_path, {}).states
+  assert {x: y.tolist() for x, y in found.items()} == {"a": [1, 2], "b": [9, 9]}
+
+
+def test_records_after_the_update_of_a_resume_are_left_out(tmp_path):
+  plan = _server_run._plan(6, "updates", 2, tmp_path, {})
+  records = {
+    i: training.Record(2 * i + 2, 2 * i + 2, 0.0, 0.5, {}, 1.0, 1.0)
+    for i in range(3)
+  }
+  _server_run._write_records(plan, records)
+  assert _server_run._read_records(plan, 4) == {0: records[0], 1: records[1]}
+
+
 def live_fit(total, **options):
   """Trains a worker on threads, and returns records and last update."""
   rest = data.SampleStream(gradients.DIGITS, 1, seed=0)

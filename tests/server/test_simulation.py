@@ -433,6 +433,24 @@ def test_repeated_push_is_not_discarded_while_the_first_one_waits():
   assert run.nodes["worker0"].discarded == 0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiscardingTwice(server.Protocol):
+  """Drops each push, and once more."""
+
+  def on_push(self, state, push, actions):
+    for _ in range(2):
+      self.discard(state, push, actions)
+
+
+def test_push_that_is_discarded_twice_is_lost_once():
+  protocol, learner = DiscardingTwice(batches=FIVE), noting()
+  run = simulation((1.0,), protocol, learner=learner)
+  run.deliver(server.Pull("worker0"))
+  run.deliver(server.Push("worker0", 0, 5, 0.5))
+  assert (run.lost_samples, run.nodes["worker0"].discarded) == (5, 1)
+  assert learner.server.out == {}
+
+
 class Refusing(server.EmptyServer):
   """Refuses pushes on demand."""
 
