@@ -102,6 +102,14 @@ def test_late_rounds_are_in_step_and_two_tasks_ahead(interval, overlap, late):
   assert (found.in_step, found.ahead) == (late, 2 * late)
 
 
+def test_mixture_is_that_of_means_at_once_too():
+  method = methods.diloco(
+    SGD, 4, axis=None, overlap=transforms.Delayed(steps=0, mix=0.25)
+  )
+  _, options = rounds(method).runner("a", "loss", None, kind=noted)
+  assert options["mix"] == 0.25
+
+
 def own_loop():
   loop = rounds().runner("a", noted, None, kind=_rounds.OwnLoop)
   loop.connect(None, "a", 1)

@@ -453,6 +453,13 @@ def test_decoupled_diloco_takes_peers_as_a_protocol():
   (task,) = protocol.receive(state, 1.0, server.Pull("b"))
   assert task.merges == (server.Merge(0, (0, 1), (0.5, 0.5), ("a", "b")),)
   assert task.pulled == (0,)
+  # Of the merges while it was away a member that returns is told none.
+  protocol.receive(state, 2.0, server.Leave("b"))
+  (task,) = protocol.receive(state, 2.0, server.Pull("a"))
+  protocol.receive(state, 3.0, server.Push("a", task.task, 8, 1.0))
+  protocol.receive(state, 4.0, server.Join("b"))
+  (task,) = protocol.receive(state, 4.0, server.Pull("b"))
+  assert (task.version, task.merges, task.pulled) == (2, (), None)
   plainly = dataclasses.replace(protocol, peers=False).init(["a"])
   assert plainly.log == [] and plainly.told == {}
 

@@ -45,6 +45,13 @@ def test_failure_loses_the_samples_under_way_and_is_noticed_a_second_later():
   assert run.summary()["lost_samples"] == 5
 
 
+def test_machine_that_is_back_before_it_is_missed_stays_a_member():
+  """A second after its failure nobody takes it for gone."""
+  run = run_of([cluster.Node("a", outages=(cluster.Outage(1.1, 1.2),))])
+  run.run(seconds=2.15)  # A task of its has ended since then, and one has not.
+  assert list(run.state.members) == ["a"] and run.state.joined == 2
+
+
 class Restarted(server.EmptyWorker):
   """Notes each restart, and whether the process was lost."""
 
@@ -125,6 +132,14 @@ def test_machine_that_returns_computes_no_task_of_its_earlier_life():
   later = [x for x in found if x.start_s >= 2.0]
   assert [x.start_s for x in later] == [2.0, 2.5, 3.0]
   assert all(int(x.name.removeprefix("task ")) >= given for x in later)
+
+
+def test_machine_that_is_never_there_has_no_span():
+  """Its absence has no end, and pictures and files need one."""
+  trace = cluster.Trace()
+  nodes = [cluster.Node("a", outages=(cluster.Outage(0.0),)), cluster.Node("b")]
+  run_of(nodes, trace=trace).run(updates=2)
+  assert trace.resources == ("b",)
 
 
 def test_task_that_ends_at_once_is_refused():

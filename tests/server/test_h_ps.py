@@ -294,6 +294,18 @@ def test_gradients_of_a_round_are_summed_in_the_order_of_joining():
   assert update.tasks == (0, 1)
 
 
+def test_messages_fit_under_the_given_part_of_the_computation():
+  plans = []
+  for slack in (0.9, 0.5):
+    rule = server.h_ps(16, slack=slack)
+    state = rule.init("a")
+    member = state.members["a"]
+    member.speed, member.exchange_s = 16.0, 0.7  # A task takes a second.
+    rule.allocate(state)
+    plans.append(state.plans["a"])
+  assert plans == [0, 1]
+
+
 def test_member_that_returns_is_given_a_task_once_it_asks():
   rule = server.h_ps(20, tasks=False, pipelined=False, plans=None)
   state = rule.init("ab")

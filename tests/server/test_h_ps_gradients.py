@@ -20,6 +20,39 @@ pytest.importorskip("simpy")
 EXACT = {"plans": None}
 
 
+@pytest.mark.parametrize(
+  ("size", "bits"),
+  [
+    # 12 bytes are fewer than the 17 or 18 of a code and a scale for each.
+    (1, ((32, 32, 32),)),
+    # As many bytes in 16 bits as in 32.
+    (8, ((32, 32, 32), (16, 8, 16), (16, 4, 16))),
+  ],
+)
+def test_plans_count_the_scales_of_their_blocks(size, bits, monkeypatch):
+  monkeypatch.setattr(_bit_plans, "_relative_error", lambda *_: 0.0)
+  tree = dict.fromkeys("abc", jnp.ones((size, size)))
+  found = server.fit_bit_plans(tree, block=2)
+  assert (found.bits, found.block) == (bits, 2)
+
+
+def test_tensors_are_rounded_by_random_numbers_of_their_own(monkeypatch):
+  keys = []
+  monkeypatch.setattr(
+    _bit_plans,
+    "_relative_error",
+    lambda codec, leaf, key: keys.append(key) or 1,
+  )
+  for seed in (0, 1):
+    server.fit_bit_plans({"a": jnp.ones(2), "b": jnp.ones(2)}, seed=seed)
+  assert len({tuple(jax.random.key_data(x).tolist()) for x in keys}) == 4
+
+
+def test_zeros_are_exact_in_few_bits():
+  codec, key = codecs.Quantize(4, 64), jax.random.key(0)
+  assert _bit_plans._relative_error(codec, jnp.zeros(3), key) == 0.0
+
+
 def test_exact_messages_in_turn_match_synchronous_sgd():
   options = {"tasks": False, "pipelined": False, **EXACT}
   learner, run = gradients.learn(server.h_ps(32, **options), [1.0] * 4, 10)

@@ -164,3 +164,4 @@ def test_server_has_copies_and_the_last_task_that_is_settled():
     learner.discard(task)
   more, _ = learner.reply(server.Reply("a", 2, 0, 8))
   assert more == {"start": 16, "settled": 1}
+  assert learner.losses.maxlen == 1000

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import queue
+import random
 import time
 import types
 
@@ -221,6 +222,23 @@ def test_machine_is_as_fast_as_it_is_when_its_task_begins(monkeypatch):
     loop._wait(header, start_s - waited_s, start_s)
   # Ten seconds of work before the slowdown, or none.
   assert slept == pytest.approx([10.0 + 20.0, 40.0])
+
+
+def test_paced_task_takes_as_long_as_on_the_clock(monkeypatch):
+  """Its jitter is drawn by the text that seeds the clock's machines."""
+  node, draws = cluster.Node("a", jitter=0.5), random.Random("3 a")
+  costs = cluster.Profile(1.0, 0.25, seconds_per_encoding=2.0)
+  pace = server.Pace(node, costs, seed=3)
+  loop = server.WorkerLoop(None, "a", server.EmptyWorker(), depth=1, pace=pace)
+  slept = []
+  clock = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=slept.append)
+  monkeypatch.setattr(_worker_loop, "time", clock)
+  header = {"samples": 4, "passes": 2, "now_s": 0.0}
+  for push_plan, pull_plan in ((0, None), (1, None), (1, 2)):
+    plans = {"push_plan": push_plan, "pull_plan": pull_plan}
+    loop._wait(header | plans, 0.0, 0.0)
+  wanted = [work_s * node.draw(draws) for work_s in (4.5, 6.5, 8.5)]
+  assert slept == pytest.approx(wanted)
 
 
 def test_task_under_way_is_dropped_with_the_membership_of_its_worker():

@@ -326,6 +326,12 @@ def test_unknown_workers_are_refused(hand):
       _envelope.unpack(message)
   with pytest.raises(ValueError, match="header"):
     _envelope.unpack(np.full(9, 255, np.uint8))
+  long = _envelope.pack({"a": "x" * 2**20})
+  with pytest.raises(ValueError, match="says its header has 1048585"):
+    _envelope.unpack(long)
+  # A header alone is a message.
+  header, payload = _envelope.unpack(_envelope.pack({"task": 3}))
+  assert header == {"task": 3} and not len(payload)
   with pytest.raises(ValueError, match="no object"):
     _envelope.unpack(_envelope.pack(["a", "list"]))
 
@@ -366,6 +372,28 @@ def test_messages_take_the_time_of_their_links(hand):
   by.push(names[1], 1)
   by.until(lambda x: x.status()["updates"] == 1)
   assert time.monotonic() - start >= 0.4
+
+
+def test_transfer_begins_when_its_message_is_made(clock):
+  """Not when the message came that asked for it."""
+
+  class Slow(server.EmptyServer):
+    def reply(self, reply):
+      clock.now_s += 1.0
+      return super().reply(reply)
+
+  # A message takes an eighth of a second.
+  machines = cluster.workers([1.0], link=cluster.Link(6400.0))
+  (name,) = machines.names
+  core = _server_core.ServerCore(
+    BSP, Slow(100), server.LivePlan(workers=(name,), machines=machines)
+  )
+  for kind in ("hello", "start"):
+    none = np.zeros(0, np.uint8)
+    core.handle(_server_core.Item(0.0, kind, name, {"life": 1}, none))
+  for now_s, messages in ((1.1, 0), (1.15, 1)):
+    core.advance(now_s)
+    assert len(core.boxes[name].messages) == messages
 
 
 def test_push_under_way_is_dropped_with_its_worker(hand, clock):

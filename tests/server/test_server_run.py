@@ -403,6 +403,20 @@ def test_checkpoint_that_waits_is_written_before_the_next_one(tmp_path):
   assert sorted(x.name[-1] for x in tmp_path.glob("update_*")) == ["5", "6"]
 
 
+def test_whole_checkpoint_is_replaced_without_being_removed(
+  tmp_path, monkeypatch
+):
+  """A process that is killed meanwhile would have none."""
+  removed = []
+  monkeypatch.setattr(_run_checkpoints.array_files, "remove", removed.append)
+  for _ in range(2):
+    run = _run_checkpoints.RunCheckpoints(tmp_path, {})
+    for _ in range(2):
+      checkpoint(run, 5)
+  # At first nothing says that what may be there is whole.
+  assert removed == [tmp_path / "update_0000000005"]
+
+
 def test_saved_state_of_a_worker_is_that_of_its_message(tmp_path):
   """Whose bytes may be others by the time that the checkpoint is written."""
   run, state = _run_checkpoints.RunCheckpoints(tmp_path, {}), np.uint8([1, 2])
