@@ -185,6 +185,12 @@ def test_clock_of_a_resumed_run_waits_at_its_checkpoint(tmp_path):
   assert times[1] == pytest.approx(0.2, abs=1e-6)
 
 
+def test_marks_before_the_second_of_a_resume_are_reached_at_once(tmp_path):
+  run_to((0.1,), checkpoints=str(tmp_path))
+  _, times = run_to((0.05, 0.08, 0.2), checkpoints=str(tmp_path))
+  assert times == pytest.approx([0.1, 0.1, 0.2], abs=1e-6)
+
+
 def test_mailbox_of_a_worker_that_was_gone_has_the_word_to_rejoin_alone():
   box = _mailboxes.Mailbox(life=7)
   told = []

@@ -417,10 +417,43 @@ def test_run_begins_once_and_has_no_work_after_its_end():
   assert [*core.delivery.state.members] == ["a"]  # The other has not come yet.
   handle("finish")
   assert words("a") == ["task", "stop"] and core.finished
+  # A push that its links have carried by now is counted nowhere.
+  handle(
+    "push", "a", life=0, task=0, samples=4, compute_s=1.0, waited_s=0.0,
+    over_s=2.0, more={},
+  )  # fmt: skip
+  assert not core.over_s and core.delivery.nodes["a"].compute_s == 0.0
   handle("hello", "b", life=1)
   assert words("b")[-1] == "stop" and "task" not in words("b")
   handle("join", "a")
   assert words("a") == ["task", "stop"]
+
+
+def test_seconds_of_a_push_that_comes_twice_count_once():
+  asp = server.ASP(batches=server.FixedBatches(4))
+  core = _server_core.ServerCore(
+    asp, server.EmptyServer(100), server.LivePlan(workers=("a",))
+  )
+  header = {"life": 0, "task": 0, "samples": 4, "compute_s": 1.0}
+  header |= {"waited_s": 0.0, "more": {}}
+  for kind in ("hello", "start", "push", "push"):
+    core.handle(_server_core.Item(0.0, kind, "a", header, _NONE))
+  assert core.delivery.state.discarded == {"repeated": 1}
+  assert core.delivery.nodes["a"].compute_s == 1.0
+
+
+def test_checkpoint_does_not_wait_for_ever_for_a_worker(tmp_path):
+  core = _server_core.ServerCore(
+    server.ASP(), server.EmptyServer(100),
+    server.LivePlan(workers=("a",), checkpoints=str(tmp_path)),
+  )  # fmt: skip
+  done = concurrent.futures.Future()
+  for kind in ("hello", "start", "save"):
+    core.handle(_server_core.Item(0.0, kind, "a", {"done": done}, _NONE))
+  for seconds in (4.9, 5.1):
+    core.advance(core._began_s + seconds)
+    assert done.done() == (seconds > 5)
+  assert done.result() == 0 and [*tmp_path.glob("update_0000000000")]
 
 
 def test_pull_of_a_worker_that_is_lost_before_the_start_ends():
