@@ -74,6 +74,7 @@ def test_memory_bounds_batches_or_their_parts():
   assert [rule.passes(*task) for task in tasks] == [2, 1, 2, 3, 1]
   bounded = server.BalancedBatches(150, accumulate=False)
   assert bounded.sizes(speeds, limits=limits) == (40, 80, 10, 20)
+  assert server.HPS(batches=bounded, limits={"a": 40}).passes("a", 41) == 1
 
 
 def test_each_part_of_a_batch_pays_its_start():

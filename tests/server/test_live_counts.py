@@ -94,6 +94,8 @@ def test_lost_worker_is_not_here_until_its_next_process_says_hello(live):
   assert live[0].status()["here"] == ["a"]
   live[0].lost("a")
   assert live[0].status()["here"] == []
+  late = {"kind": "push", "worker": "a", "life": live[1][-1]}
+  assert live[0].push(late) == {"refused": "stale"}
   live[1].append(hello(live[0]))
   assert pull(live)["kind"] == "task"
   assert live[0].status()["here"] == ["a"]
