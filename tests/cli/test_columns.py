@@ -1,11 +1,12 @@
 """Figures of printed tables, each column by hand."""
 
+import math
 import types
 
 import pytest
 
 from jdist import cluster, models, pipeline
-from jdist.cli import _commands, _output
+from jdist.cli import _commands, _compare, _output
 from jdist.cli.pipelines import _pipeline
 from jdist.cli.programs import _advise, _bytes, _overlap
 from jdist.cli.servers import _simulate
@@ -241,3 +242,79 @@ def test_columns_of_predicted_times():
     "method": ["ssgd", "diloco"], "50 %": ["500", "-"], "75 %": ["750", "-"],
     "90 %": ["900", "-"], "95 %": ["950", "-"], "99 %": ["990", "-"],
   }  # fmt: skip
+
+
+def test_verdict_names_a_method_that_pays():
+  seconds = {"ssgd": (0.2, 0.25, 0.3), "diloco": (0.1, 0.1, 0.2)}
+  found = types.SimpleNamespace(base="ssgd", best="diloco", seconds=seconds.get)
+  told = "Yes: diloco takes 2.50 times less time than ssgd."
+  assert _advise._verdict(found) == told
+  found.best = "ssgd"
+  assert _advise._verdict(found).startswith("No: on this link no method is ")
+
+
+@pytest.mark.parametrize(
+  ("rate", "told"),
+  [(None, "-"), (0, "any"), (math.inf, "any"), (1234567890.0, "1,230"),
+   (2.5e5, "0.25")],
+)  # fmt: skip
+def test_rate_has_three_digits_of_megabits(rate, told):
+  assert _advise._megabits(rate) == told
+
+
+@pytest.mark.parametrize("text", [False, True])
+@pytest.mark.usefixtures("shown")
+def test_columns_of_compared_methods(text):
+  """Seeds are paired, and differ by 2 and 4."""
+
+  def rows(values, sent_bytes, rounds, rate):
+    return [
+      {
+        "seed": seed, "accuracy": x / 100, "test_loss": 1.0, "rounds": rounds,
+        "sent_bytes": sent_bytes, "samples_per_s": 1500.0,
+        "learning_rate": rate,
+      } | ({"bits_per_token": x} if text else {})
+      for seed, x in enumerate(values)
+    ]  # fmt: skip
+
+  found = {
+    "ssgd": rows([50.0, 60.0], 8e6, 1200, 0.1),
+    "diloco": rows([52.0, 64.0], 2e6, 300, 0.05),
+  }
+  printed = []
+
+  def cells(seeds):
+    options = types.SimpleNamespace(
+      seeds=[*range(seeds)], methods=[*found], dataset="d", model="m", workers=4
+    )
+    of_seeds = {x: y[:seeds] for x, y in found.items()}
+    console = types.SimpleNamespace(print=printed.append)
+    _compare._print_table(console, of_seeds, options)
+    return printed.pop()
+
+  title, left, columns = cells(2)
+  assert (title, left) == ("d, m, N = 4 workers, 2 seeds", 1)
+  quality, speed = "test accuracy %", "images/s"
+  values = ["55.00 ± 7.07", "58.00 ± 8.49"]
+  # Student's t is 12.71 for two seeds, and the deviation of 2 and 4 is 1.41.
+  more = ["-", "+3.00 ± 12.71"]
+  one = ["50.00", "52.00"]
+  if text:
+    quality, speed = "test bits per byte", "windows/s"
+    values = ["55.000 ± 7.071", "58.000 ± 8.485"]
+    more, one = ["-", "+3.000 ± 12.706"], ["50.000", "52.000"]
+  wanted = {
+    "method": ["ssgd", "diloco"], quality: values, "more than ssgd": more,
+    "rounds": ["1,200", "300"], "MB sent": ["8", "2"],
+    "fewer bytes": ["1.0x", "4.0x"], speed: ["1,500"] * 2,
+    "rate": ["0.1", "0.05"],
+  }  # fmt: skip
+  assert columns == wanted and [*columns] == [*wanted]
+  # A single seed has no pairs.
+  del wanted["more than ssgd"]
+  title, _, columns = cells(1)
+  assert title.endswith(", 1 seed") and columns == wanted | {quality: one}
+  # Nor has a single method.
+  del found["diloco"]
+  assert "more than ssgd" not in cells(2)[2]
+  _compare._print_table(None, {}, None)

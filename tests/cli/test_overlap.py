@@ -140,6 +140,15 @@ def test_timelines_are_named_where_there_are_some(
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
   _output.finish(tmp_path, _commands.Overlap(), timelines=timelines)
   told = capsys.readouterr().out
+  # Without the extra that draws it there is no page.
+  assert "\nNo report was made. Install what is missing: pip install" in told
+  status = json.loads((tmp_path / "status.json").read_text())
+  command = f"jdist overlap --output {tmp_path}"
+  assert status == {"state": "ended", "command": command}
+  # The state that a run itself has written stays.
+  (tmp_path / "status.json").write_text("{}")
+  _output.finish(tmp_path, _commands.Overlap())
+  assert (tmp_path / "status.json").read_text() == "{}"
   assert f"Rows: {tmp_path / 'rows.jsonl'}" in told
   assert (f": {tmp_path}/*.json" in told) is timelines
 
