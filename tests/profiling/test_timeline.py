@@ -236,3 +236,40 @@ ENTRY %main (x: f32[10], n: s32[]) -> f32[8] {
 def test_slices_that_overlap_read_an_array_once():
   (event,) = _timeline.read_timeline(_TWICE)
   assert event.num_bytes == 40 + 32 + 4  # Read, written, and where.
+
+
+def test_view_or_tuple_of_a_slice_is_written_in_place():
+  # The root is a view of what was changed, or a pair of it and a small array.
+  first = "%put (w: f32[1,1000], p: f32[1,10], j: s32[]) -> f32[1,1000] {"
+  assert first in _SLICES
+  root = "  ROOT %dus = "
+  view = _SLICES.replace(
+    "dynamic-update-slice(%w, %half, %j, %j)\n",
+    "dynamic-update-slice(%w, %half, %j, %j)\n"
+    "  ROOT %seen = f32[1000]{0} bitcast(%dus)\n",
+  ).replace(root, "  %dus = ")
+  pair = _SLICES.replace(
+    "dynamic-update-slice(%w, %half, %j, %j)\n",
+    "dynamic-update-slice(%w, %half, %j, %j)\n"
+    "  ROOT %t = (f32[1,1000]{1,0}, f32[1,10]{1,0}) tuple(%dus, %half)\n",
+  ).replace(root, "  %dus = ")
+  for text, more in ((view, 0), (pair, 40)):
+    moved = {e.name: e.num_bytes for e in _timeline.read_timeline(text)}
+    assert moved["written"] == 40 + 40 + 4 + more
+
+
+def test_what_takes_no_kernel_or_cannot_be_counted_is_left_out():
+  text = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (x: f32[2,4], w: f32[4,3], p: pred[]) -> f32[2,3] {
+  %x = f32[2,4]{1,0} parameter(0)
+  %w = f32[4,3]{1,0} parameter(1)
+  %p = pred[] parameter(2)
+  %copy-start = (f32[2,4]{1,0}, f32[2,4]{1,0}, u32[]) copy-start(%x)
+  %copy-done = f32[2,4]{1,0} copy-done(%copy-start)
+  %gone = f32[2,4]{1,0} conditional(%p, %x, %x), branch_computations={%a, %b}
+  ROOT %conv = f32[2,3]{1,0} convolution(%copy-done, %w), window={}
+}
+"""
+  (event,) = _timeline.read_timeline(text)
+  assert (event.kind, event.name, event.flops) == ("compute", "conv", 0)
