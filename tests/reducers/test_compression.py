@@ -1,5 +1,6 @@
 """Means by few bytes: of gradients, and of what local steps have done."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from jdist import (
   methods,
   profiling,
   reducers,
+  states,
   transforms,
 )
 from jdist.transforms import intervals
@@ -452,3 +454,30 @@ def test_results_are_typed_as_the_workers_own():
   tracked = jax.shard_map(mean, mesh=team.mesh, in_specs=spec, out_specs=spec)
   jax.eval_shape(tracked, jnp.ones((2, 3)))
   assert types == {frozenset({team.mesh_axis})}
+
+
+def test_leaves_of_two_dtypes_keep_their_owners_residuals():
+  """A feedback sends both as float32, and so in one bucket."""
+  compression = reducers.Compression(
+    reducers.compressed(codecs.Quantize(4, 8)), reducers.ErrorFeedback()
+  )
+  random = np.random.default_rng(0)
+  tree = {
+    "a": jnp.asarray(random.normal(size=(2, 16)), jnp.bfloat16),
+    "b": jnp.asarray(random.normal(size=(2, 24)), jnp.float32),
+  }
+
+  def round_(tree):
+    first = compression.init(tree, "worker")
+    _, state = compression.mean(tree, first, "worker")
+    held, _ = compression.reducer.flush(
+      state.reducer, jax.tree.map(states.wide_like, tree), "worker"
+    )
+    return first, state, held, compression.absorb(tree, state, "worker")
+
+  program = jax.jit(jax.vmap(round_, axis_name="worker"))
+  first, state, held, moved = program(tree)
+  chex.assert_trees_all_equal_shapes_and_dtypes(first, state)
+  assert any(np.asarray(x).any() for x in jax.tree.leaves(held))
+  wanted = jax.tree.map(jnp.add, state.feedback.residual, held)
+  chex.assert_trees_all_equal(moved.feedback.residual, wanted)

@@ -166,9 +166,8 @@ def draw_table(table: Table, *, max_ticks: int = 60) -> str:
   """
   try:
     starts: Mapping[Action, float] = start_times(table, _ticks)
-    waiting: list[Action] = []
   except StuckError as stuck:
-    starts, waiting = stuck.starts, stuck.waiting
+    starts = stuck.starts
   # A row maps ticks to words; missing ticks are idle.
   rows: list[dict[int, str]] = []
   for order in table.devices:
@@ -176,8 +175,7 @@ def draw_table(table: Table, *, max_ticks: int = 60) -> str:
     end = 0
     for action in order:
       if action not in starts:
-        if action in waiting:
-          cells[end] = "?" + _word(table, action)
+        cells[end] = "?" + _word(table, action)
         break
       start = int(starts[action])
       # An update takes no tick and marks the one before, once.

@@ -78,3 +78,15 @@ def test_versions_of_the_weights_are_written(weights):
   text = pipeline.format_table(table)
   assert (f"weights {weights}" in text) is (weights != "delayed")
   assert pipeline.parse_table(text) == table
+
+
+def test_table_without_actions_has_one_of_all():
+  table = pipeline.parse_table("device")
+  counts = table.num_stages, table.num_microbatches, table.num_iterations
+  assert counts == (1, 1, 1)
+
+
+def test_update_on_another_device_is_not_drawn():
+  table = pipeline.parse_table("device F0 B0\ndevice U/0 F1/0")
+  drawn = pipeline.draw_table(table).splitlines()
+  assert drawn[0] == "device 0 |F0 B0 B0"
