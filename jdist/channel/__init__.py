@@ -4,6 +4,7 @@ from jdist.channel._connection import call as call
 from jdist.channel._connection import Connection as Connection
 from jdist.channel._connection import listen as listen
 from jdist.channel._connection import Listener as Listener
+from jdist.channel._connection import lost_process as lost_process
 from jdist.channel._identity import adopt as adopt
 from jdist.channel._identity import disagreement as disagreement
 from jdist.channel._identity import draw as draw

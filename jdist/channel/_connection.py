@@ -272,3 +272,8 @@ def _close(closed: socket.socket) -> None:
   with contextlib.suppress(OSError):
     closed.shutdown(socket.SHUT_RDWR)
   closed.close()
+
+
+def lost_process(error: BaseException) -> bool:
+  """Returns whether a collective was cut off: JAX may raise a ValueError."""
+  return "Gloo" in str(error)

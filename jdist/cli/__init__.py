@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from jdist import channel
 from jdist.cli import (
   _commands,
   _help,
@@ -199,15 +200,14 @@ def _is_ours(error: BaseException) -> bool:
   """Returns whether jdist itself has raised an error, and no library below it.
 
   A file that cannot be opened counts, too, because the user has named it. The
-  error of a collective that has lost a process does not: JAX raises a
-  ValueError in the frame that calls a program.
+  error of a collective that has lost a process does not.
   """
   if isinstance(error, OSError) and error.filename is not None:
     return True
   *_, (frame, _) = traceback.walk_tb(error.__traceback__)
   package = pathlib.Path(__file__).parent.parent
   inside = pathlib.Path(frame.f_code.co_filename).is_relative_to(package)
-  return inside and "Gloo" not in str(error)
+  return inside and not channel.lost_process(error)
 
 
 def _parse(name: str, words: list[str]) -> Any:

@@ -242,9 +242,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
       yield
     except Exception as error:
       text = str(error)
-      # JAX raises a ValueError where the program has run before.
-      lost = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in text
-      if lost and jax.process_count() > 1:
+      lost = isinstance(error, jax.errors.JaxRuntimeError)
+      if (lost or channel.lost_process(error)) and jax.process_count() > 1:
         # A collective has lost another process, which the disk did not cause.
         raise
       reason = text.strip().splitlines()[:1] or [type(error).__name__]

@@ -106,6 +106,11 @@ def test_newest_version_is_kept_besides_a_stashed_one():
   assert pipeline.check_table(table).versions == (2,)
 
 
+def test_single_iteration_keeps_one_version_whatever_its_window():
+  table = pipeline.parse_table("window 2\ndevice F0 B0 U")
+  assert pipeline.check_table(table).versions == (1,)
+
+
 def test_limits_of_memory_are_checked():
   table = pipeline.make_table("gpipe", 2, 4)
   with pytest.raises(ValueError, match="stage 0 keeps 4, and `max_live` is 3"):

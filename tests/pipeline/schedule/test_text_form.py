@@ -87,6 +87,6 @@ def test_table_without_actions_has_one_of_all():
 
 
 def test_update_on_another_device_is_not_drawn():
-  table = pipeline.parse_table("device F0 B0\ndevice U/0 F1/0")
+  table = pipeline.parse_table("device F0 B0\ndevice U/0")
   drawn = pipeline.draw_table(table).splitlines()
   assert drawn[0] == "device 0 |F0 B0 B0"
