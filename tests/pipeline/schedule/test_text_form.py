@@ -90,3 +90,21 @@ def test_update_on_another_device_is_not_drawn():
   table = pipeline.parse_table("device F0 B0\ndevice U/0")
   drawn = pipeline.draw_table(table).splitlines()
   assert drawn[0] == "device 0 |F0 B0 B0"
+
+
+def test_updates_are_marked_once_and_iterations_are_counted_through():
+  drawn = pipeline.draw_table(pipeline.make_table("interleaved", 2, 2))
+  assert "*" in drawn and "**" not in drawn
+  several = pipeline.make_table("gpipe", 1, 2, num_iterations=2)
+  assert pipeline.draw_table(several) == (
+    "device 0 |F0  F1  B0  B0  B1  B1* F2  F3  B2  B2  B3  B3*"
+  )
+  assert str(several).endswith("2 micro-batches, 2 iterations")
+
+
+def test_drawing_is_cut_off_and_its_devices_are_aligned():
+  table = pipeline.make_table("gpipe", 1, 2)  # Six ticks.
+  assert "..." not in pipeline.draw_table(table, max_ticks=6)
+  assert pipeline.draw_table(table, max_ticks=5).endswith("B1  ...")
+  many = pipeline.draw_table(pipeline.make_table("naive", 11, 1)).splitlines()
+  assert many[0].startswith("device  0 |") and many[10][:11] == "device 10 |"
