@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from jdist import cluster, server
+from jdist.server.gradients import _gradient_messages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,3 +166,24 @@ def test_server_has_copies_and_the_last_task_that_is_settled():
   more, _ = learner.reply(server.Reply("a", 2, 0, 8))
   assert more == {"start": 16, "settled": 1}
   assert learner.losses.maxlen == 1000
+
+
+def test_each_sender_rounds_by_random_numbers_of_its_own():
+  """By the count of its messages, which begins at another place for each."""
+  plans = server.message_plans(plans=server.BitPlans(((32,), (8,)), (64,)))
+  params = jnp.ones(64)
+  learner = server.GradientServer(
+    optax.sgd(1.0), params, plans, workers=["a", "b"], seed=1
+  )
+  assert [x.step for x in learner._pull_states] == [2 << 20, 3 << 20]
+  for seed, number, stream in ((1, 1, 3), (1024, 1, 1)):  # Modulo 2048.
+    worker = server.GradientWorker(
+      loss_fn, params, Samples(), plans, number=number, num_workers=2, seed=seed
+    )
+    assert worker._own[0].step == stream << 20
+
+
+def test_batches_are_padded_to_the_next_size():
+  padded = _gradient_messages.padded_size
+  assert [padded(None, x) for x in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 8]
+  assert [padded([4, 6], x) for x in (1, 4, 5, 6)] == [4, 4, 6, 6]

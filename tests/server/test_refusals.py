@@ -249,6 +249,13 @@ SCALED = codecs.RandomK(0.1, shared=False)
   ("momentum", lambda: server.LocalStep(0.1, 1.5), "in [0, 1"),
   ("nesterov", lambda: server.LocalStep(0.1, 0.9, 1), "True or False"),
   ("sizes", lambda: batch_of_32(sizes=[16]), "reach the largest batch"),
+  (
+    "samples",
+    lambda: server.FragmentRunner(
+      gradients.LOSS, gradients.SGD, TREE, None, number=0, num_workers=1
+    ),
+    "be a source of batches, got None",
+  ),
   # Runs.
   ("machines", lambda: make(machines="cluster.toml"), "a `cluster.Cluster`"),
   ("protocol", lambda: make(protocol="asp"), "a `server.Protocol`"),

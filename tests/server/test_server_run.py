@@ -403,6 +403,29 @@ def test_checkpoint_that_waits_is_written_before_the_next_one(tmp_path):
   assert sorted(x.name[-1] for x in tmp_path.glob("update_*")) == ["5", "6"]
 
 
+@pytest.mark.parametrize(
+  ("loss", "metrics", "usable", "diverged"),
+  [
+    (0.5, {"loss": 0.5}, True, False),
+    (None, {}, True, False),
+    (np.nan, {}, True, True),
+    (0.5, {"loss": np.inf}, True, True),
+    (0.5, {"loss": 0.5}, False, True),
+  ],
+)
+def test_record_says_whether_its_run_has_diverged(
+  loss, metrics, usable, diverged
+):
+  run = server.ServerRun(
+    types.SimpleNamespace(advance=print, num_workers=2, clock="wall")
+  )
+  mark = _run_marks.Mark(4, 8, 2.0, 10.0, 0.0, 0.5, loss, usable, None)
+  plan = _server_run._plan(4, "updates", None, None, {})
+  record = run._measure(mark, "model", plan, lambda model: metrics)
+  assert record.diverged == diverged and record.metrics == metrics
+  assert (record.sent_bytes, record.samples_per_s) == (5.0, 4.0)
+
+
 def test_whole_checkpoint_is_replaced_without_being_removed(
   tmp_path, monkeypatch
 ):
