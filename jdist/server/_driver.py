@@ -106,6 +106,12 @@ class Driver:
     self._last_s, self._expired = 0.0, 0
     self._refused_in_a_row: collections.Counter[str] = collections.Counter()
 
+  @property
+  def mean_staleness(self) -> float:
+    """The mean over gradients, of which an update may take several."""
+    total = sum(age * count for age, count in self.staleness.items())
+    return total / max(1, sum(self.staleness.values()))
+
   # Methods that a driver overrides.
 
   @property
@@ -255,8 +261,6 @@ class Driver:
     """
     nodes = self.nodes.values()
     means = [node.staleness / node.updates for node in nodes if node.updates]
-    gradients = sum(self.staleness.values())
-    stale = sum(age * count for age, count in self.staleness.items())
     lasting = [x.iteration_s for x in nodes if not math.isnan(x.iteration_s)]
     now_s = self.now_s
     busy_s = sum(node.compute_s for node in nodes) + self.under_way_s
@@ -268,7 +272,7 @@ class Driver:
       "utilisation": min(1.0, busy_s / (len(nodes) * now_s)) if now_s else 0.0,
       "iteration_spread": max(lasting) / min(lasting) if lasting else math.nan,
       "staleness": {
-        "mean_over_updates": stale / gradients if gradients else 0.0,
+        "mean_over_updates": self.mean_staleness,
         "mean_over_nodes": sum(means) / len(means) if means else 0.0,
         "maximum": max(self.staleness, default=0),
         "counts": {str(k): v for k, v in sorted(self.staleness.items())},

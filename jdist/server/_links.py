@@ -89,15 +89,9 @@ class Links:
       if kind == "push":
         source, target = target, source
       name = f"{kind} {task}" if self._traces else kind
-      if parts is None:
-        carried = self._network.send(
-          source, target, num_bytes, name=name, kind=kind
-        )
-      else:
-        carried = self._environment.all_of(
-          [
-            self._network.send(peer, target, size, name=name, kind=kind)
-            for peer, size in parts
-          ]
-        )
+      sent = [
+        self._network.send(x, target, size, name=name, kind=kind)
+        for x, size in ([(source, num_bytes)] if parts is None else parts)
+      ]
+      carried = sent[0] if parts is None else self._environment.all_of(sent)
     self._channels[kind, worker].send(carried, deliver, *arguments)

@@ -9,6 +9,7 @@ import pytest
 
 from jdist import codecs, data, models, reducers, server, training
 from jdist.server.gradients import _gradient_messages
+from tests import _refusals
 from tests.server import _live_runs
 
 pytest.importorskip("simpy")
@@ -244,3 +245,50 @@ def test_prepared_pair_compiles_nothing_for_its_tasks():
   finally:
     jax.monitoring.clear_event_listeners()
   assert compiled == []
+
+
+@pytest.mark.parametrize("rows", (1, 3, 0, 5))
+def test_samples_that_end_are_no_samples_of_a_task(rows):
+  """A mean over fewer would weigh as much as the others."""
+
+  class Samples:
+    shared = True
+
+    def batch(self, worker, start, count, *, size=None):
+      return {"x": np.ones((rows, 2), np.float32)}
+
+  loss = functools.partial(pytest.fail, "It is compiled.")
+  gradient = server.GradientWorker(
+    lambda *given: loss(), np.zeros(2), Samples(), server.message_plans(),
+    number=0, num_workers=1, sizes=[4],
+  )  # fmt: skip
+  task = {
+    "task": 0, "version": 0, "samples": 2, "push_plan": 0,
+    "more": {"start": 0, "settled": -1},
+  }  # fmt: skip
+  runner = server.FragmentRunner(
+    lambda *given: loss(), SGD, np.zeros(2), Samples(), number=0,
+    num_workers=1, sizes=[4],
+  )  # fmt: skip
+  runner._state = runner.first_state(runner._anchor, {}, 0)
+  for own in (gradient, runner):
+    with _refusals.refused(
+      "samples.batch", f"2 samples, padded to 4, got {rows}."
+    ):
+      own.compute(task | {"fragment": 0, "passes": 1})
+
+
+def test_server_and_workers_say_the_shapes_of_one_model():
+  params, model_state = {"w": np.zeros((2, 3))}, {"mean": np.zeros(4)}
+  plans, samples = server.message_plans(), data.SampleStream(DIGITS, 2, seed=0)
+  own = {"number": 0, "num_workers": 2, "model_state": model_state}
+  both = {"workers": NAMES, "model_state": model_state}
+  for learner in (
+    server.GradientServer(SGD, params, plans, **both),
+    server.FragmentSyncer(params, **both),
+    server.GradientWorker(LOSS, params, samples, plans, **own),
+    server.FragmentRunner(LOSS, SGD, params, samples, **own),
+  ):
+    assert learner.shapes == {
+      "as the shape of leaf 0": [2, 3], "as the shape of leaf 1": [4],
+    }  # fmt: skip

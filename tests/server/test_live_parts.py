@@ -570,7 +570,8 @@ def test_worker_begins_anew_with_each_session():
       raise _engine.LostServerError
 
   learner = _Learner()
-  server.WorkerLoop(Losing(), "a", learner, depth=1).run()
+  with pytest.raises(ValueError, match="done"):
+    server.WorkerLoop(Losing(), "a", learner, depth=1).run()
   assert learner.log == ["restart"] * 2
 
 

@@ -4,8 +4,10 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import pickle
 import queue
+import re
 import threading
 import time
 import types
@@ -253,11 +255,46 @@ def test_worker_is_stopped_after_three_refused_pushes(hand):
   assert by.server.status()["members"] == 1
 
 
-def test_different_package_versions_are_refused_in_one_line(hand):
-  by = hand(BSP, versions={"jax": "9"})
-  receipt = by.hello("a", versions={"jax": "8"})
-  assert "has jax 8, and the server 9" in receipt["refused"]
-  assert by.server.status()["error"] == receipt["refused"]
+class Shaped(server.EmptyServer):
+  """Says which shapes its parameters and statistics have."""
+
+  shapes = types.MappingProxyType({"as the shape of leaf 0": [4, 2]})
+
+
+@pytest.mark.parametrize(
+  ("said", "told"),
+  [
+    ({"versions": {"jax": "8"}}, "has jax 8, and the server 9"),
+    # The messages of the two matrices have the same bytes.
+    (
+      {"shapes": {"as the shape of leaf 0": [2, 4]}},
+      r"has as the shape of leaf 0 \[2, 4\], and the server \[4, 2\]",
+    ),
+  ],
+)
+def test_worker_that_does_not_fit_ends_a_run_only_before_it_begins(said, told):
+  fits = {"versions": {"jax": "9"}, "shapes": Shaped.shapes}
+  plan = server.LivePlan(workers=NAMES, versions={"jax": "9"})
+  made = server.LiveServer(BSP, Shaped(100), plan)
+
+  def hello(name, **more):
+    return made.push({"kind": "hello", "worker": name} | fits | more)
+
+  try:
+    assert "life" in hello("a")
+    assert made.status()["error"] is None
+    assert re.search(told, hello("b", **said)["refused"])
+    assert re.search(told, made.status()["error"])
+    made._error = None
+    made.start()
+    made.pull("a", hello("a")["life"]).result(timeout=WAIT_S)
+    assert re.search(told, hello("b", **said)["refused"])
+    assert made.status()["error"] is None
+    # A learner of a user's own may not say its shapes.
+    assert "life" in hello("b", shapes=None)
+    assert made.plan.versions == plan.versions
+  finally:
+    made.stop()
 
 
 def test_versions_are_those_of_all_packages_that_compute():
@@ -309,10 +346,20 @@ def test_workers_cannot_send_control_messages(hand):
   assert not by.server.status()["finished"]
 
 
-def test_push_without_its_header_is_refused(hand):
+@pytest.mark.parametrize(
+  "wrong",
+  [
+    {"samples": "many"}, {"samples": 4.0}, {"samples": 0}, {"samples": -4},
+    {"samples": 5}, {"samples": 2**70}, {"task": math.inf}, {"more": None},
+    {"compute_s": math.nan}, {"compute_s": -1.0}, {"compute_s": math.inf},
+    {"waited_s": -1.0}, {"over_s": "0"}, {"payload": []},
+  ],
+  ids=str,
+)  # fmt: skip
+def test_push_without_its_header_is_refused(hand, wrong):
   by = hand(BSP)
   by.pull("a"), by.pull("b")
-  by.push("b", 1, samples="many")
+  by.push("b", **({"task": 1} | wrong))
   by.push("a", 0)
   assert by.pull("a")["version"] == 1
   assert by.server.summary()["refused"] == {"header": 1}

@@ -22,6 +22,7 @@ from jdist import (
   states,
   training,
 )
+from jdist.server import _driver
 from jdist.server.run import _run_checkpoints, _run_marks, _server_run
 from jdist.server.runtime import _live_marks
 from jdist.storage import sealed_json
@@ -519,11 +520,13 @@ def test_damaged_checkpoint_is_no_newer_one_after_a_resume(tmp_path):
 def driver(state=None, staleness=None, **options):
   """Stands for a driver with two updates of three gradients."""
   given = {"applied_samples": 30, "all_expelled": False} | options
-  return types.SimpleNamespace(
+  found = types.SimpleNamespace(
     staleness={0: 1, 3: 2} if staleness is None else staleness,
     state=state or types.SimpleNamespace(version=2),
     save=dict, load=lambda saved: None, **given,
   )  # fmt: skip
+  found.mean_staleness = _driver.Driver.mean_staleness.fget(found)
+  return found
 
 
 def model(*, weight=1.0, **model_state):

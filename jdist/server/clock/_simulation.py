@@ -79,6 +79,7 @@ class Simulation(_driver.Driver):
     """
     self._environment = _driver.environment()
     here = [node.name for node in machines.nodes if node.available(0.0)]
+    server, self._under_way = None, None
     if learner is not None:
       missing = set(machines.names) - set(learner.workers)
       if missing:
@@ -86,12 +87,10 @@ class Simulation(_driver.Driver):
           "`learner` must have a learner for each machine, got none for "
           f"{sorted(missing)}. Make it with `workers=machines.names`."
         )
-    server = None if learner is None else learner.server
+      server = learner.server
+      self._under_way = _pair_messages.PairMessages(learner, machines.names)
     super().__init__(protocol, machines.names, here, server)
     self.learner = learner
-    self._under_way = None
-    if learner is not None:
-      self._under_way = _pair_messages.PairMessages(learner, machines.names)
     self.machines, self.profile, self.trace = machines, profile, trace
     self._links = _links.Links(self._environment, machines, trace)
     self._detection_s = detection_s

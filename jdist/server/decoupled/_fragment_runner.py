@@ -122,6 +122,7 @@ class FragmentRunner:
     )
     self._indices = _merged_model.fragment_indices(params, fragments)
     leaves, self._structure = jax.tree.flatten(params)
+    self.shapes = _gradient_messages.shapes_of(leaves, self._model_state)
     self._dtypes = [jnp.asarray(leaf).dtype for leaf in leaves]
     self._anchor = [states.wide(jnp.asarray(x)) for x in leaves]
     # None where JAX may choose the device.
@@ -136,13 +137,9 @@ class FragmentRunner:
     self._outer, self._num_workers = outer, num_workers
 
   def _first_push_states(self) -> list[PyTree]:
-    parts = self._parts(self._anchor)
-    return [
-      _gradient_messages.first_state(
-        self._codec, part, self._stream * len(parts) + i
-      )
-      for i, part in enumerate(parts)
-    ]
+    parts, first = self._parts(self._anchor), _gradient_messages.first_state
+    stream = self._stream * len(parts)
+    return [first(self._codec, x, stream + i) for i, x in enumerate(parts)]
 
   @functools.cached_property
   def _programs(self) -> tuple[Callable[..., Any], ...]:
@@ -164,10 +161,8 @@ class FragmentRunner:
   def _placed(
     self, leaves: Sequence[jax.Array], numbers: Sequence[int]
   ) -> Leaves:
-    return [
-      jax.device_put(x, self._shardings[i])
-      for i, x in zip(numbers, leaves, strict=True)
-    ]
+    own = [self._shardings[i] for i in numbers]
+    return list(map(jax.device_put, leaves, own))
 
   def _parts(self, leaves: Sequence[jax.Array]) -> list[Leaves]:
     return [[leaves[i] for i in own] for own in self._indices]
@@ -306,6 +301,7 @@ class FragmentRunner:
     start, count, size = samples
     assert self._samples is not None  # `__init__` has refused it.
     batch = self._samples.batch(self._number, start, count, size=size)
+    _gradient_messages.check_rows(batch, count, size)
     anchor = jax.tree.unflatten(self._structure, state.anchor)
     *new, loss = self._programs[0](*state[:3], batch, key, anchor)
     params, opt_state, model_state = new

@@ -71,15 +71,15 @@ class FragmentSyncer(_gradient_server.ServerLedger):
     )  # fmt: skip
     plans = _gradient_messages.message_plans(push_codec)
     super().__init__(workers, shared, plans.push * len(self._fragments))
+    self.shapes = _gradient_messages.shapes_of(leaves, model_state)
     self._dtypes = [jnp.asarray(leaf).dtype for leaf in leaves]
     # The last push of a learner that is in each fragment, or -1.
     self._settled = [[-1] * len(self._fragments) for _ in workers]
     # The position of each learner's schedules: a learner starts again where the
     # run is, and counts the local steps of decoded pushes from there.
     self._steps = [0] * len(workers)
-    self._merges: collections.deque[tuple[int, ...]] = collections.deque(
-      maxlen=_decoupled_diloco.KEPT_MERGES * len(self._fragments)
-    )
+    kept = _decoupled_diloco.KEPT_MERGES * len(self._fragments)
+    self._merges = collections.deque[tuple[int, ...]](maxlen=kept)
     self._peers, self.messages = False, dict[int, np.ndarray]()
 
   @property

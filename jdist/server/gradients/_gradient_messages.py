@@ -280,6 +280,12 @@ def _received(
   return jax.tree.map(jnp.add, held, change), model_state
 
 
+def shapes_of(*trees: PyTree) -> dict[str, list[int]]:
+  """Returns all leaves' shapes, which server and workers have in common."""
+  leaves = enumerate(jax.tree.leaves(trees))
+  return {f"as the shape of leaf {i}": list(np.shape(x)) for i, x in leaves}
+
+
 def padded_size(sizes: Sequence[int] | None, count: int) -> int:
   """Returns the smallest size for `count` samples, a power of 2 by default."""
   if sizes is None:
@@ -291,6 +297,17 @@ def padded_size(sizes: Sequence[int] | None, count: int) -> int:
     f"`sizes` must reach the largest batch, got {list(sizes)} for {count} "
     "samples. Add a larger size, or bound the batches (`maximum=`)."
   )
+
+
+def check_rows(batch: PyTree, count: int, size: int) -> None:
+  """Raises a ValueError if a batch has not the samples of its task."""
+  rows = np.shape(next(iter(jax.tree.leaves(batch)), None))[:1]
+  # Fewer would weigh as much as all that the task has.
+  if rows not in ((), (count,), (size,)):
+    raise ValueError(
+      f"`samples.batch` must return {count} samples, padded to {size}, got "
+      f"{rows[0]}. Begin again with the first ones where they end."
+    )
 
 
 def received_push(

@@ -60,9 +60,7 @@ class ServerLedger(_learner.ServerLearner):
     self._losses: dict[int, float] = {}
     self.position: collections.Counter[int] = collections.Counter()
     self.samples = 0
-    self.losses: collections.deque[tuple[int, float]] = collections.deque(
-      maxlen=1000
-    )
+    self.losses = collections.deque[tuple[int, float]](maxlen=1000)
 
   def _like(self, kind: int) -> tuple[PyTree, PyTree]:
     """Returns a gradient and statistics as those in a push of a kind."""
@@ -211,6 +209,7 @@ class GradientServer(ServerLedger):
       "seed": seed, "compensation": compensation,
     }  # fmt: skip
     plans.check_fits(params)
+    self.shapes = _gradient_messages.shapes_of(params, model_state)
     self.model = _learner.ServerModel(
       # A copy: the caller may overwrite or donate its own arrays.
       jax.tree.map(jnp.array, params),
@@ -371,34 +370,19 @@ class GradientServer(ServerLedger):
     read = sorted(self._sent if whole else self._sent.keys() & self._pushes)
     held = sorted(self._held) if whole else []
     notes, pushes = self._save()
-    notes |= {
-      "settled": sorted(self._settled.items()),
-      "read": read,
-      "held": held,
-    }
-    tree = (
-      self.model,
-      self._pull_states,
-      [self._sent[task] for task in read],
-      [self._held[worker] for worker in held],
-    )
+    notes |= {"read": read, "held": held}
+    notes["settled"] = sorted(self._settled.items())
+    kept = [self._sent[x] for x in read], [self._held[x] for x in held]
+    tree = self.model, self._pull_states, *kept
     return notes, _gradient_messages.tree_bytes((tree, pushes))
 
   def load(self, notes: dict[str, Any], payload: np.ndarray) -> None:
     """Restores what `save` returned."""
-    params = self.model.params
-    self.model, self._pull_states, read, held = self._read(
-      notes,
-      payload,
-      (
-        self.model,
-        self._pull_states,
-        [params] * len(notes["read"]),
-        [params] * len(notes["held"]),
-      ),
-    )
+    sent, held = ([self.model.params] * len(notes[x]) for x in ("read", "held"))
+    like = self.model, self._pull_states, sent, held
+    self.model, self._pull_states, sent, held = self._read(notes, payload, like)
     self._settled = dict(map(tuple, notes["settled"]))
-    self._sent = dict(zip(notes["read"], read, strict=True))
+    self._sent = dict(zip(notes["read"], sent, strict=True))
     self._held = dict(zip(notes["held"], held, strict=True))
 
 

@@ -75,6 +75,7 @@ class GradientWorker:
     self._model_state = jax.tree.map(
       jnp.array, {} if model_state is None else model_state
     )
+    self.shapes = _gradient_messages.shapes_of(self._held, self._model_state)
     self._key = jax.random.key(seed)
     self._local_step = local_step
     # Random numbers of its own: if all workers rounded alike, the error of a
@@ -169,6 +170,7 @@ class GradientWorker:
       self._sizes, math.ceil(samples / passes)
     )
     batch = self._samples.batch(self._number, more["start"], samples, size=size)
+    _gradient_messages.check_rows(batch, samples, size)
     found, loss, self._own = compute(
       self._held, self._model_state, self._own, control, batch, self._key,
       np.uint32(task),
@@ -234,17 +236,11 @@ class GradientLearner(_learner.Pair):
       optimizer, params, codecs, workers=workers, shared=samples.shared,
       compensation=compensation, **common,
     )  # fmt: skip
+    options |= common | {"num_workers": len(workers)}
     learners = {
       name: GradientWorker(
-        loss_fn,
-        params,
-        samples,
-        codecs,
-        number=number,
-        num_workers=len(workers),
-        **common,
-        **options,
+        loss_fn, params, samples, codecs, number=i, **options
       )
-      for number, name in enumerate(workers)
+      for i, name in enumerate(workers)
     }
     super().__init__(server, learners)

@@ -115,9 +115,6 @@ def measure(
   losses = [
     x for samples, x in getattr(learner, "losses", ()) if samples > after
   ]
-  # Counted by gradients, of which an update may take several.
-  gradients = sum(driver.staleness.values())
-  stale = sum(age * count for age, count in driver.staleness.items())
   state, after_s = driver.state, -1.0 if before is None else before.now_s
   changes = [x for x in getattr(state, "changes", ()) if x[0] > after_s]
   shares = [
@@ -130,7 +127,7 @@ def measure(
     samples=driver.applied_samples,
     now_s=now_s,
     pushed_bytes=pushed_bytes,
-    staleness=stale / gradients if gradients else 0.0,
+    staleness=driver.mean_staleness,
     train_loss=float(np.mean(losses)) if losses else math.nan,
     last_loss=losses[-1] if losses else None,
     usable=is_finite(learner) and not driver.all_expelled,

@@ -99,14 +99,19 @@ class LiveServer:
     if worker not in self._core.boxes:
       return {"refused": f"There is no worker {worker!r} in this run."}
     if kind == "hello":
-      for name, wanted in self.plan.versions.items():
-        found = header.get("versions", {}).get(name)
-        if found != wanted:
-          self._error = (
-            f"Worker {worker!r} has {name} {found}, and the server {wanted}: "
-            "install the same on every node."
+      wanted, found = self.plan.versions, header.get("versions", {})
+      if header.get("shapes"):  # A learner of a user's own may say none.
+        wanted = wanted | getattr(self._core.learner, "shapes", {})
+        found = found | header["shapes"]
+      for name, own in wanted.items():
+        if found.get(name) != own:
+          refused = (
+            f"Worker {worker!r} has {name} {found.get(name)}, and the server "
+            f"{own}: take the same on every node."
           )
-          return {"refused": self._error}
+          # A worker that joins later does not end the run of the others.
+          self._error = self._error if self._core.began else refused
+          return {"refused": refused}
       with self._lock:
         self._lives += 1
         # Set here, not in the server's thread: the worker's next message may
@@ -129,9 +134,7 @@ class LiveServer:
     self, worker: str, life: int
   ) -> "concurrent.futures.Future[_engine.Message]":
     """Returns the next message to a worker, as soon as there is one."""
-    future: concurrent.futures.Future[_engine.Message] = (
-      concurrent.futures.Future()
-    )
+    future = concurrent.futures.Future[_engine.Message]()
     self._put("pull", worker, {"future": future, "life": life})
     return future
 

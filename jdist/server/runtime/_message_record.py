@@ -81,6 +81,4 @@ def read(path: str | pathlib.Path) -> Iterator[tuple[dict[str, Any], Any]]:
 
 def hash_of(payload: np.ndarray | None) -> str:
   """Returns a payload's hash, `""` if nothing was sent."""
-  if payload is None:
-    return ""
-  return hashes.hash_bytes(payload)[:16]
+  return "" if payload is None else hashes.hash_bytes(payload)[:16]

@@ -2,6 +2,8 @@
 
 import collections
 import concurrent.futures
+import math
+import operator
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -62,9 +64,7 @@ class ServerCore:
     self.finished, self.ended_s = False, 0.0
     self._recorder: _message_record.Recorder | None = None
     # Tasks to be sent, each with the generation of its worker's mailbox.
-    self._outbox: collections.deque[tuple[_delivery.SentTask, int]] = (
-      collections.deque()
-    )
+    self._outbox = collections.deque[tuple[_delivery.SentTask, int]]()
     self._sending = False
     # If workers merge: the last messages, and what engines fetch them by.
     self.messages: dict[int, np.ndarray] = getattr(learner, "messages", {})
@@ -227,7 +227,7 @@ class ServerCore:
     assert self.delivery is not None
     box.pushed = True
     try:
-      push = _push_of(item)
+      push = self._push_of(item)
       accepted = self.delivery.accept(push, header["more"], item.payload)
     except _learner.RefusedError as error:
       self.delivery.refuse(item.worker, -1, error)
@@ -250,6 +250,26 @@ class ServerCore:
     self._deliver(push, header["more"], item.payload)
     if item.worker in self.delivery.state.members:
       self._deliver(_messages.Pull(item.worker))
+
+  def _push_of(self, item: Item) -> _messages.Push:
+    """Returns the push that a worker has sent, or refuses its header."""
+    header = item.header
+    try:
+      assert isinstance(header["more"], dict)
+      assert isinstance(item.payload, np.ndarray)
+      number, samples = map(operator.index, (header["task"], header["samples"]))
+      times = [float(header[x]) for x in ("compute_s", "waited_s")]
+      assert all(0 <= x < math.inf for x in (*times, header.get("over_s", 0.0)))
+      task = self.delivery and self.delivery.state.tasks.get(number)
+      # More than it was given would outweigh the others in a mean.
+      assert 1 <= samples <= (task.samples if task else samples)
+      return _messages.Push(item.worker, number, samples, *times)
+    except (AssertionError, KeyError, TypeError, ValueError):
+      raise _learner.RefusedError(
+        "header",
+        "A push must say its task, samples and times, at most the samples of "
+        f"its task, got {header}.",
+      ) from None
 
   def _deliver(
     self,
@@ -303,11 +323,8 @@ class ServerCore:
   def _send(self, sent: _delivery.SentTask, generation: int) -> None:
     name = str(sent.reply.worker)
     box = self.boxes[name]
-    header = sent.reply._asdict() | {
-      "generation": generation,
-      "more": sent.more,
-      "now_s": self.wall_s,
-    }
+    header = sent.reply._asdict() | {"generation": generation}
+    header |= {"more": sent.more, "now_s": self.wall_s}
     size = 0 if sent.payload is None else len(sent.payload)
     size, parts = sent.more.get("size", size), None
     # A learner of its own kind may send payloads all the same.
@@ -378,21 +395,3 @@ class ServerCore:
     for name in owing:
       self.boxes[name].put(_mailboxes.word("save"))
     self._after(_SAVE_S, give_up)
-
-
-def _push_of(item: Item) -> _messages.Push:
-  """Returns the push that a worker has sent, or refuses its header."""
-  header = item.header
-  try:
-    assert isinstance(header["more"], dict)
-    return _messages.Push(
-      item.worker,
-      int(header["task"]),
-      int(header["samples"]),
-      float(header["compute_s"]),
-      float(header["waited_s"]),
-    )
-  except (AssertionError, KeyError, TypeError, ValueError):
-    raise _learner.RefusedError(
-      "header", f"A push must say its task, samples and times, got {header}."
-    ) from None

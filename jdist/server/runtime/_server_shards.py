@@ -74,9 +74,7 @@ class Shard:
   ) -> "concurrent.futures.Future[_engine.Message]":
     """Returns the parameters of the task `life`, once it is given."""
     del worker
-    future: concurrent.futures.Future[_engine.Message] = (
-      concurrent.futures.Future()
-    )
+    future = concurrent.futures.Future[_engine.Message]()
     with self._lock:
       if life < self._next:
         future.set_result(self._part(life))
@@ -137,6 +135,7 @@ class ShardedServer(_gradient_server.GradientServer):
   def __init__(self, whole: Any, plan: Any):
     none = whole.part(0, 0, {}) | {"optimizer": optax.identity()}
     super().__init__(**none)
+    self.shapes = whole.shapes
     found = _division.divide(whole, plan.shards)
     # Workers split and join messages by it.
     self.told: dict[str, Any] = {"whole": plan.record is not None}

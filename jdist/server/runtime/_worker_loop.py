@@ -17,7 +17,7 @@ import numpy as np
 
 from jdist import channel, cluster
 from jdist.server.gradients import _gradient_messages, _learner
-from jdist.server.runtime import _engine, _server_shards
+from jdist.server.runtime import _engine, _mailboxes, _server_shards
 
 # Time between two attempts to reach a server that does not answer.
 _AGAIN_S = 0.25
@@ -80,12 +80,11 @@ class WorkerLoop:
 
     Raises:
       LostServerError: If the server does not answer for `patience_s`.
+      ValueError: If the server refuses this worker.
       Exception: Whatever the learner or the connection raises.
     """
     while True:
       receipt = self._hello()
-      if receipt is None:
-        return
       channel = self._channel
       if "shards" in receipt:
         channel = _server_shards.ShardedChannel(channel, receipt["shards"])
@@ -100,22 +99,26 @@ class WorkerLoop:
       finally:
         session.close()
 
-  def _hello(self) -> dict[str, Any] | None:
+  def _hello(self) -> dict[str, Any]:
     until = time.monotonic() + self._patience_s
     header = {
       "kind": "hello",
       "worker": self._name,
       "versions": versions(),
+      "shapes": getattr(self._learner, "shapes", None),
       "fresh": self._fresh,
     }
     while True:
       try:
         receipt = self._channel.push(header)
-        return None if "refused" in receipt else receipt
       except _engine.LostServerError:
         if time.monotonic() > until:
           raise
         time.sleep(_AGAIN_S)
+        continue
+      if "refused" in receipt:
+        raise ValueError(receipt["refused"])
+      return receipt
 
   def _work(self, session: "_Session") -> bool:
     """Does the tasks of a session; returns whether the server said stop."""
@@ -209,9 +212,8 @@ class _Session:
     self, kind: str, header: dict[str, Any], payload: np.ndarray | None = None
   ) -> None:
     """Queues a message for the sender; waits while its queue is full."""
-    head = {"kind": kind, "worker": self._name, "life": self._life}
-    payload = np.zeros(0, np.uint8) if payload is None else payload
-    message = (head | header, payload)
+    header = {"worker": self._name, "life": self._life} | header
+    message = _mailboxes.word(kind, payload, **header)
     # With a timeout: the sender may have lost the server and ended.
     while not self._closed.is_set():
       with contextlib.suppress(queue.Full):
@@ -235,10 +237,9 @@ class _Session:
 
   def _tell(self, kind: str, **more: Any) -> None:
     if not self._closed.is_set():
-      none = np.zeros(0, np.uint8)
       self._closed.set()
       with contextlib.suppress(queue.Full):
-        self.inbox.put(({"kind": kind} | more, none, 0.0), timeout=5.0)
+        self.inbox.put((*_mailboxes.word(kind, **more), 0.0), timeout=5.0)
 
   def _pull(self) -> None:
     while not self._closed.is_set():
