@@ -50,6 +50,11 @@ def show(value: Any) -> str:
   return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}" if long else text
 
 
+def counted(number: float, noun: str) -> str:
+  """Returns a number with its noun: "1 worker", "0 workers"."""
+  return f"{str(number).removesuffix('.0')} {noun}{'s' * (number != 1)}"
+
+
 def check_choice(
   name: str, value: Any, choices: tuple[Any, ...], remedy: str = ""
 ) -> None:
@@ -193,6 +198,7 @@ def check_int(
   if not (known and minimum <= number <= most):
     above = maximum in (None, math.inf) and abs(number or 0) < most
     rule = f">= {minimum}" if above else f"from {minimum} to {most}"
+    rule = rule if minimum <= most else f">= {minimum}, and none is possible"
     message = f"`{name}` must be an int {rule}, got {show(value)}. {remedy}"
     raise ValueError(message.rstrip())
   return number
@@ -352,7 +358,7 @@ def check_arrays(
   name: str, tree: Any, *, shapes: bool = True, keys: bool = True
 ) -> None:
   """Raises a ValueError that names the first leaf that is not an array."""
-  for leaf, value in named_leaves(tree).items():
+  for leaf, value in named_leaves(tree, name).items():
     abstract = isinstance(value, jax.ShapeDtypeStruct)
     dtype = getattr(value, "dtype", float)
     key = not keys and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
@@ -430,17 +436,24 @@ def check_rate(name: str, value: Any) -> Any:
   return value
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
-  """Returns the leaves of a tree by the names of their paths.
+def named_leaves(tree: Any, name: str = "tree") -> dict[str, Any]:
+  """Returns the leaves of a tree, which errors call `name`, by their paths.
 
   >>> named_leaves({"a": {"b": 1}, "c": (2,)})
   {'a.b': 1, 'c.0': 2}
   """
   found: dict[str, Any] = {}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    name = jax.tree_util.keystr(path, simple=True, separator=".")
+  try:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+  except ValueError as error:
+    raise ValueError(
+      f"`{name}` must have dicts whose keys can be sorted, got {show(tree)}: "
+      f"{error} Let all keys of a dict be texts."
+    ) from error
+  for path, leaf in leaves:
+    key = jax.tree_util.keystr(path, simple=True, separator=".")
     # The key "a.b" has the name of a nested one.
-    found[jax.tree_util.keystr(path) if name in found else name] = leaf
+    found[jax.tree_util.keystr(path) if key in found else key] = leaf
   return found
 
 

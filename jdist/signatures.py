@@ -184,6 +184,7 @@ def _explained(method: Callable[..., Any], whole: bool) -> Callable[..., Any]:
         given = dict(zip(names, args, strict=False)) | options
         for name, value in given.items():
           hint = hints.get(name, Any)
+          checks.named_leaves(value, name)
           if hint in _ARRAYS:
             checks.check_array(name, value)
           elif name in _TREES:

@@ -309,6 +309,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     # A tree may be callable, too, as a module of Equinox is.
     if callable(template) and jax.tree_util.all_leaves([template]):
       template = template(step)
+    checks.named_leaves(template, "template")
     names, leaves = _named(template)
     self._check_fits(manifest, names, leaves)
     target = self._directory.target(step)
@@ -323,8 +324,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
       raise ValueError(
         f"`workers` must be {manifest['workers']}, as in the checkpoint, got "
         f"{self._workers.num_workers}: each worker has state of its own. "
-        f"Resume with {manifest['workers']} workers, or by `other_workers=`, "
-        "which turns its state into one for these."
+        f"Resume with {checks.counted(manifest['workers'], 'worker')}, or by "
+        "`other_workers=`, which turns its state into one for these."
       )
     saved = {
       e["name"]: (tuple(e["shape"]), e["dtype"]) for e in manifest["leaves"]
@@ -335,8 +336,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     if different := sorted({n for n, _ in saved.items() ^ here.items()}):
       name = different[0]
       raise ValueError(
-        "`template` must be a state of the run that was saved, but "
-        f"{len(different)} leaves differ: `{name}` is {saved.get(name)} in "
+        "`template` must be a state of the run that was saved, but leaves "
+        f"differ, {len(different)} in all: `{name}` is {saved.get(name)} in "
         f"the checkpoint and {here.get(name)} here. Resume with the same "
         "model and optimizer."
       )

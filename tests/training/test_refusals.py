@@ -100,6 +100,7 @@ def loss_alone(found):
 
 ONE, METRICS = jnp.ones(()), {"loss": 1.0, "rounds": 1}
 KEY = jax.random.key(0)
+MIXED = {"a": np.ones(2), 1: np.ones(2)}
 GRADIENT = training.make_gradient(
   lambda p, s, b, k: (jnp.sum(p["a"]), (s, {}))
 )({"a": jnp.ones(2)}, {}, {"x": jnp.ones(2)}, jax.random.key(0))
@@ -125,6 +126,15 @@ def communicating(sent_bytes, num_workers=2):
   sent = types.SimpleNamespace(payload_bytes=sent_bytes, count=2)
   traffic = [types.SimpleNamespace(collectives=x) for x in ([], [sent])]
   made.check_communicates(state, traffic)
+
+
+def saved(tree, template=None):
+  with (
+    tempfile.TemporaryDirectory() as folder,
+    training.Checkpoints(folder, _tiny.team("none")) as checkpoints,
+  ):
+    checkpoints.save(1, tree)
+    checkpoints.restore(template)
 
 
 def updated(gradient):
@@ -224,6 +234,21 @@ def updated(gradient):
     "batch",
     lambda: evaluator([{"x": jnp.ones((1, 2))}]),
     "to predict, `label`",
+  ),
+  *(
+    (name, lambda call=call: call(MIXED), "keys can be sorted, got")
+    for name, call in (
+      ("params", init),
+      ("params", lambda tree: init([tree])),
+      ("params", lambda tree: training.save_model("never.npz", tree)),
+      ("model_state", lambda tree: init(_tiny.params(), tree)),
+      ("loss_fn", lambda tree: loss_alone((ONE, (tree, {})))),
+      ("tree", _tiny.team("none").place),
+      ("tree", _tiny.team("none").view),
+      ("batch", _tiny.team("none").shard),
+      ("state", saved),
+      ("template", lambda tree: saved({"a": np.ones((1, 2))}, tree)),
+    )
   ),
   ("batches", lambda: evaluator({1, 2}), "must be a list"),
   ("num_steps", lambda: training.Progress(jnp.ones(3), "a"), "an int >= 0"),
