@@ -55,6 +55,47 @@ class Form:
     return jnp.mean((found - batch["y"]) ** 2), (state, {})
 
 
+_FLAGS = {
+  "x64": (
+    functools.partial(jax.enable_x64, True),
+    functools.partial(jax.numpy_dtype_promotion, "standard"),
+  ),
+  "rank promotion": (functools.partial(jax.numpy_rank_promotion, "raise"),),
+  "debug_nans": (
+    functools.partial(jax.debug_nans, True),
+    functools.partial(jax.debug_infs, True),
+  ),
+}
+FLAGS = tuple(_FLAGS)
+
+
+def under(flag, form):
+  """Returns a form under a flag of JAX, by x64 in float64."""
+
+  @contextlib.contextmanager
+  def around():
+    with contextlib.ExitStack() as stack:
+      for enter in (form.around, *_FLAGS[flag]):
+        stack.enter_context(enter())
+      yield
+
+  if flag != "x64":
+    return dataclasses.replace(form, around=around)
+  exact = form.tolerance <= 1e-4  # Of no narrow leaf.
+  return dataclasses.replace(
+    form, around=around, params=jax.tree.map(wide, form.params),
+    batch=lambda step: jax.tree.map(wide, form.batch(step)),
+    tolerance=1e-11 if exact else form.tolerance,
+  )  # fmt: skip
+
+
+def wide(x):
+  """Returns arrays of float32 and complex64 with twice as many bits."""
+  kinds = {"float32": np.float64, "complex64": np.complex128}
+  kind = kinds.get(str(getattr(x, "dtype", None)))
+  return x if kind is None else np.asarray(x).astype(kind)
+
+
 def linear(params, x):
   return (x @ params["w"]).sum(-1)
 

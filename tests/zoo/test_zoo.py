@@ -67,7 +67,43 @@ KEPT = {
   _thinned.some(CELLS, [x for x in CELLS if x in KEPT]),
 )
 def test_form_trains_as_in_plain_jax(name, substrate, way, method):
-  form = _forms.FORMS[name]
+  check(_forms.FORMS[name], substrate, way, method)
+
+
+# Forms that JAX alone refuses under a flag, by their own constants and ranks.
+REFUSED = {
+  ("linen RNN of LSTM cells", "x64"),
+  ("linen RNN with lengths", "x64"),
+  ("nnx RNN of LSTM cells", "x64"),
+  ("closed-over array", "rank promotion"),
+}
+FAST = "x64", "a list"
+
+
+@pytest.mark.parametrize(
+  ("flag", "name", "substrate", "way", "method"),
+  [
+    pytest.param(
+      flag, *x, marks=() if (flag, x[0]) == FAST else pytest.mark.slow
+    )
+    for flag in _forms.FLAGS
+    for x in CELLS
+    if x in KEPT
+  ],
+)
+def test_form_trains_as_in_plain_jax_under_flags(
+  flag, name, substrate, way, method
+):
+  form = _forms.under(flag, _forms.FORMS[name])
+  if (name, flag) in REFUSED:
+    with pytest.raises((TypeError, ValueError)):
+      _plain.train(form, method)
+  else:
+    check(form, substrate, way, method)
+
+
+def check(form, substrate, way, method):
+  """Compares a form's training with that of plain JAX."""
   wanted = _plain.train(form, method)
   with form.around():
     found = train(form, substrate, way, method)
