@@ -178,6 +178,7 @@ class RandomK(_codec.Codec):
     short, longer = divmod(size, num)
     stratum = jnp.arange(num, dtype=jnp.int32)
     starts = stratum * np.int32(short) + jnp.minimum(stratum, longer)
-    lengths = jnp.where(stratum < longer, short + 1, short)
+    lengths = jnp.int32(short) + (stratum < longer).astype(jnp.int32)
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-    return starts + jax.random.randint(key, (num,), 0, lengths), lengths
+    drawn = jax.random.randint(key, (num,), 0, lengths, jnp.int32)
+    return starts + drawn, lengths

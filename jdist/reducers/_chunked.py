@@ -143,11 +143,8 @@ class Chunked(_reducer.Reducer):
     means, shares, states = (
       {name: reduced[i] for name, reduced in found.items()} for i in range(3)
     )
-    return _reducer.Reduced(
-      self.unpack(means, tree),
-      _reducer.as_share(self.unpack(shares, tree)),
-      states,
-    )
+    shares = _reducer.as_share(self.unpack(shares, tree))
+    return _reducer.Reduced(self.unpack(means, tree), shares, states)
 
   def flush(
     self, state: PyTree, like: PyTree, axis: collectives.Axis
@@ -164,8 +161,7 @@ class Chunked(_reducer.Reducer):
       _, (residuals[name], states[name]) = jax.lax.scan(
         one, None, state[name], length=bucket.num_rows
       )
-    tree = self.unpack(residuals, like)
-    return _reducer.as_share(tree), states
+    return _reducer.as_share(self.unpack(residuals, like)), states
 
   def check_chunks(self) -> None:
     raise _reducer.unsuited(self, "chunks", "it splits the tree itself.")

@@ -159,7 +159,7 @@ class Compression:
     wanted, feedback = self.prepare(tree, state)
     held, kept = self.reducer.flush(state.reducer, wanted, axis)
     mean = jax.tree.map(
-      lambda m, h: (m + h).astype(m.dtype), collectives.mean(wanted, axis), held
+      lambda m, h: m + h.astype(m.dtype), collectives.mean(wanted, axis), held
     )
     mean, feedback = self.finish(mean, wanted, wanted, feedback, tree)
     new = state._replace(reducer=kept, feedback=feedback)
@@ -208,6 +208,7 @@ class Compression:
     if self.feedback is None:
       return optax.tree.cast_like(mean, like), ()
     finish = signatures.plain(type(self.feedback).finish)
+    mean, share = (widened(x, wanted) for x in (mean, share))
     mean, feedback = finish(self.feedback, mean, share, wanted, state)
     out = optax.tree.cast_like(mean, like)
     wide, narrow = jax.tree.leaves(mean), jax.tree.leaves(out)
@@ -223,6 +224,15 @@ class Compression:
     # in each round, which no residual would hold.
     rest = jax.tree.map(left, mean, out)
     return out, self.feedback.keep_cast(rest, feedback)
+
+
+def widened(tree: PyTree, like: PyTree) -> PyTree:
+  """Returns a tree in the dtypes of another one where these are wider."""
+  # Codecs send float32 for float64, which strict promotion refuses to add.
+  return jax.tree.map(
+    lambda x, y: x.astype(max(x.dtype, y.dtype, key=lambda d: d.itemsize)),
+    tree, like,
+  )  # fmt: skip
 
 
 def mean_of(

@@ -187,7 +187,7 @@ class Hierarchical(_reducer.Reducer):
       means[name] = collectives.gather(far.mean, inner)
       # One device of a host accounts for the rest, and the law counts all n.
       rest = self.parts * (_reducer.as_share(row) - far.own_share)
-      rows = jnp.arange(self.parts)[:, None] == number
+      rows = jnp.arange(self.parts, dtype="int32")[:, None] == number
       left[name] = jnp.where(rows, rest, 0)
       far_state[name] = far.state
     share = jax.tree.map(jnp.subtract, own, chunked.unpack(left, tree))

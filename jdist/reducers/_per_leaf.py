@@ -151,11 +151,8 @@ class PerLeaf(_reducer.Reducer):
     )
 
   def check_chunks(self) -> None:
-    raise _reducer.unsuited(
-      self,
-      "chunks",
-      "its rules go by a leaf's path and shape, which a chunk has not.",
-    )
+    reason = "its rules go by a leaf's path and shape, which a chunk has not."
+    raise _reducer.unsuited(self, "chunks", reason)
 
   def __str__(self) -> str:
     """Prints the rules, one on each line."""

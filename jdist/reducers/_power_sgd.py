@@ -162,18 +162,12 @@ class PowerSGD(_reducer.Reducer):
           for good, q, before in zip(usable, new, old, strict=True)
         )
       )
-    return _reducer.Reduced(
-      jax.tree.unflatten(treedef, means),
-      jax.tree.unflatten(treedef, shares),
-      state,
-    )
+    mean, share = (jax.tree.unflatten(treedef, x) for x in (means, shares))
+    return _reducer.Reduced(mean, share, state)
 
   def check_shards(self) -> None:
-    raise _reducer.unsuited(
-      self,
-      "shards and chunks",
-      "of a vector it has no directions and would send all of it.",
-    )
+    reason = "of a vector it has no directions and would send all of it."
+    raise _reducer.unsuited(self, "shards and chunks", reason)
 
   def num_bits(self, like: PyTree, num_workers: int) -> _reducer.Bits:
     """Counts P, Q, and the leaves that are not compressed, in float32."""

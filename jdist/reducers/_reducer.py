@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jdist import checks, codecs, collectives, signatures
 from jdist.states import PyTree
 
+_WIDE = ("float64", "complex64", "complex128")
+
 
 class Reduced(NamedTuple):
   """The result of a reduction.
@@ -20,7 +22,7 @@ class Reduced(NamedTuple):
     mean: The workers' mean after compression, equal to the bit on all workers,
       in the tree's dtypes.
     own_share: This worker's contribution to it, float32, or the dtype of
-      complex numbers.  Error feedback keeps `wanted - own_share`.
+      complex or wider numbers.  Error feedback keeps `wanted - own_share`.
     state: The reducer's new state.
   """
 
@@ -187,9 +189,9 @@ class Exact(Reducer):
 
 
 def as_share(tree: PyTree) -> PyTree:
-  """Returns a tree in the dtypes of its `own_share`, float32 or complex."""
+  """Returns a tree in the dtypes of its `own_share`, at least float32."""
   return jax.tree.map(
-    lambda x: x if jnp.iscomplexobj(x) else x.astype(jnp.float32), tree
+    lambda x: x if x.dtype.name in _WIDE else x.astype(jnp.float32), tree
   )
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import checks, collectives, states
-from jdist.reducers import _reducer
+from jdist.reducers import _compression, _reducer
 from jdist.states import PyTree
 
 # Deep Gradient Compression leaves out 75, 93.75, 98.4375 and 99.6 %.
@@ -99,10 +99,13 @@ class Scheduled(_reducer.Reducer):
         # The phase is kept in the names of a program, for the count of bytes.
         with collectives.phase(start, end):
           reduced = reducer.reduce(tree, states[number], key, axis)
+        share = _compression.widened(reduced.own_share, tree)
         # Every branch returns the states of all phases, because branches must
         # have one type.
         states = (*states[:number], reduced.state, *states[number + 1 :])
-        return collectives.varying(reduced._replace(state=states), axis)
+        return collectives.varying(
+          _reducer.Reduced(reduced.mean, share, states), axis
+        )
 
       return one
 
@@ -120,8 +123,8 @@ class Scheduled(_reducer.Reducer):
     pairs = zip(self.reducers, state.phases, strict=True)
     flushed = [reducer.flush(one, like, axis) for reducer, one in pairs]
     residuals, phases = zip(*flushed, strict=True)
-    total = functools.reduce(optax.tree.add, residuals)
-    return total, state._replace(phases=phases)
+    wide = (_compression.widened(x, like) for x in residuals)
+    return functools.reduce(optax.tree.add, wide), state._replace(phases=phases)
 
   def check_chunks(self) -> None:
     """Raises a ValueError, because chunks are sent outside of conditionals."""

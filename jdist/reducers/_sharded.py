@@ -101,11 +101,8 @@ class Sharded(_reducer.Reducer):
       in_specs=(split, rows, PartitionSpec()),
       out_specs=(split, split, rows),
     )(leaves, state, key)
-    return _reducer.Reduced(
-      jax.tree.unflatten(treedef, means),
-      jax.tree.unflatten(treedef, shares),
-      after,
-    )
+    mean, share = (jax.tree.unflatten(treedef, x) for x in (means, shares))
+    return _reducer.Reduced(mean, share, after)
 
   def flush(
     self, state: PyTree, like: PyTree, axis: collectives.Axis

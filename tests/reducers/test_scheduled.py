@@ -121,3 +121,24 @@ def test_bits_are_those_of_the_last_phase():
   like = jax.ShapeDtypeStruct((64,), "float32")
   found = reducers.Scheduled(((2, first), (None, last))).num_bits(like, 4)
   assert found == last.num_bits(like, 4) != first.num_bits(like, 4)
+
+
+def test_phases_of_float64_have_one_dtype():
+  """A codec sends float32 for it, and an exact mean all of it."""
+  exact = reducers.Exact()
+  phases = reducers.Scheduled(
+    ((1, reducers.compressed(codecs.Sign())), (None, exact))
+  )
+
+  def mean(x):
+    state, key = phases.init(x, None), jax.random.key(0)
+    found = phases.reduce(x, state, key, None)
+    return found, phases.flush(found.state, x, None)[0]
+
+  with jax.enable_x64(True):
+    x = np.array([1.0, 3.0 + 1e-12])
+    (mean, share, _), left = jax.eval_shape(mean, x)
+    assert {mean.dtype, share.dtype, left.dtype} == {x.dtype}
+    # Error feedback would keep what all have been sent.
+    sent = exact.reduce(x, (), None, None).own_share
+    np.testing.assert_array_equal(sent, x)

@@ -20,7 +20,9 @@ class Plain(reducers.Reducer):
     return ()
 
   def reduce(self, tree, state, key, axis):
-    own = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    own = jax.tree.map(
+      lambda x: x if x.dtype.itemsize > 4 else x.astype(jnp.float32), tree
+    )
     return reducers.Reduced(collectives.mean(tree, axis), own, state)
 
   def num_bits(self, like, num_workers):
@@ -66,10 +68,15 @@ class Owned(reducers.Reducer):
   step: float = 1.0
 
   def init(self, like, axis):
-    zeros = [jnp.zeros(x.shape) for x in jax.tree.leaves(like)]
+    zeros = [
+      jnp.zeros(x.shape, x.dtype if x.dtype.itemsize > 4 else jnp.float32)
+      for x in jax.tree.leaves(like)
+    ]
     # A shape that depends on the number of workers.
     return OwnedState(
-      jnp.zeros((), jnp.int32), jnp.zeros(collectives.size(axis)), zeros
+      jnp.zeros((), jnp.int32),
+      jnp.zeros(collectives.size(axis), jnp.float32),
+      zeros,
     )
 
   def reduce(self, tree, state, key, axis):

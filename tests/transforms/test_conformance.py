@@ -286,3 +286,49 @@ def test_no_collective_crosses_the_inner_axis(name):
     assert kind == "all-reduce" and sorted(groups) == [[0, 2], [1, 3]]
   run = runner.run(_running.placed("mesh"), compiled)
   close(run.params[-1], _table.record(name, "two").params[-1], 1e-5)
+
+
+# Those in which a float32 of the library's own meets the leaves.
+MEETING = ("msdpu", "compressed rounds", "dgc")
+# `mp2` has a predictor of the test's own, in float32.
+WIDE = [x for x in TABLE if x not in ("mp2", "predict_rest")]
+
+
+@pytest.mark.parametrize(
+  ("name", "dtype"),
+  [
+    pytest.param(
+      name, dtype,
+      marks=() if dtype == "float64" and name in MEETING else pytest.mark.slow,
+    )
+    for dtype in ("float64", "complex64")
+    for name in WIDE
+  ],
+)  # fmt: skip
+def test_wide_leaves_keep_their_dtypes_under_strict_promotion(name, dtype):
+  team = _running.team("vmap")
+  optimizer = TABLE[name].make(team.axis)
+  step = _running.make_step(optimizer)
+
+  def run(params, state, loss):
+    moved, after = step(params, state, params, loss)
+    drained = transforms.drain(optimizer, after, moved)
+    return moved, after, *drained, transforms.anchor(*drained[::-1])
+
+  def kinds(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+  with jax.enable_x64(dtype == "float64"):
+    params = jax.tree.map(
+      lambda x: jnp.ones((team.num_workers, *x.shape), dtype), _running.PARAMS
+    )
+    loss = jnp.ones(team.num_workers, jnp.float32)
+    try:
+      state = jax.eval_shape(team.spmd(optimizer.init), params)
+    except ValueError as error:  # Some are for real numbers alone.
+      assert dtype == "complex64" and "`" in str(error)
+      return
+    found = jax.eval_shape(team.spmd(run), params, state, loss)
+  assert [kinds(x) for x in found] == [
+    kinds(x) for x in (params, state, params, state, params)
+  ]

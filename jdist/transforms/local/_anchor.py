@@ -70,7 +70,9 @@ def _alike(x: jax.Array, y: jax.Array) -> bool:
 
 def behind(anchor: PyTree, part: jax.Array, progress: PyTree) -> PyTree:
   """Returns anchor - part * progress, with equal bits in every program."""
-  return jax.tree.map(lambda a, p: a - rounded(part * p), anchor, progress)
+  return jax.tree.map(
+    lambda a, p: a - rounded(part.astype(p.dtype) * p), anchor, progress
+  )
 
 
 def rounded(product: jax.Array) -> jax.Array:

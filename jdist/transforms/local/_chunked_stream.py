@@ -330,7 +330,7 @@ class ChunkedStream:
     # this worker's share is sent exactly, without one it was lost.
     for name, position in zip(layout.names, held.position, strict=True):
       wanted = held.sent[name]
-      rows = jnp.arange(wanted.shape[0])[:, None] < position
+      rows = jnp.arange(wanted.shape[0], dtype="int32")[:, None] < position
       means[name] = jnp.where(rows, held.arrived[name], 0)
       rests[name] = (
         wanted - jnp.where(rows, held.shares[name], 0)
