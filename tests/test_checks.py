@@ -51,6 +51,7 @@ _REFUSED = (
     "an int >= 1",
   ),
   (lambda x: checks.check_int("x", x, 1, 2, "Do."), (3,), r"to 2.* Do\.$"),
+  (lambda x: checks.check_int("x", x, 1, 0), (0, 1), ">= 1, and none is poss"),
   (
     lambda x: checks.check_continuous("x", x, high=1),
     (-0.1, 1.1, np.nan),
@@ -206,3 +207,10 @@ def test_all_that_is_missing_is_named_at_once():
     'what is missing: pip install ".[data,plots]" in the clone of jdist, or '
     "pip install no_such_module no"
   )
+
+
+def test_noun_is_in_the_plural_unless_there_is_one():
+  said = [checks.counted(x, "step") for x in (0, 1, 1.0, 2, 0.5, 10**6)]
+  assert said == [
+    "0 steps", "1 step", "1 step", "2 steps", "0.5 steps", "1000000 steps",
+  ]  # fmt: skip

@@ -311,15 +311,15 @@ def of_trainer(
 def heading(options: Any, workload: comparison.Workload, methods: str) -> str:
   """Returns what is about to be run."""
   samples = words(workload.train)
-  steps = options.steps and f"{options.steps} steps"
+  steps = options.steps and checks.counted(options.steps, "step")
   where = getattr(options, "driver", None) or workload.workers.substrate
   return (
     f"{methods}. {options.dataset}: {len(workload.train)} training and "
     f"{len(workload.test)} test {samples}; {options.model}, "
     f"{models.num_params(workload.model(0)):,} parameters; N = "
-    f"{options.workers} workers ({where}), "
+    f"{checks.counted(options.workers, 'worker')} ({where}), "
     f"{options.batch_size} {samples.split()[0]} a step; "
-    f"{steps or f'{options.epochs:g} epochs'} on "
+    f"{steps or checks.counted(options.epochs, 'epoch')} on "
     f"{training.make_row({}, 0)['device']}. Options not in the command "
     f"have the defaults of the preset {options.preset}."
   )
@@ -383,8 +383,8 @@ def resumed_text(
   if steps < old_steps:
     raise ValueError(
       f"`--{'epochs' if options.steps is None else 'steps'}` must not be less "
-      f"than when the run began, {old_steps} steps, got {steps}. Take as many "
-      "or more, or start again in another directory."
+      f"than when the run began, {checks.counted(old_steps, 'step')}, got "
+      f"{steps}. Take as many or more, or start again in another directory."
     )
   text = f"Resumes from step {found.step}"
   if found.step == steps:
@@ -395,5 +395,5 @@ def resumed_text(
       "the longer run"
     )
   if before.get("workers", workers) != workers:
-    text += f", with {workers} workers in place of {before['workers']}"
+    text += f", with N = {workers} in place of {before['workers']}"
   return f"{text}."

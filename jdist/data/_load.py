@@ -120,19 +120,16 @@ def _read_digits(split: str) -> tuple[np.ndarray, np.ndarray]:
   return images, labels[chosen].astype(np.int32)
 
 
-def _read_cached(
-  name: str, split: str, download: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def _read_cached(name: str, split: str, download: bool) -> list[np.ndarray]:
   """Reads a set from the cache, or decodes it."""
   prepared = _prepare.require_prepared(name, download=download)
   source = _prepare.find(name)
   part = source.test_split if split == "test" else split
-  images, labels = cached(
+  return cached(
     path_of(name, prepared, split),
     ("images", "labels"),
     lambda: _prepare.decode(prepared, part, source.size),
   )
-  return images, labels
 
 
 def _read_statistics(name: str) -> tuple[list[float], list[float]]:
@@ -193,7 +190,8 @@ def load_text(
   else:
     found = _read_file(name, split, test_fraction)
     name = pathlib.Path(name).stem
-  remedy = f"The {split} split of {name} has {len(found)} bytes."
+  size = checks.counted(len(found), "byte")
+  remedy = f"The {split} split of {name} has {size}."
   checks.check_int("window_length", window_length, 1, len(found) - 1, remedy)
   # Windows are views of the bytes.  Neighbours share one byte: the last target
   # of a window is the first token of the next.
@@ -205,10 +203,9 @@ def read_bytes(name: str, split: str, *, download: bool = False) -> np.ndarray:
   """Returns a split of a named text, uint8 [n], from the cache if possible."""
   prepared = _prepare.require_prepared(name, download=download)
   path = path_of(name, prepared, split)
-  (text,) = cached(
+  return cached(
     path, ("text",), lambda: (_prepare.decode_text(prepared, split),)
-  )
-  return text
+  )[0]
 
 
 def _read_file(path: str, split: str, test_fraction: float) -> np.ndarray:

@@ -74,10 +74,10 @@ class Cut:
     names = [layer.name for layer in self.front]
     if len(names) > _NUM_NAMES:
       names[2:-1] = ["..."]
+    halves = [checks.counted(len(x), "layer") for x in (self.front, self.rear)]
     return (
-      f"Cut({self.model}: {len(self.front)} layers of {self.num_front:,} "
-      f"parameters ({', '.join(names)}) | {len(self.rear)} layers of "
-      f"{self.num_rear:,})"
+      f"Cut({self.model}: {halves[0]} of {self.num_front:,} parameters "
+      f"({', '.join(names)}) | {halves[1]} of {self.num_rear:,})"
     )
 
   def describe(self) -> dict[str, Any]:
@@ -243,12 +243,12 @@ def cut(
   >>> dense = {"kernel": jnp.zeros((2, 2))}
   >>> order = ("first", "second", "head")
   >>> cut({"first": dense, "second": dense, "head": dense}, 2, order=order)
-  Cut(model: 2 layers of 8 parameters (first, second) | 1 layers of 4)
+  Cut(model: 2 layers of 8 parameters (first, second) | 1 layer of 4)
   """
   checks.check_type("name", name, str, "text")
   params = model.params if isinstance(model, models.Model) else model
   layers = _network.layers_of(params, order)
-  remedy = f"The network has {len(layers)} layers."
+  remedy = f"The network has {checks.counted(len(layers), 'layer')}."
   # One layer must remain on each side.
   number = checks.check_int(
     "num_layers", num_layers, 1, len(layers) - 1, remedy

@@ -333,7 +333,7 @@ def resize(
           "depends on the number of workers, got up to "
           f"{np.abs(rows).max():.3g}. Use a feedback that takes it over, for "
           "instance `ErrorFeedback()`, or `owner_feedback=False`, or resume "
-          f"with {old.num_workers} workers."
+          f"with {checks.counted(old.num_workers, 'worker')}."
         )
       return like
     # Summed in float64, as a sum of many float32 rows would lose digits.

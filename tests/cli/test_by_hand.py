@@ -148,7 +148,7 @@ def test_resumed_run_prints_what_has_changed():
   assert told(3, steps=6) == "Resumes from step 3."
   assert told(6, steps=6) == "Nothing left to train: step 6 of 6."
   assert told(5, steps=6, workers=2) == (
-    "Resumes from step 5, with 4 workers in place of 2."
+    "Resumes from step 5, with N = 4 in place of 2."
   )
   with pytest.raises(ValueError, match=r"`--steps` must not.*began, 8 steps"):
     told(5, steps=8)

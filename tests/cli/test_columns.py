@@ -229,7 +229,7 @@ def test_columns_of_predicted_times():
     rate_for=lambda name, part: part * 1e9 if name == "ssgd" else None,
   )  # fmt: skip
   title, _, cells = _advise._times(found, 3)
-  assert title.startswith("3 workers, links of 5 Mbit/s and 3 ms: predicted")
+  assert title.startswith("N = 3, links of 5 Mbit/s and 3 ms: predicted")
   assert cells == {
     "method": ["ssgd", "diloco"], "ms a step": ["250", "125"],
     "± %": ["20", "40"], "faster": ["1.00x", "2.00x"], "waits %": ["20", "0"],

@@ -226,7 +226,7 @@ def test_stages_have_about_equally_many_operations():
     ("--stages 2 --window 2", "`window` is no option of 1f1b"),
     ("--stages 2 --accumulate 2", "`--accumulate` must be left out with"),
     ("--stages 2 --microbatches 5", "`--batch-size` must divide evenly"),
-    ("--stages 2 --cuts 1 2", "`--cuts` must be 1 layers for the 2 stages"),
+    ("--stages 2 --cuts 1 2", "`--cuts` must be 1 layer for the 2 stages"),
     ("--stages 2 --workers 32", "`--stages` times `--workers` must be at most"),
     ("--stages 2 --method mp2 --predictor x", "`--stages` must be left out"),
     ("--stages 2 --late-from 0.5", "`--late-from` must be left out with"),

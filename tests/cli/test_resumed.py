@@ -36,7 +36,7 @@ def test_resumed_run_may_be_longer_and_have_other_workers(tmp_path, capsys):
   assert error.count("\n") == 1
   assert _run(tmp_path, "--workers", "2", "--steps", "8") == 0
   out = capsys.readouterr().out
-  assert "with 2 workers in place of 4" in out and "step 8/8" in out
+  assert "with N = 2 in place of 4" in out and "step 8/8" in out
   rows = training.read_rows(tmp_path / "rows.jsonl")
   assert [row["steps"] for row in rows] == [4, 6, 8]
   assert [row["workers"] for row in rows] == [4, 4, 2]

@@ -233,7 +233,7 @@ def test_micro_batch_is_a_workers_part_of_the_batch(monkeypatch):
   }
   assert asked == [(layers, 2, micro, "x")]
   assert cut(cuts=(2,))[0] == (layers, (2,)) and len(asked) == 1
-  with pytest.raises(ValueError, match="must be 1 layers for the 2 stages"):
+  with pytest.raises(ValueError, match="must be 1 layer for the 2 stages"):
     cut(cuts=(1, 2))
 
 

@@ -110,7 +110,7 @@ def test_selected_windows_are_a_text(file):
     (
       "window_length",
       {"test_fraction": 1.0},
-      "-1, got 128. The train split of mine has 0 bytes",
+      "none is possible, got 128. The train split of mine has 0 bytes",
     ),
   ],
 )

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jdist import cluster, collectives, models, pipeline, training
+from jdist import checks, cluster, collectives, models, pipeline, training
 from jdist.cli import _commands, _methods, _options, _workload
 from jdist.cli.pipelines import _tables
 from jdist.training import comparison, loop
@@ -206,8 +206,8 @@ def cut(
   size //= table.num_microbatches
   if options.cuts and len(options.cuts) + 1 != table.num_stages:
     raise ValueError(
-      f"`--cuts` must be {table.num_stages - 1} layers for the "
-      f"{table.num_stages} stages of `--table` {table.name}, got "
+      f"`--cuts` must be {checks.counted(table.num_stages - 1, 'layer')} for "
+      f"the {table.num_stages} stages of `--table` {table.name}, got "
       f"{options.cuts}."
     )
   microbatch = jax.tree.map(

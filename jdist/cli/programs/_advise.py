@@ -228,7 +228,7 @@ def _times(found: advice.Advice, workers: int) -> Any:
   )  # fmt: skip
   rate, latency_s = found.link.bandwidth_bits_per_s, found.link.latency_s
   return _output.table(
-    f"{workers} workers, links of {rate / 1e6:.4g} Mbit/s and "
+    f"N = {workers}, links of {rate / 1e6:.4g} Mbit/s and "
     f"{1e3 * latency_s:.3g} ms: predicted times, from measurements here",
     "± is half of a 90 % interval. Waits: the share of a step in which a "
     "worker waits for messages. Adds: what the method computes itself. Pays: "

@@ -150,8 +150,8 @@ def _table(
     ),
   }
   return _output.table(
-    f"{options.model}, {size:,} parameters, {options.workers} workers: bytes "
-    "that each one sends",
+    f"{options.model}, {size:,} parameters, N = {options.workers}: bytes that "
+    "each worker sends",
     "Each worker receives as much. Coded: the codecs' own count. Traced and "
     "compiled count every collective as a ring or an all-to-all moves it: "
     "gathered payloads grow with the workers. Programs for CPUs widen sums of "

@@ -105,7 +105,7 @@ def _print_record(
   record: training.Record, mark: Any, dataset: _workload.AnyDataset
 ) -> None:
   for at_s, update, kind, worker, living in mark.changes:
-    print(f"{worker} {kind} at {at_s:.4g} s, update {update}: {living} members")
+    print(f"{worker} {kind} at {at_s:.4g} s, update {update}; living: {living}")
   share = ""
   if mark.merged_share is not None:
     share = f"{100 * mark.merged_share:.1f} % of the living in a merge  "
@@ -159,7 +159,7 @@ def _session(parts: _server_parts.Parts) -> Iterator[Any]:
       if options.driver == "threads":
         engine = server.ThreadEngine()
       else:
-        print(f"Starting a server and {len(names)} workers on Ray.", flush=True)
+        print(f"Starting {len(names) + 1} processes on Ray.", flush=True)
         engine = server.RayEngine(
           len(names),
           address=options.address,

@@ -134,9 +134,8 @@ def _heading(machines: cluster.Cluster, profile: cluster.Profile) -> str:
   speeds = [node.speed for node in machines.nodes]
   slowest, fastest = min(speeds), max(speeds)
   each = f"{slowest:g} to {fastest:g}" if slowest < fastest else f"{slowest:g}"
-  number = "1 machine" if len(speeds) == 1 else f"{len(speeds)} machines"
   return (
-    f"{number} of speed {each}; "
+    f"{checks.counted(len(speeds), 'machine')} of speed {each}; "
     f"{profile.name}: {1e3 * profile.compute_s(1):.3g} ms for a sample at "
     f"speed 1, {profile.pull_bytes / 1e6:.3g} MB pulled and "
     f"{profile.push_bytes / 1e6:.3g} MB pushed.\n"

@@ -56,7 +56,7 @@ def cut(
   ...   return x, state
   >>> model = models.Model({n: jnp.eye(2) for n in "abc"}, {}, apply)
   >>> cut(model, 3, jnp.ones((4, 2)))[1]
-  Stage(['b']: 1 layers)
+  Stage(['b']: 1 layer)
   """
   params, state = (getattr(model, x, None) for x in ("params", "state"))
   if not (isinstance(params, Mapping) and isinstance(state, Mapping)):

@@ -75,7 +75,7 @@ class Stage:
   copied: Collection[str] = ()
 
   def __repr__(self) -> str:
-    return f"Stage({self.name}: {len(self.layers)} layers)"
+    return f"Stage({self.name}: {checks.counted(len(self.layers), 'layer')})"
 
 
 @signatures.checked
@@ -97,7 +97,7 @@ def cut_layers(layers: Layers, cuts: int | Sequence[int]) -> tuple[Stage, ...]:
   ...   for n in "abc"
   ... ]
   >>> cut_layers(layers, [1])
-  (Stage(a: 1 layers), Stage(b to c: 2 layers))
+  (Stage(a: 1 layer), Stage(b to c: 2 layers))
   """
   if isinstance(cuts, int):
     remedy = "Each stage has layers: take fewer, or a model of more layers."
