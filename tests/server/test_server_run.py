@@ -402,6 +402,8 @@ def test_checkpoint_that_waits_is_written_before_the_next_one(tmp_path):
   checkpoint(run, 5, owing="a")
   checkpoint(run, 6)
   assert sorted(x.name[-1] for x in tmp_path.glob("update_*")) == ["5", "6"]
+  checkpoint(run, 7)  # The last two are kept.
+  assert sorted(x.name[-1] for x in tmp_path.glob("update_*")) == ["6", "7"]
 
 
 @pytest.mark.parametrize(
