@@ -36,7 +36,7 @@ def test_row_and_output_name_the_members(train, tmp_path, capsys):
   ready = [out.index(f"worker{i} ready\n") for i in range(2)]
   assert max(ready) < out.index("worker0 joined")
   lines = out[out.index("worker0 joined") :].splitlines()
-  assert lines[0].startswith("worker0 joined at 0 s, update 0: 2 members")
+  assert lines[0].startswith("worker0 joined at 0 s, update 0; living: 2")
   assert "100.0 % of the living in a merge" in lines[2]
   (row,) = rows(tmp_path)
   assert (row["method"], row["driver"], row["clock"]) == (

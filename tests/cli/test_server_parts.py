@@ -211,7 +211,7 @@ def test_session_is_of_the_engine_that_is_named(driver, monkeypatch, capsys):
     wanted = (2,), {
       "address": "h:1", "cpus_per_worker": 2.0, "gpus_per_worker": 0.5,
     }  # fmt: skip
-    assert "a server and 2 workers on Ray" in capsys.readouterr().out
+    assert "Starting 3 processes on Ray" in capsys.readouterr().out
   assert made[driver] == wanted
   (_, make_server, works, plan), more = found
   assert make_server.func is _server_parts.make_server
@@ -239,7 +239,7 @@ def test_events_and_changes_are_told(capsys):
   train = types.SimpleNamespace(input_shape=(8, 8, 1))
   _server_run._print_record(record, mark, train)
   assert capsys.readouterr().out == (
-    "b joined at 1.25 s, update 2: 2 members\n"
+    "b joined at 1.25 s, update 2; living: 2\n"
     "update 3  1.5 s  accuracy 25.00 %  train loss 0.5000  staleness 0.25  "
     "2 MB pushed per worker  40 images a s\n"
   )
