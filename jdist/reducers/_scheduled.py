@@ -103,9 +103,8 @@ class Scheduled(_reducer.Reducer):
         # Every branch returns the states of all phases, because branches must
         # have one type.
         states = (*states[:number], reduced.state, *states[number + 1 :])
-        return collectives.varying(
-          _reducer.Reduced(reduced.mean, share, states), axis
-        )
+        reduced = _reducer.Reduced(reduced.mean, share, states)
+        return collectives.varying(reduced, axis)
 
       return one
 

@@ -453,7 +453,7 @@ def test_decoupled_diloco_takes_peers_as_a_protocol():
   (task,) = protocol.receive(state, 1.0, server.Pull("b"))
   assert task.merges == (server.Merge(0, (0, 1), (0.5, 0.5), ("a", "b")),)
   assert task.pulled == (0,)
-  # Of the merges while it was away a member that returns is told none.
+  # A member that returns is not told the merges while it was away.
   protocol.receive(state, 2.0, server.Leave("b"))
   (task,) = protocol.receive(state, 2.0, server.Pull("a"))
   protocol.receive(state, 3.0, server.Push("a", task.task, 8, 1.0))

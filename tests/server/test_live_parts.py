@@ -502,7 +502,7 @@ def test_recording_needs_a_file_that_can_be_written(tmp_path):
   path = tmp_path / "file" / "record"
   with pytest.raises(ValueError, match=r"`record` must be .*another path"):
     _message_record.Recorder(path)
-  # What another run has left there is no part of this one.
+  # A run does not go on with the remains of another one.
   path = tmp_path / "new" / "record"
   for _ in range(2):
     _message_record.Recorder(path).sent(3, None)

@@ -526,7 +526,7 @@ def test_links_carry_a_push_and_a_pull_at_the_same_time(hand, clock):
   by = hand(protocol, names=machines.names, machines=machines)
 
   def at(now_s):
-    # What was sent before is under way: the server has taken it.
+    # The server has taken what was sent before.
     by.until(lambda x: x._inbox.empty())
     clock.now_s = now_s
 

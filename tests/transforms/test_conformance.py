@@ -288,7 +288,7 @@ def test_no_collective_crosses_the_inner_axis(name):
   close(run.params[-1], _table.record(name, "two").params[-1], 1e-5)
 
 
-# Those in which a float32 of the library's own meets the leaves.
+# In these a float32 of the library's own meets the leaves.
 MEETING = ("msdpu", "compressed rounds", "dgc")
 # `mp2` has a predictor of the test's own, in float32.
 WIDE = [x for x in TABLE if x not in ("mp2", "predict_rest")]

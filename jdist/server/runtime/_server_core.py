@@ -253,18 +253,19 @@ class ServerCore:
 
   def _push_of(self, item: Item) -> _messages.Push:
     """Returns the push that a worker has sent, or refuses its header."""
-    header = item.header
+    header, payload = item.header, item.payload
     try:
-      assert isinstance(header["more"], dict)
-      assert isinstance(item.payload, np.ndarray)
+      kinds = isinstance(header["more"], dict), isinstance(payload, np.ndarray)
       number, samples = map(operator.index, (header["task"], header["samples"]))
       times = [float(header[x]) for x in ("compute_s", "waited_s")]
-      assert all(0 <= x < math.inf for x in (*times, header.get("over_s", 0.0)))
+      known = all(0 <= x < math.inf for x in (*times, header.get("over_s", 0)))
       task = self.delivery and self.delivery.state.tasks.get(number)
       # More than it was given would outweigh the others in a mean.
-      assert 1 <= samples <= (task.samples if task else samples)
+      most = task.samples if task else samples
+      if not (all(kinds) and known and 1 <= samples <= most):
+        raise ValueError
       return _messages.Push(item.worker, number, samples, *times)
-    except (AssertionError, KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):
       raise _learner.RefusedError(
         "header",
         "A push must say its task, samples and times, at most the samples of "

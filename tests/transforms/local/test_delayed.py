@@ -149,7 +149,7 @@ def test_late_mean_is_mixed_with_the_workers_own(mix, delay, interval):
   w, sent, anchor = np.zeros(targets.shape[1:]), None, 0.0
   for step, target in enumerate(targets):
     w = w - RATE * (w - target)
-    # What was sent at the end of a round arrives some steps later.
+    # A message of a round's end arrives some steps later.
     if sent is not None and step % interval == delay - 1:
       anchor = sent
       w = mix * w + (1 - mix) * anchor
